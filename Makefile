@@ -1,0 +1,51 @@
+# One task file for people and for CI. Environments are built in a cache outside the checkout
+# (see tools/envs.py); every target works from nothing and again from a warm state.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENVS   := $(PYTHON) $(CURDIR)/tools/envs.py
+TEST   := $(ENVS) exec test --
+WHEEL  := $(ENVS) exec test --wheel --
+RANKS  ?= 2
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quick lint types docs bench fix lock clean clean-envs
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS=...)
+	@$(ENVS) exec demo -- python -m asynccoll run -n $(RANKS) examples/train_digits.py $(ARGS)
+
+test: lint types docs ## everything: lint, types, docs, then all tests on a built wheel
+	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
+
+quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
+	@$(TEST) python -m pytest -q -x -m "not slow" $(ARGS)
+
+lint: ## formatting and lint rules
+	@$(TEST) ruff format --check
+	@$(TEST) ruff check
+
+fix: ## let the formatter and the linter repair what they can
+	@$(TEST) ruff format
+	@$(TEST) ruff check --fix
+
+types: ## mypy, strict
+	@$(TEST) mypy
+
+docs: ## build the documentation into build/docs, warnings are errors
+	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs
+
+bench: ## measure ourselves against the raw calls, side by side in one run (RANKS=2, ARGS=...)
+	@$(TEST) python -m asynccoll run -n $(RANKS) benchmarks/latency.py $(ARGS)
+
+lock: ## resolve the newest versions of all tools into tools/requirements/constraints.txt
+	@$(ENVS) lock
+
+clean: ## delete what builds and tools left in the checkout
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-envs: ## delete the cached environments as well
+	@$(ENVS) clean

@@ -1,0 +1,148 @@
+"""Building virtual environments so that a half-built one is never taken for a good one.
+
+An environment lives outside the checkout, in a directory named by a hash of everything it is
+built from, so that two checkouts share what is equal and never disturb each other. A lock file
+lets one process build at a time; a marker, written last, says that the build came to its end.
+What environments there are is in ``envs.py``; this module must not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "tools" / "requirements"
+OLDEST_PYTHON = (3, 11)  # what the pins are resolved for
+
+_MARKER = ".complete"
+_STALE_AFTER_S = 14 * 86400
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One row of the table: requirement groups, installed together under one set of pins."""
+
+    name: str
+    groups: tuple[str, ...]
+    download: str
+    constraints: str = "constraints.txt"
+
+    def files(self) -> list[Path]:
+        """Requirement files, the pins first."""
+        names = (self.constraints, *(f"{group}.txt" for group in self.groups))
+        return [REQUIREMENTS / name for name in names]
+
+
+def say(text: str) -> None:
+    """Tell the person something; standard output is for what scripts read."""
+    print(f"envs: {text}", file=sys.stderr, flush=True)
+
+
+def cache_root() -> Path:
+    """Where all environments live."""
+    chosen = os.environ.get("ASYNCCOLL_CACHE")
+    if chosen:
+        return Path(chosen).absolute() / "envs"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "asynccoll" / "envs"
+
+
+def directory(row: Environment) -> Path:
+    """Where this environment lives: its name and a hash of what it is built from."""
+    parts = [sys.implementation.name, platform.python_version(), sys.base_prefix]
+    parts += [platform.machine(), *(path.read_text() for path in row.files())]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    return cache_root() / f"{row.name}-{digest}"
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a build came to its end here and its interpreter still runs."""
+    return (path / _MARKER).is_file() and os.access(path / "bin" / "python", os.X_OK)
+
+
+def ensure(row: Environment) -> Path:
+    """The interpreter of the environment, which is built first where it is absent."""
+    path = directory(row)
+    if not is_complete(path):
+        with locked(path.with_name(path.name + ".lock")):
+            if not is_complete(path):
+                _delete_stale(row, keep=path)
+                _build(row, path)
+    os.utime(path / _MARKER)
+    return path / "bin" / "python"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system takes back when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is building {path.stem}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(row: Environment, path: Path) -> None:
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        given = platform.python_version()
+        raise SystemExit(f"envs: Python {wanted} or newer is needed, this is {given};"
+                         " name another one: make PYTHON=/path/to/python3.11 ...")  # fmt: skip
+    say(f"building '{row.name}' in {path}: downloads {row.download} unless pip has it cached")
+    began = time.monotonic()
+    shutil.rmtree(path, ignore_errors=True)
+    pins, *requirements = row.files()
+    _check([sys.executable, "-m", "venv", str(path)], "python3-venv may have to be installed")
+    install = [str(path / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-input"]
+    install += ["--disable-pip-version-check", "-c", str(pins)]
+    for file in requirements:
+        install += ["-r", str(file)]
+    _check(install, "what pip said is above; a second try continues from its download cache")
+    (path / _MARKER).write_text(json.dumps({"built": time.time(), "groups": row.groups}))
+    say(f"built '{row.name}' in {time.monotonic() - began:.0f} s")
+
+
+def _check(command: list[str], advice: str) -> None:
+    code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    if code:
+        raise SystemExit(f"envs: '{' '.join(command[:4])} ...' ended with {code}: {advice}")
+
+
+def _delete_stale(row: Environment, keep: Path) -> None:
+    """Make room: delete builds of this environment that nobody used for two weeks."""
+    for path in cache_root().glob(f"{row.name}-*/"):
+        marker = path / _MARKER
+        if path != keep and marker.is_file():
+            age_s = time.time() - marker.stat().st_mtime
+            if age_s > _STALE_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def lock(row: Environment) -> None:
+    """Resolve the newest versions of everything ``row`` names and write them down as its pins."""
+    pins, *requirements = row.files()
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed"]
+    command += ["--report", "-", "--disable-pip-version-check"]
+    for file in requirements:
+        command += ["-r", str(file)]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    found = {item["metadata"]["name"]: item["metadata"]["version"] for item in report["install"]}
+    lines = [f"{name}=={version.partition('+')[0]}" for name, version in found.items()]
+    heading = "# Every version, resolved together by `python tools/envs.py lock`.\n"
+    pins.write_text(heading + "\n".join(sorted(lines, key=str.lower)) + "\n")
+    say(f"wrote {len(lines)} pins to {pins.relative_to(ROOT)}")

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Environments to work on asynccoll in: found in a cache, built from nothing when absent.
+
+    python tools/envs.py path NAME                  print the interpreter of an environment
+    python tools/envs.py exec NAME -- ARGS...       run ARGS in it, on this checkout
+    python tools/envs.py exec NAME --wheel -- ARGS  the same on a wheel built from this checkout,
+                                                    out of an empty directory
+    python tools/envs.py list                       what there is, what is built, and where
+    python tools/envs.py lock                       resolve the newest versions into the pins
+    python tools/envs.py clean                      delete every cached environment
+
+A new environment is one more row of ``ENVIRONMENTS``. The standard library is all this needs.
+How an environment is built is in ``envbuild.py``, how the wheel is made in ``wheels.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from typing import NoReturn
+
+import envbuild
+import wheels
+from envbuild import Environment
+
+_CPU_TORCH = "about 0.3 GB (up to 3 GB where the index serves a CUDA build of torch)"
+
+ENVIRONMENTS = {
+    row.name: row
+    for row in (
+        Environment(
+            "test",
+            groups=("torch", "runtime", "build", "test", "lint", "docs", "demo"),
+            download=_CPU_TORCH,
+        ),
+        Environment("demo", groups=("torch", "runtime", "demo"), download=_CPU_TORCH),
+    )
+}
+
+
+def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
+    """Become ``arguments``, run in the environment on the checkout or on its wheel."""
+    python = envbuild.ensure(row)
+    variables = {k: v for k, v in os.environ.items() if k not in {"PYTHONHOME", "VIRTUAL_ENV"}}
+    search = [str(python.parent)]
+    if wheel:
+        site = wheels.ensure(python)
+        search.insert(0, str(site / "bin"))
+        os.chdir(wheels.empty_directory(python))
+    else:
+        site = envbuild.ROOT
+    variables["PATH"] = os.pathsep.join([*search, os.environ.get("PATH", os.defpath)])
+    variables["PYTHONPATH"] = str(site)
+    variables["PYTHONNOUSERSITE"] = "1"
+    sys.stdout.flush()
+    os.execvpe(arguments[0], arguments, variables)  # noqa: S606 - becoming it is the purpose
+
+
+def _list() -> None:
+    for row in ENVIRONMENTS.values():
+        path = envbuild.directory(row)
+        state = "built" if envbuild.is_complete(path) else f"not built, downloads {row.download}"
+        print(f"{row.name:10} {path}  ({state})")
+
+
+def _clean() -> None:
+    root = envbuild.cache_root()
+    if root.is_dir():
+        print(f"deleting {root}")
+        shutil.rmtree(root)
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("path").add_argument("name", choices=ENVIRONMENTS)
+    execute = commands.add_parser("exec")
+    execute.add_argument("name", choices=ENVIRONMENTS)
+    execute.add_argument("--wheel", action="store_true")
+    execute.add_argument("arguments", nargs="+")
+    for name in ("list", "lock", "clean"):
+        commands.add_parser(name)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Carry out one command line."""
+    given = _arguments(argv)
+    match given.command:
+        case "path":
+            print(envbuild.ensure(ENVIRONMENTS[given.name]))
+        case "exec":
+            _run_in(ENVIRONMENTS[given.name], given.arguments, wheel=given.wheel)
+        case "list":
+            _list()
+        case "lock":
+            envbuild.lock(ENVIRONMENTS["test"])
+        case "clean":
+            _clean()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
