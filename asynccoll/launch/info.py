@@ -1,0 +1,123 @@
+"""A process's place in its job, and the reader of environment variables that all launchers share.
+
+Which launcher uses which variable is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from asynccoll.errors import LaunchEnvironmentError
+
+__all__ = ["LaunchInfo", "Variables", "blockwise", "checked", "with_master"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchInfo:
+    """This process's place in the job, and where its ranks can meet if the launcher says so."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    nnodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+class Variables:
+    """Reads numbers out of an environment and words the errors when they are not there.
+
+    An empty value counts as unset: that is how people unset a variable for one command.
+    """
+
+    __slots__ = ("_environ",)
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = {name: value for name, value in environ.items() if value}
+
+    def any(self, names: Sequence[str]) -> bool:
+        """Whether at least one of ``names`` is set."""
+        return any(name in self._environ for name in names)
+
+    def all(self, names: Sequence[str]) -> bool:
+        """Whether every one of ``names`` is set."""
+        return all(name in self._environ for name in names)
+
+    def text(self, name: str) -> str | None:
+        """The value of ``name``, where it is set."""
+        return self._environ.get(name)
+
+    def integer(self, name: str) -> int:
+        """The value of ``name`` as a number that is not negative."""
+        given = self._environ[name]
+        if not given.strip().isdecimal():
+            raise LaunchEnvironmentError(
+                f"{name}={given!r} is no rank, count or port: expected a decimal number that is"
+                f" not negative. Let the launcher set it, or unset {name}"
+            )
+        return int(given)
+
+    def first(self, *names: str) -> int | None:
+        """The first of ``names`` that is set, as a number."""
+        return next((self.integer(name) for name in names if name in self._environ), None)
+
+    def require(self, launcher: str, names: Sequence[str], advice: str) -> None:
+        """Raise unless all of ``names`` are set; the error tells given and missing ones."""
+        missing = [name for name in names if name not in self._environ]
+        if missing:
+            raise LaunchEnvironmentError(
+                f"the {launcher} environment is incomplete: given {self.show(names)};"
+                f" missing {', '.join(missing)}. {advice}"
+            )
+
+    def show(self, names: Sequence[str]) -> str:
+        """Those of ``names`` that are set, with their values."""
+        given = [f"{name}={self._environ[name]!r}" for name in names if name in self._environ]
+        return ", ".join(given) or "none of them"
+
+
+def checked(info: LaunchInfo, variables: Variables, names: Sequence[str]) -> LaunchInfo:
+    """``info``, if its numbers can be true together; ``names`` are the variables they came from."""
+    possible = (
+        info.rank < info.world_size
+        and info.local_rank < info.local_world_size <= info.world_size
+        and info.node_rank < info.nnodes <= info.world_size
+    )
+    if possible:
+        return info
+    raise LaunchEnvironmentError(
+        f"the {info.launcher} environment contradicts itself: {variables.show(names)} give rank"
+        f" {info.rank} of {info.world_size}, local rank {info.local_rank} of"
+        f" {info.local_world_size}, node {info.node_rank} of {info.nnodes}. Each rank must be below"
+        " its count, and no node holds more processes than the job. Unset the stale variables, or"
+        " start again through one launcher"
+    )
+
+
+def with_master(info: LaunchInfo, variables: Variables) -> LaunchInfo:
+    """``info`` with the meeting point that the user or launcher named, where there is one."""
+    return replace(
+        info,
+        master_addr=variables.text("MASTER_ADDR") or info.master_addr,
+        master_port=variables.first("MASTER_PORT") or info.master_port,
+    )
+
+
+def blockwise(
+    launcher: str, rank: int, world_size: int, local_rank: int, local_world_size: int
+) -> LaunchInfo:
+    """A place on nodes that are filled one after the other, which is what launchers do."""
+    per_node = max(local_world_size, 1)
+    return LaunchInfo(
+        launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // per_node,
+        nnodes=-(-world_size // per_node),
+    )

@@ -1,0 +1,371 @@
+"""Launcher detection: environments as tables, host lists as properties."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynccoll.errors import AsyncCollError, LaunchEnvironmentError
+from asynccoll.launch import LaunchInfo, detect
+from asynccoll.launch.slurm import (
+    MAX_HOSTS,
+    expand_hostlist,
+    expand_tasks_per_node,
+    expand_with_scontrol,
+)
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+}
+TORCHRUN_INFO = LaunchInfo("torchrun", 5, 8, 1, 4, 1, 2, "10.0.0.1", 29500)
+
+SLURM = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+}
+SLURM_INFO = LaunchInfo("slurm", 3, 4, 1, 2, 1, 2, "n1", 19567)
+ONE_NODE = {
+    **SLURM,
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "1",
+}
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+HOROVOD = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+}
+
+
+def without(environ, *names):
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+FOUND = {
+    "nothing": ({}, LaunchInfo("serial")),
+    "unrelated": ({"PATH": "/bin", "MASTER_ADDR": "h"}, LaunchInfo("serial")),
+    "empty-is-unset": ({"RANK": "", "SLURM_JOB_ID": "", "PMI_RANK": ""}, LaunchInfo("serial")),
+    "torchrun": (TORCHRUN, TORCHRUN_INFO),
+    "torchrun-uneven-nodes": (
+        {**TORCHRUN, "RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "1"},
+        LaunchInfo("torchrun", 4, 5, 0, 1, 1, 2, "10.0.0.1", 29500),
+    ),
+    "torch-by-hand": (
+        {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        LaunchInfo("torchrun", 1, 2, 1, 2, 0, 1),
+    ),
+    "torch-by-hand-two-nodes": (
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+        LaunchInfo("torchrun", 3, 4, 1, 2, 1, 2),
+    ),
+    "slurm": (SLURM, SLURM_INFO),
+    "slurm-short-job-id": (
+        {**SLURM, "SLURM_JOB_ID": "7"},
+        dataclasses.replace(SLURM_INFO, master_port=15007),
+    ),
+    "slurm-uneven": (
+        {
+            **SLURM,
+            "SLURM_NTASKS": "5",
+            "SLURM_PROCID": "4",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "4,1",
+        },
+        LaunchInfo("slurm", 4, 5, 0, 1, 1, 2, "n1", 19567),
+    ),
+    "slurm-cyclic": (
+        {**SLURM, "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
+        LaunchInfo("slurm", 2, 4, 1, 2, 0, 2, "n1", 19567),
+    ),
+    "slurm-step-on-fewer-nodes": (
+        {
+            **SLURM,
+            "SLURM_JOB_NODELIST": "n[1-8]",
+            "SLURM_JOB_NUM_NODES": "8",
+            "SLURM_STEP_NODELIST": "n[5-6]",
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_TASKS_PER_NODE": "1(x8)",
+        },
+        dataclasses.replace(SLURM_INFO, master_addr="n5"),
+    ),
+    "slurm-with-chosen-master": (
+        {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "29400"},
+        dataclasses.replace(SLURM_INFO, master_addr="head", master_port=29400),
+    ),
+    "torchrun-inside-slurm": ({**SLURM, **TORCHRUN}, TORCHRUN_INFO),
+    "torch-agrees-with-slurm": (
+        {**SLURM, "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n9"},
+        dataclasses.replace(SLURM_INFO, master_addr="n9"),
+    ),
+    "torch-partly-beside-slurm": ({**SLURM, "WORLD_SIZE": "4"}, SLURM_INFO),
+    "torch-asks-for-more-on-one-node": (
+        {**ONE_NODE, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        LaunchInfo("torchrun", 1, 2, 1, 2, 0, 1),
+    ),
+    "torch-in-an-allocation-shell": (
+        {"SLURM_JOB_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        LaunchInfo("torchrun", 1, 2, 1, 2, 0, 1),
+    ),
+    "mpiexec-in-an-allocation-shell": (
+        {"SLURM_JOB_ID": "1", **MPICH},
+        LaunchInfo("mpich", 1, 2, 1, 2),
+    ),
+    "srun-with-pmi2": ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM_INFO),
+    "openmpi": (OPENMPI, LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2)),
+    "mpich": (MPICH, LaunchInfo("mpich", 1, 2, 1, 2)),
+    "cray-pmi": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"},
+        LaunchInfo("mpich", 0, 2, 0, 1, 0, 2),
+    ),
+    "openmpi-before-pmi": ({**OPENMPI, **MPICH}, LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2)),
+    "torch-before-openmpi": ({**TORCHRUN, **OPENMPI}, TORCHRUN_INFO),
+    "mpi-with-master": (
+        {**MPICH, "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        LaunchInfo("mpich", 1, 2, 1, 2, 0, 1, "h", 1),
+    ),
+    "horovod": (HOROVOD, LaunchInfo("horovod", 1, 2, 0, 1, 1, 2)),
+    "horovod-without-nodes": (
+        without(HOROVOD, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
+        LaunchInfo("horovod", 1, 2, 0, 1, 1, 2),
+    ),
+    "tpu-pod": (
+        {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t0,t1"},
+        LaunchInfo("tpu", 1, 2, 0, 1, 1, 2, "t0"),
+    ),
+    "tpu-processes": (
+        {"CLOUD_TPU_TASK_ID": "3", "TPU_PROCESS_ADDRESSES": "a:1,a:2,b:1,b:2"},
+        LaunchInfo("tpu", 3, 4, 1, 2, 1, 2, "a"),
+    ),
+    "tpu-alone": ({"PJRT_DEVICE": "TPU"}, LaunchInfo("tpu")),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), FOUND.values(), ids=FOUND)
+def test_a_process_learns_its_place(environ, expected):
+    assert detect(environ) == expected
+
+
+REFUSED = {
+    "torch-without-local-rank": (
+        without(TORCHRUN, "LOCAL_RANK"),
+        ["RANK='5'", "WORLD_SIZE='8'", "missing LOCAL_RANK"],
+    ),
+    "torch-world-size-alone": ({"WORLD_SIZE": "2"}, ["missing RANK, LOCAL_RANK"]),
+    "torch-nodes-unknown": (
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
+        ["missing LOCAL_WORLD_SIZE"],
+    ),
+    "torch-rank-too-big": ({**TORCHRUN, "RANK": "8"}, ["RANK='8'", "rank 8 of 8"]),
+    "torch-node-too-small": ({**TORCHRUN, "LOCAL_RANK": "4"}, ["local rank 4 of 4"]),
+    "torch-node-bigger-than-job": (
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
+        ["LOCAL_WORLD_SIZE='9'"],
+    ),
+    "torch-not-a-number": ({**TORCHRUN, "RANK": "one"}, ["RANK='one'", "decimal"]),
+    "torch-negative": ({**TORCHRUN, "RANK": "-1"}, ["RANK='-1'"]),
+    "torch-bad-port": ({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT='http'"]),
+    "slurm-batch-shell": (
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"},
+        ["given SLURM_JOB_ID='1'", "missing SLURM_PROCID", "srun"],
+    ),
+    "slurm-uneven-and-silent": (
+        {**SLURM, "SLURM_NTASKS": "5"},
+        ["missing SLURM_STEP_TASKS_PER_NODE"],
+    ),
+    "slurm-uneven-and-wrong": (
+        {**SLURM, "SLURM_NTASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+        ["5 tasks on 2 nodes", "SLURM_STEP_TASKS_PER_NODE='2(x2)'"],
+    ),
+    "slurm-rank-too-big": ({**SLURM, "SLURM_PROCID": "4"}, ["rank 4 of 4"]),
+    "slurm-bad-hosts": ({**SLURM, "SLURM_JOB_NODELIST": "n[2-1]"}, ["n[2-1]", "backwards"]),
+    "slurm-bad-tasks": ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x"}, ["'2x'", "2(x3),1"]),
+    "slurm-against-torch": (
+        {**SLURM, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"},
+        ["RANK='0'", "SLURM_PROCID='3'", "equal to SLURM's"],
+    ),
+    "slurm-against-part-of-torch": ({**SLURM, "WORLD_SIZE": "8"}, ["WORLD_SIZE='8'"]),
+    "torch-asks-for-less-on-one-node": (
+        {**ONE_NODE, "SLURM_NTASKS": "2", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        ["WORLD_SIZE='1'", "at least SLURM's"],
+    ),
+    "slurm-against-openmpi": ({**SLURM, **OPENMPI}, ["SLURM_PROCID='3'", "RANK='2'", "env -u"]),
+    "openmpi-partly": (
+        without(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ["OMPI_COMM_WORLD_RANK='2'", "missing OMPI_COMM_WORLD_LOCAL_SIZE"],
+    ),
+    "pmi-size-alone": ({"PMI_SIZE": "2"}, ["missing PMI_RANK"]),
+    "horovod-partly": (without(HOROVOD, "HOROVOD_SIZE"), ["missing HOROVOD_SIZE"]),
+    "tpu-without-id": ({"TPU_WORKER_HOSTNAMES": "a,b"}, ["missing TPU_WORKER_ID"]),
+    "tpu-id-too-big": (
+        {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b"},
+        ["TPU_WORKER_ID='2'", "rank 2 of 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "texts"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_true_is_refused_by_name(environ, texts):
+    with pytest.raises(LaunchEnvironmentError) as caught:
+        detect(environ)
+    assert isinstance(caught.value, AsyncCollError)
+    assert isinstance(caught.value, ValueError)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_detection_leaves_the_environment_alone_and_asks_the_given_expander():
+    environ = dict(SLURM)
+    asked = []
+
+    def expand(text):
+        asked.append(text)
+        return ["first", "second"]
+
+    assert detect(environ, expand_hosts=expand).master_addr == "first"
+    assert asked == ["n[1-2]"]
+    assert environ == SLURM
+
+
+@given(st.dictionaries(st.sampled_from([*TORCHRUN, *SLURM, *OPENMPI, *MPICH, *HOROVOD]),
+                       st.sampled_from(["", "0", "1", "2", "4", "x", "n[1-2]"])))  # fmt: skip
+def test_any_environment_gives_a_possible_place_or_a_typed_error(environ):
+    try:
+        info = detect(environ)
+    except LaunchEnvironmentError:
+        return
+    assert 0 <= info.rank < info.world_size
+    assert 0 <= info.local_rank < info.local_world_size <= info.world_size
+    assert 0 <= info.node_rank < info.nnodes
+
+
+# --- host lists -----------------------------------------------------------------------------
+
+HOSTLISTS = {
+    "n1": ["n1"],
+    "n1,m2": ["n1", "m2"],
+    "n[1-3]": ["n1", "n2", "n3"],
+    "n[08-10]": ["n08", "n09", "n10"],
+    "n[1,3,5-6]": ["n1", "n3", "n5", "n6"],
+    "n[3,1]": ["n3", "n1"],
+    "n[1-2]-ib,login": ["n1-ib", "n2-ib", "login"],
+    "r[1-2]n[01-02]": ["r1n01", "r1n02", "r2n01", "r2n02"],
+    "[1-2]": ["1", "2"],
+    " a , b ": ["a", "b"],
+    "gpu-a-[7]": ["gpu-a-7"],
+}
+
+
+@pytest.mark.parametrize(("text", "hosts"), HOSTLISTS.items(), ids=list(HOSTLISTS))
+def test_host_lists_expand_in_order(text, hosts):
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ",", "n[", "n]", "n[1-]", "n[]", "n[a-b]", "n[2-1]", "n[[1]]", "n1,,n2", "a b",
+     f"n[1-{MAX_HOSTS + 1}]", "n[0-9999]m[0-9999]"],
+)  # fmt: skip
+def test_malformed_host_lists_are_refused_with_the_text(text):
+    with pytest.raises(LaunchEnvironmentError, match="host list"):
+        expand_hostlist(text)
+
+
+names = st.text(string.ascii_lowercase + "-", min_size=1, max_size=5)
+ranges = st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4))
+
+
+@st.composite
+def hostlists(draw):
+    """A host list and, made beside it by the plainest means, what it stands for."""
+    texts, expected = [], []
+    for prefix in draw(st.lists(names, min_size=1, max_size=4)):
+        groups = draw(st.lists(st.lists(ranges, min_size=1, max_size=3), max_size=2))
+        text, hosts = prefix, [prefix]
+        for group in groups:
+            written, numbers = [], []
+            for first, more, width in group:
+                last = first + more
+                written.append(f"{first:0{width}}" + (f"-{last:0{width}}" if more else ""))
+                pad = max(width, len(str(first)))
+                numbers += [f"{number:0{pad}}" for number in range(first, last + 1)]
+            text += f"[{','.join(written)}]"
+            hosts = [host + number for host in hosts for number in numbers]
+        texts.append(text)
+        expected += hosts
+    return ",".join(texts), expected
+
+
+@given(hostlists())
+def test_host_lists_expand_as_counted_by_hand(case):
+    text, expected = case
+    assert expand_hostlist(text) == expected
+
+
+@given(st.text("n[]-,0123456789 ", max_size=20))
+def test_any_text_gives_hosts_or_a_typed_error(text):
+    try:
+        hosts = expand_hostlist(text)
+    except LaunchEnvironmentError:
+        return
+    assert hosts
+    assert not any(set("[], ") & set(host) for host in hosts)
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 9)), min_size=1, max_size=6))
+def test_tasks_per_node_expand_as_counted_by_hand(runs):
+    text = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else f"{tasks}" for tasks, nodes in runs)
+    assert expand_tasks_per_node(text) == [t for t, nodes in runs for _ in range(nodes)]
+
+
+def fake_scontrol(directory, body):
+    path = directory / "scontrol"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return f"{directory}{os.pathsep}/bin{os.pathsep}/usr/bin"
+
+
+def test_scontrol_is_asked_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", fake_scontrol(tmp_path, 'echo "$1-$2-$3"; echo other'))
+    assert expand_with_scontrol("n[1-2]") == ["show-hostnames-n[1-2]", "other"]
+
+
+@pytest.mark.parametrize("body", ["exit 1", "true"])
+def test_a_scontrol_that_fails_is_replaced_by_the_parser(tmp_path, monkeypatch, body):
+    monkeypatch.setenv("PATH", fake_scontrol(tmp_path, body))
+    assert expand_with_scontrol("n[1-2]") == ["n1", "n2"]
+
+
+def test_without_scontrol_the_parser_does_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert expand_with_scontrol("n[1-2]") == ["n1", "n2"]
