@@ -1,0 +1,101 @@
+"""What a backend is: a row of capabilities, a way to open communicators, and start functions.
+
+Start functions work on contiguous tensors that the caller has planned, encoded and allocated; they
+issue and return at once. They never validate, convert or wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from asynccoll.completion import Completion
+from asynccoll.spec import Capabilities, ReduceOp
+
+if TYPE_CHECKING:
+    from asynccoll.group import Group
+
+__all__ = ["Backend", "Communicator"]
+
+
+class Communicator(Protocol):
+    """One native communicator: a group of ranks and one order. Roots are indices in the group."""
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        """Reduce ``x`` in place."""
+        ...
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        """Reduce ``x`` in place on ``dst``; elsewhere its content is undefined afterwards."""
+        ...
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        """Overwrite ``x`` with that of ``src``."""
+        ...
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        """Fill the flat ``out`` with every rank's flat ``x`` in rank order."""
+        ...
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        """Fill ``out`` (given on ``dst``) with every rank's ``x``."""
+        ...
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        """Fill ``out`` with this rank's part of ``x`` (given on ``src``)."""
+        ...
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        """Fill ``out`` with this rank's part of the reduction of the flat ``x``."""
+        ...
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        """Exchange parts of dim 0; the splits count its rows."""
+        ...
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion: ...
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion: ...
+
+    def barrier(self) -> Completion: ...
+
+    def close(self) -> None:
+        """Release it; nothing is in flight."""
+        ...
+
+    def abort(self) -> None:
+        """Make every operation in flight fail soon, here and on the peers it is connected to."""
+        ...
+
+
+class Backend(Protocol):
+    """A backend bound to one rank's context."""
+
+    name: str
+    device: torch.device
+    #: ``open`` waits for the other members, so that it must not run in a caller's thread.
+    open_waits: bool
+    #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
+    ad_hoc_groups: bool
+    #: Operations are ready when issued, in the order of the device's stream (nccl, xla).
+    stream_ordered: bool
+
+    def capabilities(self, device: str) -> Capabilities:
+        """What it does for tensors on a device of this type."""
+        ...
+
+    def open(self, group: Group, lane: str, epoch: int) -> Communicator: ...
+
+    def close(self, *, abort: bool) -> None: ...
+
+    def native_group(self, group: Group) -> Any:
+        """The communicator of the group's default lane, as the library underneath knows it."""
+        ...

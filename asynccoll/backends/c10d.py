@@ -1,0 +1,418 @@
+"""gloo, nccl and any other backend of c10d: the native ProcessGroup methods, called directly.
+
+Communicators are our own: each (group, lane, epoch) is a ProcessGroup made on a prefix of the store,
+which meets its peers by name. The user's ``dist.*`` calls and DDP run on other groups and never
+interleave with ours.
+
+Tensors on the CPU go through gloo in every case, also beside nccl: objects, numbers and lengths are
+then awaited for real instead of synchronising the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.backends.mailbox import Mailbox
+from asynccoll.backends.waiters import Waiters
+from asynccoll.completion import Completion, Promise
+from asynccoll.errors import BackendNotFoundError
+from asynccoll.spec import Capabilities, Op, ReduceOp
+
+if TYPE_CHECKING:
+    from asynccoll.group import Group
+
+__all__ = ["C10dBackend"]
+
+_MILLISECOND = timedelta(milliseconds=1)
+
+_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+#: gloo averages since 2.11; before, a sum is divided.
+_GLOO_AVERAGES = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
+
+GLOO = Capabilities(
+    backend="gloo",
+    ops=frozenset(Op),
+    reduce=(
+        *((dtype, _ARITHMETIC | _BITWISE) for dtype in (*_INTEGERS, torch.bool)),
+        *((d, _ARITHMETIC | ({ReduceOp.AVG} if _GLOO_AVERAGES else set())) for d in _FLOATS),
+    ),
+    move=frozenset((*_INTEGERS, *_FLOATS, torch.bool, torch.complex64, torch.complex128)),
+    sparse=True,
+    # Its reduce_scatter is built of all_reduces, has no future, and is slower than an exchange.
+    compose=frozenset({Op.REDUCE_SCATTER}),
+)
+NCCL = Capabilities(
+    backend="nccl",
+    ops=frozenset(Op),
+    reduce=(
+        *((dtype, _ARITHMETIC) for dtype in _INTEGERS),
+        *((dtype, _ARITHMETIC | {ReduceOp.AVG}) for dtype in _FLOATS),
+    ),
+    move=frozenset((*_INTEGERS, *_FLOATS)),
+    devices=frozenset({"cuda"}),
+)
+
+_REDUCE_OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.AVG,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+
+
+class HostCompletion(Completion):
+    """A c10d work whose end the host can see (gloo)."""
+
+    __slots__ = ("_work", "done")
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.done = work.is_completed
+
+    def wait(self, seconds: float) -> bool:
+        limit = _MILLISECOND if seconds <= 0.001 else timedelta(seconds=seconds)
+        try:
+            self._work.wait(limit)
+        except RuntimeError:  # either its failure, which error() gives, or this bound
+            return bool(self.done())
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        self._work.get_future().add_done_callback(lambda _: callback())
+
+    def error(self) -> BaseException | None:
+        try:
+            self._work.wait(_MILLISECOND)
+        except RuntimeError as error:
+            return error
+        return None
+
+
+class StreamCompletion(Completion):
+    """A c10d work that is ordered by the device's stream (nccl): ready when issued.
+
+    ``synchronize`` makes the current stream wait for it; the host never does.
+    """
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        callback()
+
+    def error(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        self.work.wait()
+
+
+def _options(kind: Any, **values: Any) -> Any:
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True  # else nccl would run on the current stream and hide nothing
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+_ALL_REDUCE = {op: _options(dist.AllreduceOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()}
+_REDUCE_SCATTER = {
+    op: _options(dist.ReduceScatterOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()
+}
+_ALL_GATHER = _options(dist.AllgatherOptions)
+_ALL_TO_ALL = _options(dist.AllToAllOptions)
+_BARRIER = _options(dist.BarrierOptions)
+
+
+class _Transport:
+    """One native process group and what its works are to us."""
+
+    def __init__(self, native: Any, complete: Callable[[Any], Completion]) -> None:
+        self.native = native
+        self.complete = complete
+
+
+class C10dCommunicator:
+    """The native groups of one (group, lane): one per device type."""
+
+    def __init__(self, transports: dict[str, _Transport], channels: _Channels) -> None:
+        self._transports = transports
+        self._channels = channels
+        # The common case, one transport, needs no look at the tensor's device.
+        self._only = next(iter(transports.values())) if len(transports) == 1 else None
+
+    def _for(self, x: torch.Tensor) -> _Transport:
+        return self._only or self._transports[x.device.type]
+
+    def native(self, device: str) -> Any:
+        return self._transports[device].native
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        to = self._only or self._transports[x.device.type]
+        return to.complete(to.native.allreduce([x], _ALL_REDUCE[op]))
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        to = self._for(x)
+        options = _options(dist.ReduceOptions, reduceOp=_REDUCE_OPS[op], rootRank=dst)
+        return to.complete(to.native.reduce([x], options))
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native.broadcast([x], _options(dist.BroadcastOptions, rootRank=src)))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        to = self._for(x)
+        options = _options(dist.GatherOptions, rootRank=dst)
+        return to.complete(to.native.gather([list(out)] if out is not None else [], [x], options))
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        to = self._for(out)
+        options = _options(dist.ScatterOptions, rootRank=src)
+        return to.complete(to.native.scatter([out], [list(x)] if x is not None else [], options))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native._reduce_scatter_base(out, x, _REDUCE_SCATTER[op]))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native.alltoall_base(out, x, out_splits, in_splits, _ALL_TO_ALL))
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        if x.device.type == "cpu":
+            return self._channels.send(x, dst, tag)
+        to = self._for(x)
+        return to.complete(to.native.send([x], dst, tag))
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        if x.device.type == "cpu":
+            return self._channels.recv(x, src, tag)
+        to = self._for(x)
+        return to.complete(to.native.recv([x], src, tag))
+
+    def barrier(self) -> Completion:
+        to = self._transports.get("cpu") or next(iter(self._transports.values()))
+        return to.complete(to.native.barrier(_BARRIER))
+
+    def close(self) -> None:
+        self._channels.close()
+        self._transports = {}
+        self._only = None
+
+    def abort(self) -> None:
+        self._channels.abort()
+        for to in list(self._transports.values()):
+            _abort(to.native)
+
+
+class _Channels:
+    """Point-to-point messages over gloo: a native group per pair of ranks.
+
+    gloo's sends and receives have no future, and a bounded wait on one destroys its group; so they
+    have groups of their own, which only the two ranks open, and threads that wait without a bound.
+    """
+
+    def __init__(self, open_pair: Callable[[int], Any], rank: int) -> None:
+        self._open_pair = open_pair
+        self._rank = rank
+        self._pairs: dict[int, Any] = {}
+        self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._waiters = Waiters("asynccoll-p2p")
+        self._mailbox = Mailbox()
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        if dst == self._rank:
+            return self._mailbox.send(x, tag)
+        return self._start(("send", dst, tag), dst, lambda pair, index: pair.send([x], index, tag))
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        if src == self._rank:
+            return self._mailbox.recv(x, tag)
+        return self._start(("recv", src, tag), src, lambda pair, index: pair.recv([x], index, tag))
+
+    def _start(
+        self, stream: tuple[str, int, int], peer: int, post: Callable[[Any, int], Any]
+    ) -> Completion:
+        promise = Promise()
+        index = int(peer > self._rank)  # in the pair, the lower rank is 0
+
+        def run() -> None:
+            try:
+                # Opening a pair waits for the peer, so it is done here, not in the caller.
+                post(self._pair(peer), index).wait()
+            except BaseException as error:
+                promise.settle(error)
+            else:
+                promise.settle()
+
+        self._waiters.submit(stream, run)
+        return promise
+
+    def _pair(self, peer: int) -> Any:
+        with self._opening[peer]:  # both directions may want it first, and it must be opened once
+            pair = self._pairs.get(peer)
+            if pair is None:
+                pair = self._pairs[peer] = self._open_pair(peer)
+        return pair
+
+    def close(self) -> None:
+        self._pairs.clear()
+
+    def abort(self) -> None:
+        for pair in list(self._pairs.values()):
+            _abort(pair)
+
+
+def _abort(native: Any) -> None:
+    """Fail what is in flight on a native group: on gloo a receive that times out tears it down."""
+    with contextlib.suppress(Exception):
+        if native.name() != "gloo":
+            native.abort()
+        elif native.size() > 1:
+            peer = (native.rank() + 1) % native.size()
+            native.recv([torch.empty(1)], peer, 2**31 - 1).wait(_MILLISECOND)
+
+
+class C10dBackend:
+    """c10d for one rank: which native backend serves which device, over which store."""
+
+    open_waits = True
+    ad_hoc_groups = True
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        *,
+        timeout: float,
+        device: torch.device,
+        by_device: dict[str, str],
+        interface: str | None = None,
+        owns_default_group: bool = False,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.by_device = by_device
+        self.stream_ordered = device.type != "cpu"
+        self._store = store
+        self._timeout = timedelta(seconds=timeout)
+        self._interface = interface
+        self._owns_default_group = owns_default_group
+        self._registered: dict[str, Any] = {}
+
+    def capabilities(self, device: str) -> Capabilities:
+        native = self.by_device.get(device) or self.by_device["cpu"]
+        return NCCL if native == "nccl" else GLOO
+
+    def open(self, group: Group, lane: str, epoch: int) -> C10dCommunicator:
+        name = f"asynccoll/{group.key}/{lane}@{epoch}"
+        transports = {
+            device: self._transport(native, f"{name}/{device}", group.rank, group.size)
+            for device, native in self.by_device.items()
+        }
+
+        def open_pair(peer: int) -> Any:
+            low, high = sorted((group.rank, peer))
+            pair = f"{name}/p2p/{low}-{high}"
+            return self._native("gloo", pair, int(group.rank > peer), 2)
+
+        return C10dCommunicator(transports, _Channels(open_pair, group.rank))
+
+    def _transport(self, native: str, name: str, rank: int, size: int) -> _Transport:
+        stream_ordered = native == "nccl"
+        return _Transport(
+            self._native(native, name, rank, size), StreamCompletion if stream_ordered else HostCompletion
+        )
+
+    def _native(self, native: str, name: str, rank: int, size: int) -> Any:
+        # A store client serves one blocking wait at a time: every group has its own.
+        store = dist.PrefixStore(name, self._store.clone())
+        return _CREATE.get(native, _create_other(native))(self, store, rank, size)
+
+    def native_group(self, group: Group) -> Any:
+        """A ``torch.distributed.ProcessGroup`` around the default lane's natives, for DDP and others."""
+        communicator = group.lane().communicator
+        assert isinstance(communicator, C10dCommunicator)
+        return communicator.native(self.device.type)
+
+    def close(self, *, abort: bool) -> None:
+        if self._owns_default_group and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+    def create_gloo(self, store: dist.Store, rank: int, size: int) -> Any:
+        """A bare gloo group on the chosen interface."""
+        gloo = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [
+            gloo.create_device(interface=self._interface)
+            if self._interface
+            else gloo.create_default_device()
+        ]
+        options._timeout = self._timeout
+        options._threads = 2
+        return gloo(store, rank, size, options)
+
+    def create_nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+        """A bare nccl group on this rank's device."""
+        nccl = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = self._timeout
+        native = nccl(store, rank, size, options)
+        if size > 1 and hasattr(native, "eager_connect_single_device"):
+            native.eager_connect_single_device(self.device)
+        return native
+
+    def create_other(self, native: str, store: dist.Store, rank: int, size: int) -> Any:
+        """A backend that was registered with ``torch.distributed.Backend.register_backend``."""
+        plugin = dist.Backend._plugins.get(native.upper())
+        if plugin is None:
+            raise BackendNotFoundError(
+                f"torch.distributed has no backend {native!r} in this build; available: "
+                f"{', '.join(sorted(dist.Backend.backend_list))}"
+            )
+        return plugin.creator_fn(store, rank, size, self._timeout)
+
+
+def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], Any]:
+    return lambda backend, store, rank, size: backend.create_other(native, store, rank, size)
+
+
+_CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], Any]] = {
+    "gloo": C10dBackend.create_gloo,
+    "nccl": C10dBackend.create_nccl,
+}

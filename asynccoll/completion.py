@@ -1,0 +1,166 @@
+"""What a started operation looks like to whoever waits for it, whatever backend started it.
+
+A ``Completion`` is the only thing that crosses from a backend to the core: is it done, wait for it a
+bounded time without the GIL, tell me when. Waiters (``waiting``), lanes and programs are written
+against it alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
+
+Callback = Callable[[], object]
+
+
+class Completion:
+    """One started native operation. Subclasses are a backend's; the methods never raise its failure."""
+
+    __slots__ = ()
+
+    #: ``wait`` with a bound really waits (and harms nothing); else only ``add_callback`` tells.
+    blockable = True
+
+    def done(self) -> bool:
+        """Whether the operation has finished or failed."""
+        raise NotImplementedError
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` with the GIL released; whether it is done."""
+        raise NotImplementedError
+
+    def add_callback(self, callback: Callback) -> None:
+        """Call ``callback`` once when done: at once if it is, else on the completing thread."""
+        raise NotImplementedError
+
+    def error(self) -> BaseException | None:
+        """The native failure, once done."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Order the current device stream after the operation (nothing to do on the CPU)."""
+
+
+class Ready(Completion):
+    """Done from the start: the world of one, and what was refused while it waited in a queue."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def add_callback(self, callback: Callback) -> None:
+        callback()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+READY = Ready()
+
+
+class Promise(Completion):
+    """Completed by whoever holds it: a program's last step, a waiter thread, the progress thread."""
+
+    __slots__ = ("_callbacks", "_condition", "_done", "_error", "source")
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._callbacks: list[Callback] = []
+        self._done = False
+        self._error: BaseException | None = None
+        #: the native completion this stands for, once known (for stream ordering)
+        self.source: Completion | None = None
+
+    def done(self) -> bool:
+        return self._done
+
+    def wait(self, seconds: float) -> bool:
+        if not self._done:
+            with self._condition:
+                self._condition.wait_for(lambda: self._done, seconds)
+        return self._done
+
+    def add_callback(self, callback: Callback) -> None:
+        with self._condition:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        if self.source is not None:
+            self.source.synchronize()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Complete it, once; a later call changes nothing."""
+        with self._condition:
+            if self._done:
+                return
+            self._error = error
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+            self._condition.notify_all()
+        for callback in callbacks:
+            callback()
+
+    def follow(self, completion: Completion) -> None:
+        """Complete as ``completion`` does."""
+        self.source = completion
+        completion.add_callback(lambda: self.settle(completion.error()))
+
+
+class AllOf(Completion):
+    """Done when every part is; fails with the first part (in order) that failed."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Completion]) -> None:
+        self.parts = parts
+
+    @property
+    def blockable(self) -> bool:  # type: ignore[override]  # a constant of most classes, derived here
+        return all(part.blockable for part in self.parts)
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def wait(self, seconds: float) -> bool:
+        deadline = monotonic() + seconds
+        return all(part.done() or part.wait(max(0.0, deadline - monotonic())) for part in self.parts)
+
+    def add_callback(self, callback: Callback) -> None:
+        left = len(self.parts)
+        lock = threading.Lock()
+
+        def one_done() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            callback()
+
+        if not self.parts:
+            callback()
+        for part in self.parts:
+            part.add_callback(one_done)
+
+    def error(self) -> BaseException | None:
+        return next((error for part in self.parts if (error := part.error())), None)
+
+    def synchronize(self) -> None:
+        for part in self.parts:
+            part.synchronize()

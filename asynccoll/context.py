@@ -1,0 +1,141 @@
+"""One rank's world: its backend, its groups and lanes, and who is watching them.
+
+A context is a value that is looked up (``runtime``), never a set of module globals: where ranks are
+threads of one process, each has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.group import Group
+from asynccoll.liveness import Liveness
+from asynccoll.refusals import Refusals
+from asynccoll.spec import Policy
+from asynccoll.watch import Watch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from asynccoll.backends.base import Backend
+    from asynccoll.lane import Lane
+    from asynccoll.operation import Operation
+
+__all__ = ["Context", "Identity"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Where this rank is in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    nproc_per_node: int = 1
+    node_rank: int = 0
+    nnodes: int = 1
+
+
+class Context:
+    """What ``initialize`` makes, or what is adopted or embedded without it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity,
+        *,
+        store: dist.Store | None = None,
+        timeout: float = 1800.0,
+        check: str = "local",
+        thread_rank: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.identity = identity
+        self.rank = identity.rank
+        self.world_size = identity.world_size
+        self.timeout = timeout
+        self.checks_order = check != "off" and identity.world_size > 1
+        self.policy = Policy(check=check == "full" and identity.world_size > 1)
+        self.thread_rank = thread_rank
+        self.closed = False
+        self.store = store if identity.world_size > 1 else None
+        self.groups: dict[tuple[int, ...], Group] = {}
+        self._lock = threading.Lock()
+        self.world = self.add_group(tuple(range(self.world_size)))
+        self.watch = Watch(self)
+        self.refusals = Refusals(self.store, self.rank)
+        self.liveness = Liveness(self.store, self.rank, self.world_size)
+
+    def __repr__(self) -> str:
+        return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
+
+    def add_group(self, ranks: tuple[int, ...]) -> Group:
+        """The group of ``ranks``: one per set, however often it is asked for."""
+        with self._lock:
+            group = self.groups.get(ranks)
+            if group is None:
+                group = self.groups[ranks] = Group(self, ranks)
+            return group
+
+    def lanes(self) -> list[Lane]:
+        """Every open lane, in an order that is the same on all members."""
+        with self._lock:
+            groups = [self.groups[ranks] for ranks in sorted(self.groups)]
+        return [lane for group in groups for lane in group.lanes()]
+
+    def outstanding(self) -> list[Operation]:
+        """Every operation that is not done."""
+        return [operation for lane in self.lanes() for operation in lane.outstanding()]
+
+    def drain(self, seconds: float) -> list[Operation]:
+        """Wait up to ``seconds`` for everything outstanding; what is still out afterwards."""
+        deadline = monotonic() + seconds
+        for operation in self.outstanding():
+            while not operation.done() and (left := deadline - monotonic()) > 0:
+                operation.completion.wait(min(left, 0.1))
+        return self.outstanding()
+
+    def close(self, *, abort: bool) -> None:
+        """Close lanes, then the backend. Nothing may be in flight unless ``abort``."""
+        self.closed = True
+        self.watch.stop()
+        for lane in self.lanes():
+            lane.close(abort=abort)
+        self.liveness.close()
+        self.backend.close(abort=abort)
+
+    # Failures
+
+    def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
+        """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
+        if not isinstance(error, PeerLostError):
+            return error
+        refused = self.refusals.published(lane)
+        if refused is not None:
+            refused.__cause__ = error
+            return refused
+        lost = self.liveness.lost(lane.group.ranks)
+        if not lost:
+            return error
+        who = ", ".join(self.liveness.describe(rank) for rank in lost)
+        named = PeerLostError(f"{who} is gone; {error}", lost)
+        named.__cause__ = error.__cause__
+        return named
+
+    def pass_on(self, lane: Lane) -> None:
+        """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
+        communicator: Any = lane.communicator
+        if communicator is not None:
+            threading.Thread(
+                target=_quietly, args=(communicator.abort,), name="asynccoll-abort", daemon=True
+            ).start()
+
+
+def _quietly(action: Any) -> None:
+    with contextlib.suppress(Exception):
+        action()

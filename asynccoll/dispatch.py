@@ -1,0 +1,256 @@
+"""The pure planner: (operation, tensor, topology, policy) -> Plan. Chooses, never does.
+
+Everything that makes one backend differ from another is decided here from its row of capabilities:
+what is native, what is composed of other calls, and how elements look on the wire. No process
+group, no I/O, no state but the cache; the tables below are the whole of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from asynccoll.errors import PayloadTypeError, UnsupportedOpError
+from asynccoll.spec import (
+    Capabilities,
+    Op,
+    Plan,
+    Policy,
+    ReduceOp,
+    TensorSpec,
+    Topology,
+    Wire,
+    dtype_name,
+)
+
+__all__ = ["plan"]
+
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
+
+#: What each reduction is on truth values: a sum is an or, a product an and (as torch's own + and *).
+_ON_BOOL = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.OR: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.AND: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+#: The next wider dtype whose arithmetic, taken back, is the narrow dtype's own.
+_WIDER = {
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    **{
+        dtype: torch.float32
+        for dtype in (
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+        )
+    },
+}
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+#: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
+_EXCHANGE = {
+    Op.ALL_REDUCE: Op.ALL_GATHER,
+    Op.REDUCE: Op.GATHER,
+    Op.REDUCE_SCATTER: Op.ALL_TO_ALL,
+}
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    op: Op,
+    spec: TensorSpec,
+    topology: Topology,
+    policy: Policy = Policy(),
+    reduce: ReduceOp | None = None,
+) -> Plan:
+    """The plan for ``op`` on a tensor like ``spec`` in ``topology``.
+
+    Raises ``PayloadTypeError`` for what has no meaning (an average of integers) and
+    ``UnsupportedOpError`` for what this backend can neither do nor be composed to do.
+    """
+    _refuse_meaningless(op, spec, reduce)
+    _refuse_sparse(op, spec, topology.capabilities, reduce)
+    chosen = (
+        _plan_reduction(op, spec, topology, reduce or ReduceOp.SUM)
+        if op.reduces
+        else _plan_movement(op, spec, topology)
+    )
+    return _staged(chosen, spec, topology, policy)
+
+
+def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> None:
+    if not op.reduces or reduce is None:
+        return
+    dtype = spec.dtype
+    real = dtype.is_floating_point
+    meaning = {
+        ReduceOp.AVG: (real or dtype.is_complex, "reduce with sum, or convert to a float first"),
+        ReduceOp.MIN: (not dtype.is_complex, "complex numbers have no order"),
+        ReduceOp.MAX: (not dtype.is_complex, "complex numbers have no order"),
+    }
+    meaning |= dict.fromkeys(
+        _BITWISE, (not (real or dtype.is_complex), "bitwise reductions are for integers and bool")
+    )
+    allowed, advice = meaning.get(reduce, (True, ""))
+    if not allowed:
+        raise PayloadTypeError(
+            f"{op.value}: {reduce.value} of {dtype_name(dtype)} has no meaning; {advice}"
+        )
+
+
+def _refuse_sparse(
+    op: Op, spec: TensorSpec, capabilities: Capabilities, reduce: ReduceOp | None
+) -> None:
+    if not spec.sparse or (op is Op.ALL_REDUCE and capabilities.sparse and reduce is ReduceOp.SUM):
+        return
+    raise UnsupportedOpError(
+        f"{op.value} of a sparse tensor is not supported on {capabilities.backend} "
+        "(only all_reduce with op='sum' on gloo and horovod is); pass x.to_dense()"
+    )
+
+
+def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
+    known = topology.capabilities
+    if op is not Op.BARRIER and op not in known.ops:
+        raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}")
+    if op is Op.BARRIER or spec.dtype in known.move:
+        return Plan(op, known.backend, op.value, why=(f"{known.backend} has {op.value}",))
+    return Plan(
+        op,
+        known.backend,
+        op.value,
+        wire=Wire.VIEW,
+        wire_dtype=torch.uint8,
+        why=(
+            f"{known.backend} has {op.value}",
+            f"{known.backend} cannot copy {dtype_name(spec.dtype)}: its bytes travel as uint8",
+        ),
+    )
+
+
+def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: ReduceOp) -> Plan:
+    known = topology.capabilities
+    wire, dtype, on_wire, divide, why = _wire_arithmetic(spec.dtype, reduce, known)
+    native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
+    transport = op if native else _EXCHANGE[op]
+    if transport not in known.ops:
+        raise UnsupportedOpError(
+            f"{op.value} with {reduce.value} of {dtype_name(spec.dtype)} is not supported on "
+            f"{known.backend}, and it lacks {transport.value} to compose it from"
+        )
+    if native:
+        why = (f"{known.backend} has {op.value} with {on_wire.value}", *why)
+    else:
+        lacks = (
+            f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
+            if op in known.compose
+            else f"{known.backend} has no {on_wire.value} of {dtype_name(dtype)} for {op.value}"
+        )
+        why = (f"{lacks}: {transport.value}, then a local reduction in rank order", *why)
+    return Plan(
+        op,
+        known.backend,
+        transport.value,
+        via="native" if native else transport.value,
+        wire=wire,
+        wire_dtype=None if wire is Wire.SAME else dtype,
+        reduce=reduce,
+        wire_reduce=on_wire,
+        divide=divide,
+        why=why,
+    )
+
+
+def _wire_arithmetic(
+    dtype: torch.dtype, reduce: ReduceOp, known: Capabilities
+) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
+    """How a reduction of ``dtype`` is done: (wire, dtype there, reduction there, divide, why)."""
+    name = dtype_name(dtype)
+    if dtype is torch.bool:
+        on_wire = _ON_BOOL[reduce]
+        why = (f"{reduce.value} of bool is {on_wire.value} of 0 and 1",)
+        if known.reduces(torch.bool, on_wire):
+            return Wire.SAME, torch.bool, on_wire, False, why
+        return Wire.VIEW, torch.uint8, on_wire, False, (*why, "bool travels as uint8")
+    if reduce in _LOGICAL:
+        on_wire = _LOGICAL[reduce]
+        why = (f"{reduce.value} is {on_wire.value} of (x != 0), as uint8",)
+        return Wire.LOGICAL, torch.uint8, on_wire, False, why
+    if known.reduces(dtype, reduce):
+        return Wire.SAME, dtype, reduce, False, ()
+    if reduce is ReduceOp.AVG:
+        wire, wire_dtype, on_wire, _, why = _wire_arithmetic(dtype, ReduceOp.SUM, known)
+        return wire, wire_dtype, on_wire, True, (*why, "average as a sum, divided afterwards")
+    if dtype in _REAL and reduce is ReduceOp.SUM:
+        return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} travels as pairs of reals",)
+    if dtype is torch.uint64:
+        ordered = reduce in (ReduceOp.MIN, ReduceOp.MAX)
+        wire = Wire.FLIPPED if ordered else Wire.VIEW
+        return wire, torch.int64, reduce, False, ("uint64 is reduced as int64 of the same bits",)
+    wider = _WIDER.get(dtype)
+    if wider is not None:
+        why = (f"{known.backend} cannot reduce {name}: it travels as {dtype_name(wider)}",)
+        return Wire.CAST, wider, reduce, False, why
+    if dtype in _REAL or dtype in _LOCAL:
+        return Wire.SAME, dtype, reduce, False, ()
+    raise UnsupportedOpError(f"{reduce.value} of {name} is not supported: convert it to float32 first")
+
+
+_LOCAL = frozenset(
+    {
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+
+def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:
+    """The plan with what is the same for every operation: device, contiguity, the check."""
+    known = topology.capabilities
+    why, stage = list(chosen.why), None
+    if spec.device not in known.devices:
+        stage = min(known.devices)
+        why.append(f"a {spec.device} tensor is staged through {stage}, where {known.backend} works")
+    if not spec.contiguous:
+        why.append("a contiguous copy is sent")
+    if policy.check:
+        why.append("signatures of all ranks are compared before the data moves (check='full')")
+    return Plan(
+        chosen.op,
+        chosen.backend,
+        chosen.native,
+        chosen.via,
+        chosen.wire,
+        chosen.wire_dtype,
+        chosen.reduce,
+        chosen.wire_reduce,
+        chosen.divide,
+        stage,
+        tuple(why),
+    )

@@ -1,0 +1,117 @@
+"""Elements to the wire and back: what a ``Plan`` names, done. Local tensor work, no communication.
+
+``encode`` gives a contiguous tensor that the backend may send (and, for reductions, overwrite);
+``decode`` turns what came back into the dtype the caller passed. ``reduce_chunks`` is the local half
+of composed reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asynccoll.spec import Plan, ReduceOp, Wire
+
+__all__ = ["decode", "encode", "reduce_chunks"]
+
+_TOP_BIT = torch.iinfo(torch.int64).min
+
+
+def encode(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """``x`` as it travels: contiguous, in the plan's wire dtype, on the plan's device.
+
+    Shares memory with ``x`` where nothing had to change; whoever overwrites it clones first.
+    """
+    if plan.stage is not None:
+        x = x.to(plan.stage)
+    return x.contiguous() if plan.wire is Wire.SAME else _ENCODE[plan.wire](x, plan)
+
+
+def decode(wire: torch.Tensor, plan: Plan, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The received ``wire`` tensor as ``dtype`` on ``device``: the inverse of ``encode``."""
+    x = wire if plan.wire is Wire.SAME else _DECODE[plan.wire](wire, dtype)
+    return x if plan.stage is None else x.to(device)
+
+
+def _view(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x.view(dtype)``, for 0-d and empty tensors too; the last dimension grows or shrinks."""
+    if x.dtype is dtype:
+        return x
+    if x.dim() == 0:
+        x = x.reshape(1)
+    return x.view(dtype)
+
+
+def _encode_view(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    assert plan.wire_dtype is not None
+    return _view(x.contiguous(), plan.wire_dtype)
+
+
+def _encode_cast(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return x.contiguous().to(plan.wire_dtype)
+
+
+def _encode_real(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return torch.view_as_real(x.contiguous().resolve_conj())
+
+
+def _encode_logical(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    wide = x.view(torch.int64) if x.dtype is torch.uint64 and x.dim() else x
+    return (wide.contiguous().to(torch.bool)).view(torch.uint8)
+
+
+def _encode_flipped(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return _view(x.contiguous(), torch.int64).bitwise_xor(_TOP_BIT)
+
+
+_ENCODE: dict[Wire, Callable[[torch.Tensor, Plan], torch.Tensor]] = {
+    Wire.VIEW: _encode_view,
+    Wire.CAST: _encode_cast,
+    Wire.REAL: _encode_real,
+    Wire.LOGICAL: _encode_logical,
+    Wire.FLIPPED: _encode_flipped,
+}
+_DECODE: dict[Wire, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
+    Wire.VIEW: _view,
+    Wire.CAST: lambda wire, dtype: wire.to(dtype),
+    Wire.REAL: lambda wire, dtype: torch.view_as_complex(wire),
+    Wire.LOGICAL: lambda wire, dtype: wire.to(dtype),
+    Wire.FLIPPED: lambda wire, dtype: _view(wire.bitwise_xor(_TOP_BIT), dtype),
+}
+
+_IN_PLACE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    ReduceOp.SUM: lambda into, x: into.add_(x),
+    ReduceOp.PRODUCT: lambda into, x: into.mul_(x),
+    ReduceOp.MIN: lambda into, x: torch.minimum(into, x, out=into),
+    ReduceOp.MAX: lambda into, x: torch.maximum(into, x, out=into),
+    ReduceOp.BAND: lambda into, x: into.bitwise_and_(x),
+    ReduceOp.BOR: lambda into, x: into.bitwise_or_(x),
+    ReduceOp.BXOR: lambda into, x: into.bitwise_xor_(x),
+}
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def reduce_chunks(
+    chunks: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The chunks of all ranks reduced in rank order, so that every rank gets the same bits.
+
+    Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
+    """
+    if op is ReduceOp.AVG:
+        total = reduce_chunks(chunks, ReduceOp.SUM, out)
+        return total.div_(len(chunks))
+    first = chunks[0]
+    if first.dtype in _HALF:
+        wide = reduce_chunks([chunk.float() for chunk in chunks], op)
+        return wide.to(first.dtype) if out is None else out.copy_(wide)
+    if op is ReduceOp.SUM and len(chunks) > 1:
+        into = torch.add(chunks[0], chunks[1], out=out) if out is not None else chunks[0] + chunks[1]
+        rest = chunks[2:]
+    else:
+        into = first.clone() if out is None else out.copy_(first)
+        rest = chunks[1:]
+    for chunk in rest:
+        _IN_PLACE[op](into, chunk)
+    return into

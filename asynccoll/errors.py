@@ -1,0 +1,159 @@
+"""The errors of asynccoll, and the one place where foreign errors become ours.
+
+    AsyncCollError
+    ├── NotInitializedError (RuntimeError)      no context, or already finalized
+    ├── BackendNotFoundError (ImportError)      unknown name, or its package is missing
+    ├── LaunchEnvironmentError (ValueError)     contradictory or incomplete launcher variables
+    ├── InvalidArgumentError (ValueError)       a value no call of this kind can have
+    ├── PayloadTypeError (TypeError)            a payload no collective of this kind can carry
+    ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the text names those that have it
+    ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
+    ├── LaneLimitError (RuntimeError)           too many lanes in one group
+    ├── WorkNotDoneError (RuntimeError)         ``result()`` before the work is done
+    └── CollectiveError (RuntimeError)          an operation that was sent has failed
+        ├── CollectiveTimeoutError (TimeoutError)
+        ├── CollectiveMismatchError             ranks called different things
+        ├── PeerRefusedError                    another rank refused its side of the call
+        ├── PeerLostError                       a rank is gone; ``ranks`` says which
+        └── AbortedError                        the group was aborted while the work was out
+
+This module imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = [
+    "AbortedError",
+    "AsyncCollError",
+    "BackendNotFoundError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "InvalidArgumentError",
+    "LaneLimitError",
+    "LaneOrderError",
+    "LaunchEnvironmentError",
+    "NotInitializedError",
+    "PayloadTypeError",
+    "PeerLostError",
+    "PeerRefusedError",
+    "UnawaitedWorkWarning",
+    "UnsupportedOpError",
+    "WorkNotDoneError",
+]
+
+
+class AsyncCollError(Exception):
+    """Base of everything this package raises."""
+
+
+class NotInitializedError(AsyncCollError, RuntimeError):
+    """There is no context to communicate in: ``initialize`` was not called, or ``finalize`` was."""
+
+
+class BackendNotFoundError(AsyncCollError, ImportError):
+    """The named backend does not exist, or the package it needs is not installed."""
+
+
+class LaunchEnvironmentError(AsyncCollError, ValueError):
+    """The launcher's environment variables are incomplete or contradict each other."""
+
+
+class InvalidArgumentError(AsyncCollError, ValueError):
+    """An argument has a value that no call of this kind can have."""
+
+
+class PayloadTypeError(AsyncCollError, TypeError):
+    """The payload is of a type or dtype that this collective cannot carry."""
+
+
+class UnsupportedOpError(AsyncCollError, NotImplementedError):
+    """The backend lacks this operation; the message names what can be done instead."""
+
+
+class LaneOrderError(AsyncCollError, RuntimeError):
+    """Two concurrent tasks issue on one lane, so their order could differ between ranks."""
+
+
+class LaneLimitError(AsyncCollError, RuntimeError):
+    """More lanes were opened in one group than a group may have."""
+
+
+class WorkNotDoneError(AsyncCollError, RuntimeError):
+    """The result was asked for before the work was done."""
+
+
+class CollectiveError(AsyncCollError, RuntimeError):
+    """An operation that was accepted has failed."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """The operation is not ready within its time; it may still be in flight."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks called different operations, or with different shapes, dtypes or roots."""
+
+
+class PeerRefusedError(CollectiveError):
+    """Another rank refused its side of this call before anything was sent."""
+
+
+class PeerLostError(CollectiveError):
+    """A rank of the group is gone. ``ranks`` holds the global ranks known to be lost."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class AbortedError(CollectiveError):
+    """The group was aborted (``finalize(abort=True)`` or the exit hook) with this work in flight."""
+
+
+class UnawaitedWorkWarning(RuntimeWarning):
+    """A ``Work`` was dropped without being awaited, so an error in it would have been lost."""
+
+
+_TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (reset|closed|refused)|broken pipe|socket closed|recv.*closed|pair closure"
+    r"|peer (is )?(gone|closed|reset)|remote process|network error|no such process",
+    re.IGNORECASE,
+)
+
+
+def collective_error(error: BaseException, what: str) -> CollectiveError:
+    """The typed error for a failure that a native operation reported while doing ``what``."""
+    if isinstance(error, CollectiveError):
+        return error
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    message = f"{what} failed: {text}"
+    mapped: CollectiveError
+    if _TIMEOUT.search(text):
+        mapped = CollectiveTimeoutError(message)
+    elif _LOST.search(text):
+        mapped = PeerLostError(message)
+    else:
+        mapped = CollectiveError(message)
+    mapped.__cause__ = error
+    return mapped
+
+
+@contextmanager
+def map_errors(table: Mapping[type[BaseException], type[AsyncCollError]]) -> Iterator[None]:
+    """Re-raise each foreign error of ``table`` as ours, with the foreign one as its cause."""
+    try:
+        yield
+    except AsyncCollError:
+        raise
+    except tuple(table) as error:
+        ours = next(to for foreign, to in table.items() if isinstance(error, foreign))
+        raise ours(str(error)) from error

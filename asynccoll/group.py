@@ -1,0 +1,169 @@
+"""Groups of ranks, and the lanes in them.
+
+A ``Group`` is a value-like view: which ranks, where am I in it, which lanes are open. It opens no
+communicator of its own; its lanes do, by name, when first used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from asynccoll.errors import InvalidArgumentError, LaneLimitError, PayloadTypeError, UnsupportedOpError
+from asynccoll.lane import BACKWARD, DEFAULT, Lane
+from asynccoll.spec import Topology
+
+if TYPE_CHECKING:
+    from asynccoll.context import Context
+
+__all__ = ["MAX_LANES", "Group"]
+
+#: Lanes cost threads and descriptors; a program that needs more has a leak of names.
+MAX_LANES = 32
+
+
+class Group:
+    """A sorted set of global ranks that communicate. Made by ``ac.new_group``; never by hand.
+
+    ``group.ranks`` are the global ranks, ``group.rank`` is this rank's index (-1 if outside),
+    ``group.size`` the number of members.
+    """
+
+    def __init__(self, context: Context, ranks: tuple[int, ...]) -> None:
+        self.context = context
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(context.rank) if context.rank in ranks else -1
+        self.is_world = self.size == context.world_size
+        self._topologies: dict[str, Topology] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<asynccoll.Group {list(self.ranks)} on {self.context.backend.name}>"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.ranks
+
+    @property
+    def key(self) -> str:
+        """The name by which members meet, the same on each of them."""
+        return "world" if self.is_world else "-".join(map(str, self.ranks))
+
+    def topology(self, device: str) -> Topology:
+        """What planning must know of this group, for tensors on a device of this type."""
+        found = self._topologies.get(device)
+        if found is None:
+            known = self.context.backend.capabilities(device)
+            found = self._topologies[device] = Topology(known, self.size)
+        return found
+
+    def lane(self, name: str = DEFAULT) -> Lane:
+        """The lane called ``name``, opened on first use. Only members may ask."""
+        found = self._lanes.get(name)
+        return found if found is not None else self._new_lane(name)
+
+    def _new_lane(self, name: str) -> Lane:
+        if not isinstance(name, str) or not name:
+            raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
+        if self.rank < 0:
+            raise InvalidArgumentError(
+                f"rank {self.context.rank} is not in the group of ranks {list(self.ranks)}; only "
+                "members may communicate in it (guard the call with `ac.get_rank(group) >= 0`)"
+            )
+        with self._lock:
+            if name in self._lanes:
+                return self._lanes[name]
+            named = [lane for lane in self._lanes if not lane.endswith(BACKWARD)]
+            if len(named) >= MAX_LANES and not name.endswith(BACKWARD):
+                raise LaneLimitError(
+                    f"group of ranks {list(self.ranks)} has {len(named)} lanes, the most it may have, "
+                    f"and was asked for {name!r}; reuse names (they are: {', '.join(sorted(named))})"
+                )
+            lane = self._lanes[name] = Lane(self, name)
+            return lane
+
+    def lanes(self) -> list[Lane]:
+        """The open lanes, by name: the same order on every rank."""
+        with self._lock:
+            return [self._lanes[name] for name in sorted(self._lanes)]
+
+    def index(self, rank: int, role: str) -> int:
+        """The position in the group of the global ``rank``, which the call names as its ``role``."""
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise PayloadTypeError(f"{role} must be a global rank (int), got {rank!r}")
+        if rank not in self.ranks:
+            allowed = (
+                f"0 to {self.size - 1}" if self.is_world else f"one of {list(self.ranks)} (global ranks)"
+            )
+            raise InvalidArgumentError(f"{role}={rank} is not in the group; expected {allowed}")
+        return self.ranks.index(rank)
+
+
+def resolve_group(context: Context, group: Any) -> Group:
+    """The ``Group`` for whatever a user may write as ``group=``."""
+    if group is None:
+        return context.world
+    if isinstance(group, Group):
+        if group.context is not context:
+            raise InvalidArgumentError(
+                f"{group!r} belongs to a context that was finalized or is another rank's; make a new "
+                "one with ac.new_group(ranks)"
+            )
+        return group
+    native = _native_ranks(group)
+    return ad_hoc_group(context, group if native is None else native)
+
+
+def ad_hoc_group(context: Context, ranks: Any) -> Group:
+    """The group of a rank list, made once per set of ranks."""
+    wanted = check_ranks(context, ranks)
+    known = context.groups.get(wanted)
+    if known is None:
+        if not context.backend.ad_hoc_groups:
+            raise UnsupportedOpError(
+                f"{context.backend.name} cannot open the group {list(wanted)} among its members alone; "
+                "call ac.new_group(ranks) on every rank first"
+            )
+        known = context.add_group(wanted)
+    return known
+
+
+def check_ranks(context: Context, ranks: Any) -> tuple[int, ...]:
+    """The rank list as sorted global ranks, each of them in the world and named once."""
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
+        raise PayloadTypeError(
+            "group must be None, an asynccoll Group, a list of global ranks, a one-dimensional "
+            f"DeviceMesh or a torch ProcessGroup, got {type(ranks).__name__}: {ranks!r}"
+        )
+    listed = list(ranks)
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in listed):
+        raise PayloadTypeError(f"a group lists global ranks (int), got {listed!r}")
+    wanted = tuple(sorted(set(listed)))
+    if not wanted or len(wanted) != len(listed):
+        raise InvalidArgumentError(f"a group lists each rank once and at least one, got {listed!r}")
+    if wanted[0] < 0 or wanted[-1] >= context.world_size:
+        raise InvalidArgumentError(
+            f"group {listed!r} names ranks outside the world; expected 0 to {context.world_size - 1}"
+        )
+    return wanted
+
+
+def _native_ranks(group: Any) -> list[int] | None:
+    """The ranks of a DeviceMesh or a torch process group, or None for anything else."""
+    if isinstance(group, dist.ProcessGroup):
+        return list(dist.get_process_group_ranks(group))
+    if not (hasattr(group, "mesh") and hasattr(group, "get_group")):
+        return None
+    if group.ndim != 1:
+        raise InvalidArgumentError(
+            f"a collective runs over one mesh dimension, got a DeviceMesh of {group.ndim}; "
+            'name one, as in mesh["dp"]'
+        )
+    return list(dist.get_process_group_ranks(group.get_group()))

@@ -1,0 +1,350 @@
+"""A lane: one order of operations on one communicator of one group.
+
+Every rank must issue the operations of a communicator in the same order. A lane keeps that order: an
+operation is accepted when the function is called and issued at once if nothing is queued before it.
+A *program* (an operation of several native calls that depend on each other) is driven from its
+completions, never from whoever waits for it, and what comes after it queues until it has issued its
+last call.
+
+What a lane must not know: what the operations mean, and which backend runs them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from asynccoll import actors
+from asynccoll.completion import Completion, Promise, Ready
+from asynccoll.errors import (
+    AbortedError,
+    CollectiveError,
+    LaneOrderError,
+    PeerLostError,
+    collective_error,
+)
+from asynccoll.operation import Estimate, Operation
+from asynccoll.place import Place, caller
+
+if TYPE_CHECKING:
+    from asynccoll.backends.base import Communicator
+    from asynccoll.group import Group
+    from asynccoll.spec import Plan
+
+__all__ = ["DEFAULT", "Lane", "Program", "Start"]
+
+DEFAULT = "default"
+BACKWARD = "/backward"
+
+#: One native call, given the communicator.
+Start = Callable[[Any], Completion]
+#: Several: each yielded completion is waited for; the last call's is returned.
+Program = Callable[[Any], Generator[Completion, None, Completion]]
+
+
+class _Job:
+    """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
+
+    __slots__ = ("generator", "program", "promise", "start", "step")
+
+    def __init__(self, start: Start | None, program: Program | None) -> None:
+        self.start = start
+        self.program = program
+        self.promise = Promise()
+        self.generator: Generator[Completion, None, Completion] | None = None
+        self.step: Completion | None = None
+
+
+class Lane:
+    """The order named ``name`` of ``group``; operations of equal lanes meet on all ranks."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group = group
+        self.name = name
+        self.sequence = 0
+        self.epoch = 0
+        self.communicator: Communicator | None = None
+        self.broken: CollectiveError | None = None
+        self.plans: dict[Any, Plan] = {}
+        self._estimates: dict[tuple[str, int], Estimate] = {}
+        self._in_flight: deque[Operation] = deque()
+        self._owners: dict[object, tuple[actors.Actor, Place]] = {}
+        self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
+        self._lock = threading.Lock()
+        self._queue: deque[_Job] = deque()
+        self._active: _Job | None = None
+        self._driving = False
+        self._kicked = False
+        self._held = False  # a settling of refusals is going on: nothing may be issued
+        self._opening = False
+        self._retired: list[Communicator] = []
+
+    def __str__(self) -> str:
+        where = "the world" if self.group.is_world else f"ranks {list(self.group.ranks)}"
+        return f"lane {self.name!r} of {where}"
+
+    # Accepting operations
+
+    def issue(
+        self,
+        name: str,
+        start: Start,
+        size_bytes: int = 0,
+        timeout: float | None = None,
+        stream: object = None,
+    ) -> Operation:
+        """Accept an operation of one native call; issued before this returns if nothing is queued.
+
+        ``stream`` names an order of its own within the lane (point-to-point messages of one peer and
+        tag), which does not queue behind other streams.
+        """
+        with self._lock:
+            place = self._accept(stream)
+            communicator = self.communicator
+            if (
+                communicator is not None
+                and not self._queue
+                and self._active is None
+                and not self._driving
+                and not self._held
+            ):
+                completion = start(communicator)
+                return self._record(name, completion, place, size_bytes, timeout, stream)
+            job = _Job(start, None)
+            self._queue.append(job)
+            operation = self._record(name, job.promise, place, size_bytes, timeout, stream)
+        self._drive()
+        return operation
+
+    def run(
+        self, name: str, program: Program, size_bytes: int = 0, timeout: float | None = None
+    ) -> Operation:
+        """Accept an operation of several native calls."""
+        job = _Job(None, program)
+        with self._lock:
+            place = self._accept(None)
+            self._queue.append(job)
+            operation = self._record(name, job.promise, place, size_bytes, timeout)
+        self._drive()
+        return operation
+
+    def _accept(self, stream: object) -> Place:
+        """Check that the caller may issue here now; the place of the call."""
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
+        place = caller()
+        if self._checks_owner:
+            self._claim(stream, place)
+        if stream is None:
+            self.sequence += 1
+        if self.communicator is None and not self._opening:
+            self._open()
+        return place
+
+    def _claim(self, stream: object, place: Place) -> None:
+        actor = actors.current_actor()
+        held = self._owners.get(stream)
+        node = actors.ancestry(actor)
+        if held is not None and held[0] is not actor:
+            owner, before = held
+            if not (actors.ended(owner) or actors.descends(node, owner)):
+                raise LaneOrderError(
+                    f"{actors.label(actor)} issued a collective on {self} at {place}, but that lane "
+                    f"belongs to {actors.label(owner)}, which issued there at {before} and is still "
+                    "running. Two concurrent tasks on one lane can be scheduled in different order "
+                    "on different ranks, which gives wrong numbers. Give each task its own lane: "
+                    "lane='name' on the call, `with ac.lane('name'):` around it, or start the tasks "
+                    "in `ac.create_task_group()`"
+                )
+        self._owners[stream] = (actor, place)
+
+    def _record(
+        self,
+        name: str,
+        completion: Completion,
+        place: Place,
+        size_bytes: int,
+        timeout: float | None,
+        stream: object = None,
+    ) -> Operation:
+        kind = (name, size_bytes.bit_length())
+        estimate = self._estimates.get(kind)
+        if estimate is None:
+            estimate = self._estimates[kind] = Estimate(size_bytes)
+        limit = self.group.context.timeout if timeout is None else timeout
+        # Messages of a stream have no place in the lane's order of collectives.
+        sequence = self.sequence if stream is None else 0
+        operation = Operation(self, name, sequence, completion, place, limit, estimate)
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].completion.done():
+            in_flight.popleft()
+        in_flight.append(operation)
+        return operation
+
+    # Issuing what is queued
+
+    def _drive(self) -> None:
+        """Issue queued operations as far as possible; one thread at a time, in order."""
+        with self._lock:
+            if self._driving:
+                self._kicked = True
+                return
+            self._driving = True
+        while True:
+            job = self._active
+            if job is None:
+                with self._lock:
+                    if self.communicator is not None and self._queue and not self._held:
+                        job = self._active = self._queue.popleft()
+                    elif self._rest():
+                        return
+            elif job.step is not None and not job.step.done():
+                with self._lock:
+                    if self._rest():
+                        return
+            if job is not None and (job.step is None or job.step.done()):
+                self._advance(job)
+
+    def _rest(self) -> bool:
+        """Give up driving, unless somebody called for it meanwhile. With the lock held."""
+        if self._kicked:
+            self._kicked = False
+            return False
+        self._driving = False
+        return True
+
+    def _advance(self, job: _Job) -> None:
+        """Start the job's next call; after its last one the lane is free for the next job."""
+        last: Completion | None = None
+        try:
+            if job.start is not None:
+                last = job.start(self.communicator)
+            elif job.step is not None and (error := job.step.error()) is not None:
+                assert job.generator is not None
+                job.step = job.generator.throw(error)
+            else:
+                if job.generator is None:
+                    assert job.program is not None
+                    job.generator = job.program(self.communicator)
+                job.step = next(job.generator)
+        except StopIteration as stop:
+            last = stop.value
+        except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
+            last = Ready(error)
+        if last is not None:
+            self._active = None
+            job.promise.follow(last)
+        else:
+            assert job.step is not None
+            job.step.add_callback(self._drive)
+
+    # Opening, breaking, closing
+
+    def open(self) -> None:
+        """Open the communicator in the calling thread."""
+        self._opening = True
+        self._opened(self.group.context.backend.open(self.group, self.name, self.epoch), self.epoch)
+
+    def _open(self) -> None:
+        """Open it on a helper thread if opening waits for the other members; operations queue."""
+        self._opening = True
+        backend = self.group.context.backend
+        if not backend.open_waits:
+            self.communicator = backend.open(self.group, self.name, self.epoch)
+            return
+        threading.Thread(
+            target=self._open_here, args=(self.epoch,), name=f"asynccoll-open-{self.name}", daemon=True
+        ).start()
+
+    def _open_here(self, epoch: int) -> None:
+        try:
+            communicator = self.group.context.backend.open(self.group, self.name, epoch)
+        except BaseException as error:  # reported by every operation that waits for this lane
+            if epoch == self.epoch:
+                self.break_off(collective_error(error, f"opening {self}"))
+            return
+        self._opened(communicator, epoch)
+
+    def _opened(self, communicator: Communicator, epoch: int) -> None:
+        with self._lock:
+            if epoch != self.epoch or self.broken is not None:
+                self._retired.append(communicator)
+                return
+            self.communicator = communicator
+        self._drive()
+
+    def reopen(self) -> None:
+        """Go on in a new epoch: the old communicator has half-matched operations on it."""
+        with self._lock:
+            if self.communicator is not None:
+                self._retired.append(self.communicator)
+            self.communicator = None
+            self.epoch += 1
+            self._open()
+        self._drive()
+
+    def drop_queue(self) -> None:
+        """Forget what was accepted and not issued; whoever calls this fails those operations."""
+        with self._lock:
+            self._queue.clear()
+
+    def hold(self) -> None:
+        """Accept but do not issue, until ``release``."""
+        with self._lock:
+            self._held = True
+
+    def release(self) -> None:
+        with self._lock:
+            self._held = False
+        self._drive()
+
+    def skip(self) -> int:
+        """Use up a place in the order for a call that was refused; its sequence number."""
+        with self._lock:
+            self.sequence += 1
+            return self.sequence
+
+    def break_off(self, error: CollectiveError) -> None:
+        """The lane is of no more use: fail what is out, refuse what comes."""
+        with self._lock:
+            if self.broken is None:
+                self.broken = error
+            queued, self._queue = list(self._queue), deque()
+            if self._active is not None:
+                queued.append(self._active)
+                self._active = None
+        for job in queued:
+            job.promise.settle(error)
+        for operation in self.outstanding():
+            operation.fail(error)
+
+    def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
+        """The typed error for ``native``; the context says which rank is the culprit."""
+        error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
+        error = self.group.context.diagnose(self, error)
+        if isinstance(error, PeerLostError):
+            self.break_off(error)
+            self.group.context.pass_on(self)
+        return error
+
+    def estimate(self, name: str, size_bytes: int) -> Estimate | None:
+        """What is known of the duration of such an operation."""
+        return self._estimates.get((name, size_bytes.bit_length()))
+
+    def outstanding(self) -> list[Operation]:
+        """The operations that are not done, in order."""
+        with self._lock:
+            return [operation for operation in self._in_flight if not operation.done()]
+
+    def close(self, *, abort: bool = False) -> None:
+        """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
+        if abort:
+            self.break_off(AbortedError(f"{self} was aborted"))
+        communicators = [*self._retired, *([self.communicator] if self.communicator else [])]
+        self._retired, self.communicator = [], None
+        for communicator in communicators:
+            if abort or communicator is not communicators[-1]:
+                communicator.abort()
+            communicator.close()

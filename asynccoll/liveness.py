@@ -1,0 +1,107 @@
+"""Which ranks are still there: asked only after something failed, and costing nothing until then.
+
+Each rank keeps a listening socket that nobody ever serves; its address is in the store. The kernel
+answers for a process that lives (even a stopped one) and refuses for one that is gone, so a survivor
+learns in one connection attempt who is dead, on this host or another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Liveness"]
+
+#: How long an unreachable host may keep us from naming it.
+PROBE_SECONDS = 0.5
+
+
+class Liveness:
+    """This rank's beacon, and the addresses of the others'."""
+
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
+        self._store = store.clone() if store is not None else None
+        self._rank = rank
+        self._beacon: socket.socket | None = None
+        self._peers: dict[int, tuple[str, int, str, int]] = {}
+        if self._store is not None:
+            self._publish(self._store)
+            threading.Thread(
+                target=self._collect, args=(world_size,), name="asynccoll-beacons", daemon=True
+            ).start()
+
+    def _publish(self, store: dist.Store) -> None:
+        host = _own_address()
+        self._beacon = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._beacon.bind((host, 0))
+        self._beacon.listen(256)
+        port = self._beacon.getsockname()[1]
+        entry = json.dumps([host, port, socket.gethostname(), os.getpid()])
+        store.set(f"asynccoll/beacon/{self._rank}", entry)
+
+    def _collect(self, world_size: int) -> None:
+        """Learn the peers' addresses while the store is alive: rank 0 may take it with it."""
+        store = self._store
+        assert store is not None
+        with contextlib.suppress(Exception):
+            for rank in range(world_size):
+                if rank != self._rank:
+                    host, port, name, pid = json.loads(store.get(f"asynccoll/beacon/{rank}"))
+                    self._peers[rank] = (host, port, name, pid)
+
+    def lost(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``ranks`` whose process is gone."""
+        asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+        return tuple(sorted(rank for rank, alive in _probe(asked).items() if not alive))
+
+    def describe(self, rank: int) -> str:
+        """``rank 2 (host n1, pid 71)``."""
+        if rank not in self._peers:
+            return f"rank {rank}"
+        _, _, host, pid = self._peers[rank]
+        return f"rank {rank} (host {host}, pid {pid})"
+
+    def close(self) -> None:
+        if self._beacon is not None:
+            self._beacon.close()
+            self._beacon = None
+
+
+def _own_address() -> str:
+    """The address under which peers reach this host: that of the route to the master, else loopback."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _probe(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, bool]:
+    """Whether each peer's kernel still accepts for it, all asked at once."""
+    alive: dict[int, bool] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank, (host, port, _, _) in peers.items():
+            attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            attempt.setblocking(False)
+            attempt.connect_ex((host, port))
+            selector.register(attempt, selectors.EVENT_WRITE, rank)
+        deadline = monotonic() + PROBE_SECONDS
+        while len(alive) < len(peers) and (left := deadline - monotonic()) > 0:
+            for key, _ in selector.select(left):
+                attempt = key.fileobj  # type: ignore[assignment]  # registered as a socket above
+                alive[key.data] = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+                selector.unregister(attempt)
+                attempt.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+            alive[key.data] = False
+    return alive

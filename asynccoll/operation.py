@@ -1,0 +1,127 @@
+"""The runtime's record of one accepted operation; ``Work`` is the user's handle to it.
+
+The lane holds operations strongly for as long as they are in flight, so that buffers outlive a
+dropped handle; the user's ``Work`` may go at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from asynccoll.completion import Completion
+from asynccoll.errors import CollectiveError
+from asynccoll.place import Place
+
+if TYPE_CHECKING:
+    from asynccoll.lane import Lane
+
+__all__ = ["Estimate", "Operation"]
+
+#: An inline wait holds the loop, so it is for operations expected to end within this time.
+INLINE_SECONDS = 1e-3
+_wakers_lock = threading.Lock()
+
+
+class Estimate:
+    """A running estimate of how long one kind and size of operation takes, in seconds."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, size_bytes: int = 0) -> None:
+        # A first guess until something was seen: a round trip, and 1 GB/s.
+        self.seconds = 2e-4 + size_bytes * 1e-9
+
+    def took(self, seconds: float) -> None:
+        """A waiter saw the operation end ``seconds`` after it was issued."""
+        self.seconds += 0.2 * (seconds - self.seconds)
+
+    def at_most(self, seconds: float) -> None:
+        """The operation was found done: it took no longer than this."""
+        if seconds < self.seconds:
+            self.seconds = seconds
+
+
+class Operation:
+    """One accepted operation: where it is in its lane's order, and how to tell that it is over."""
+
+    __slots__ = (
+        "_wakers",
+        "buffers",
+        "completion",
+        "deadline",
+        "estimate",
+        "failure",
+        "lane",
+        "name",
+        "place",
+        "sequence",
+        "started",
+    )
+
+    def __init__(
+        self,
+        lane: Lane,
+        name: str,
+        sequence: int,
+        completion: Completion,
+        place: Place,
+        timeout: float,
+        estimate: Estimate,
+    ) -> None:
+        self.lane = lane
+        self.name = name
+        self.sequence = sequence
+        self.completion = completion
+        self.place = place
+        self.started = now = monotonic()
+        self.deadline = now + timeout
+        self.estimate = estimate
+        self.failure: CollectiveError | None = None
+        self.buffers: object = None
+        self._wakers: list[Callable[[], object]] | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "in flight"
+        return f"{self.name} #{self.sequence} on {self.lane} from {self.place} ({state})"
+
+    def done(self) -> bool:
+        """Whether waiting is over: the native operation is done, or we know that it never will be."""
+        return self.failure is not None or self.completion.done()
+
+    def short(self) -> bool:
+        """Whether it is expected to end soon enough to be waited for in place."""
+        return self.estimate.seconds - (monotonic() - self.started) <= INLINE_SECONDS
+
+    def add_waker(self, waker: Callable[[], object]) -> None:
+        """Call ``waker`` once when ``done()`` has become true; at once if it is."""
+        with _wakers_lock:
+            first = self._wakers is None
+            if first:
+                self._wakers = []
+            assert self._wakers is not None
+            self._wakers.append(waker)
+        if first:
+            self.completion.add_callback(self._wake)
+        if self.done():
+            self._wake()
+
+    def _wake(self) -> None:
+        with _wakers_lock:
+            wakers, self._wakers = self._wakers or [], []
+        for waker in wakers:
+            waker()
+
+    def fail(self, error: CollectiveError) -> None:
+        """Stop the waiting with ``error``, although the native operation may still be out."""
+        if self.failure is None and not self.completion.done():
+            self.failure = error
+            self._wake()
+
+    def error(self) -> CollectiveError | None:
+        """What went wrong, as one of ours; None if nothing did. Only once done."""
+        if self.failure is None and (native := self.completion.error()) is not None:
+            self.failure = self.lane.explain_failure(self, native)
+        return self.failure

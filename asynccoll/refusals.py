@@ -1,0 +1,192 @@
+"""A call that one rank refuses must not leave the others waiting for it.
+
+Protocol, over the store, per lane and place in its order (the sequence number, never reset):
+
+- A rank whose call is refused publishes *refused* with the reason, and uses up the sequence number.
+- A rank that has waited on the lane for a second looks; for every place that a peer refused and that
+  it has issued itself, it publishes *issued*, its work raises ``PeerRefusedError``, and it reopens
+  the lane in the next epoch. What it has in flight behind that place is withdrawn: to the others
+  that is a refusal like any other.
+- A rank that refused learns, before it issues again, what the others did at that place: if all
+  refused, nothing was sent and the lane goes on; if somebody issued, it reopens the lane, too.
+
+The epoch of a lane is thus the number of places where some refused and some issued: every rank
+counts the same ones, so all meet in the same new communicator.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import CollectiveTimeoutError, PeerRefusedError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from asynccoll.lane import Lane
+
+__all__ = ["Refusals"]
+
+#: Asking the store is cheap; this only bounds how late a rank learns that the last peer answered.
+_POLL_SECONDS = 0.02
+
+
+class _Ledger:
+    """What this rank knows of the refusals on one lane."""
+
+    __slots__ = ("mine", "seen", "theirs", "unsettled")
+
+    def __init__(self) -> None:
+        self.mine: set[int] = set()  # places refused by this rank
+        self.seen = 0  # how many published refusals were read
+        self.theirs: dict[int, PeerRefusedError] = {}  # refused by a peer, not acted upon yet
+        self.unsettled: list[int] = []  # mine, where the others' side is not known yet
+
+
+class Refusals:
+    """This rank's side of the protocol, for all of its lanes."""
+
+    def __init__(self, store: dist.Store | None, rank: int) -> None:
+        self._store = store.clone() if store is not None else None
+        self._rank = rank
+        self._store_lock = threading.Lock()  # one store client serves one request at a time
+        self._lock = threading.Lock()
+        self._ledgers: dict[Lane, _Ledger] = {}
+
+    def _key(self, lane: Lane, *parts: object) -> str:
+        return "/".join(map(str, ("asynccoll/refused", lane.group.key, lane.name, *parts)))
+
+    def _ledger(self, lane: Lane) -> _Ledger:
+        return self._ledgers.setdefault(lane, _Ledger())
+
+    # The rank that refuses
+
+    def refuse(self, lane: Lane, reason: BaseException) -> None:
+        """Publish that this rank's next call on ``lane`` is refused for ``reason``."""
+        if self._store is None or lane.group.size == 1 or lane.broken is not None:
+            return
+        self._publish(lane, lane.skip(), f"{type(reason).__name__}: {reason}")
+
+    def _publish(self, lane: Lane, sequence: int, why: str) -> None:
+        store = self._store
+        assert store is not None
+        entry = json.dumps({"rank": self._rank, "sequence": sequence, "why": why})
+        with self._store_lock:
+            store.set(self._key(lane, "did", sequence, self._rank), "refused")
+            place = store.add(self._key(lane, "count"), 1)
+            store.set(self._key(lane, "entry", place), entry)
+        with self._lock:
+            ledger = self._ledger(lane)
+            ledger.mine.add(sequence)
+            ledger.unsettled.append(sequence)
+            if len(ledger.unsettled) > 1:
+                return
+            lane.hold()
+        threading.Thread(
+            target=self._settle, args=(lane, ledger), name="asynccoll-settle", daemon=True
+        ).start()
+
+    def _settle(self, lane: Lane, ledger: _Ledger) -> None:
+        """Learn what the others did at each refused place, in order; then let the lane go on."""
+        while True:
+            try:
+                if self._somebody_issued(lane, ledger.unsettled[0]):
+                    lane.reopen()
+            except Exception as error:  # the store is gone, or a peer never came
+                text = f"{lane}: after a refused call the other ranks were not heard of ({error})"
+                lane.break_off(CollectiveTimeoutError(text))
+            with self._lock:
+                ledger.unsettled.pop(0)
+                if not ledger.unsettled:
+                    lane.release()
+                    return
+
+    def _somebody_issued(self, lane: Lane, sequence: int) -> bool:
+        store = self._store
+        assert store is not None
+        issued = False
+        deadline = monotonic() + lane.group.context.timeout
+        for rank in lane.group.ranks:
+            key = self._key(lane, "did", sequence, rank)
+            while not self._answered(key):
+                if monotonic() > deadline or lane.group.context.closed or lane.broken is not None:
+                    raise TimeoutError(f"nothing from rank {rank} about call #{sequence}")
+                sleep(_POLL_SECONDS)
+            with self._store_lock:
+                issued |= store.get(key) == b"issued"
+        return issued
+
+    def _answered(self, key: str) -> bool:
+        assert self._store is not None
+        with self._store_lock:
+            return bool(self._store.check([key]))
+
+    # The ranks that wait for it
+
+    def look(self, lane: Lane) -> None:
+        """Act on what peers refused on ``lane`` since the last look."""
+        ledger = self._read(lane)
+        for sequence in sorted(ledger.theirs):
+            if sequence > lane.sequence:
+                continue  # not there yet: this rank may refuse it, too
+            error = ledger.theirs.pop(sequence)
+            if sequence not in ledger.mine:
+                self._give_up(lane, sequence, error)
+
+    def _read(self, lane: Lane) -> _Ledger:
+        """This rank's knowledge, brought up to date."""
+        ledger = self._ledger(lane)
+        store = self._store
+        if store is None:
+            return ledger
+        with self._store_lock:
+            counter = self._key(lane, "count")
+            published = int(store.get(counter)) if store.check([counter]) else 0
+            while ledger.seen < published:
+                ledger.seen += 1
+                entry = json.loads(store.get(self._key(lane, "entry", ledger.seen)))
+                if entry["rank"] != self._rank:
+                    ledger.theirs.setdefault(entry["sequence"], self._error(lane, entry))
+        return ledger
+
+    def _error(self, lane: Lane, entry: dict[str, Any]) -> PeerRefusedError:
+        return PeerRefusedError(
+            f"rank {entry['rank']} refused its side of call #{entry['sequence']} on {lane}: "
+            f"{entry['why']}"
+        )
+
+    def _give_up(self, lane: Lane, sequence: int, error: PeerRefusedError) -> None:
+        """This rank issued what a peer refused: their communicator is no longer in step."""
+        assert self._store is not None
+        with self._store_lock:
+            self._store.set(self._key(lane, "did", sequence, self._rank), "issued")
+        out = [op for op in lane.outstanding() if op.sequence >= sequence]
+        lane.drop_queue()
+        lane.reopen()
+        for operation in out:
+            if operation.sequence == sequence:
+                operation.fail(error)
+        for behind in range(sequence + 1, lane.sequence + 1):
+            self._withdraw(lane, behind, [op for op in out if op.sequence == behind])
+
+    def _withdraw(self, lane: Lane, sequence: int, operations: list[Any]) -> None:
+        """What was issued behind a refused call is lost; to the peers it is a refusal of ours."""
+        ledger = self._ledger(lane)
+        if sequence in ledger.mine:
+            return
+        why = f"call #{sequence} on {lane} was in flight behind one that a peer refused; issue it again"
+        self._publish(lane, sequence, why)
+        for operation in operations:
+            operation.fail(PeerRefusedError(why))
+
+    def published(self, lane: Lane) -> PeerRefusedError | None:
+        """The refusal that explains a connection that closed, if there is one."""
+        try:
+            ledger = self._read(lane)
+        except RuntimeError:  # the store went with rank 0: then a lost peer explains it
+            return None
+        reached = [sequence for sequence in ledger.theirs if sequence <= lane.sequence]
+        return ledger.theirs[min(reached)] if reached else None

@@ -1,0 +1,208 @@
+"""The frozen values that describe a collective before any backend is involved.
+
+Everything here is hashable and immutable, so that planning (``dispatch``) is a pure function and can
+be cached and tested without a process group. Knows torch's dtypes and nothing else of the world.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["Capabilities", "Op", "Plan", "Policy", "ReduceOp", "TensorSpec", "Topology", "Wire"]
+
+
+class Op(str, enum.Enum):
+    """The collectives, spelled as torch spells them."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    ALL_GATHER = "all_gather"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    PERMUTE = "permute"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the operation does arithmetic, so that bytes alone cannot carry it."""
+        return self in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER)
+
+    @classmethod
+    def parse(cls, name: object) -> Op:
+        """The operation called ``name``; the error lists the names there are."""
+        try:
+            return cls(str(getattr(name, "value", name)).lower())
+        except ValueError:
+            known = ", ".join(op.value for op in cls)
+            raise InvalidArgumentError(f"unknown operation {name!r}; there are {known}") from None
+
+
+class ReduceOp(str, enum.Enum):
+    """The reductions. ``and``/``or`` are logical, ``band``/``bor``/``bxor`` bitwise (as in MPI)."""
+
+    SUM = "sum"
+    AVG = "avg"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    AND = "and"
+    OR = "or"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    @classmethod
+    def parse(cls, op: object) -> ReduceOp:
+        """The reduction named by ``op``: a name in any case, ours, or torch's ``ReduceOp``."""
+        found = _REDUCE_OPS.get(op) if isinstance(op, str) else None
+        if found is None and isinstance(op, str):
+            found = _REDUCE_OPS.get(op.lower())
+        if found is None and isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            found = _torch_reduce_op(str(getattr(op, "name", op)))
+        if found is None:
+            known = ", ".join(member.value for member in cls)
+            raise InvalidArgumentError(
+                f"unknown reduction {op!r}; expected one of {known} (in any case), "
+                "or a torch.distributed.ReduceOp"
+            )
+        return found
+
+
+_REDUCE_OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp}
+_REDUCE_OPS |= {"mean": ReduceOp.AVG, "average": ReduceOp.AVG, "prod": ReduceOp.PRODUCT}
+
+
+def _torch_reduce_op(text: str) -> ReduceOp | None:
+    """torch spells its reductions ``RedOpType.SUM`` or ``<RedOpType.SUM: 0>``, by version."""
+    name = text.strip("<>").split(":")[0].rsplit(".", 1)[-1].lower()
+    return _REDUCE_OPS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What planning needs to know of a tensor: no data, no storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    device: str = "cpu"
+    contiguous: bool = True
+    sparse: bool = False
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TensorSpec:
+        sparse = x.layout is not torch.strided
+        return cls(x.dtype, tuple(x.shape), x.device.type, sparse or x.is_contiguous(), sparse)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend does natively. A row of this table is all that dispatch knows of a backend.
+
+    ``reduce``: dtype -> the reductions its wire arithmetic has. ``move``: the dtypes it can copy as
+    they are (any other dtype travels as bytes). ``ops``: the collectives it has a usable call for.
+    """
+
+    backend: str
+    ops: frozenset[Op]
+    reduce: tuple[tuple[torch.dtype, frozenset[ReduceOp]], ...]
+    move: frozenset[torch.dtype]
+    devices: frozenset[str] = frozenset({"cpu"})
+    sparse: bool = False
+    #: collectives whose native call is slower than, or not awaitable unlike, a composition
+    compose: frozenset[Op] = frozenset()
+
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+        return any(op in ops for known, ops in self.reduce if known is dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The backend's abilities and the size of the group."""
+
+    capabilities: Capabilities
+    world_size: int
+
+    @property
+    def backend(self) -> str:
+        return self.capabilities.backend
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Choices that are the caller's, not the backend's."""
+
+    check: bool = False
+
+
+class Wire(str, enum.Enum):
+    """How a tensor's elements look while they travel."""
+
+    SAME = "same"  # as they are
+    VIEW = "view"  # reinterpreted as another dtype: uint8 to copy, int64 to reduce uint64
+    CAST = "cast"  # converted to a wider dtype that the backend can reduce, and back
+    REAL = "real"  # complex as pairs of reals
+    LOGICAL = "logical"  # (x != 0) as uint8, for logical reductions
+    FLIPPED = "flipped"  # uint64 with its top bit flipped, so that int64 orders it rightly
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one call will do, and why. ``native`` is the backend's call, ``via`` how it is used.
+
+    ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter as an exchange and a
+    local sum) or ``"all_gather"`` (reductions that no backend arithmetic has, reduced locally in
+    rank order).
+    """
+
+    op: Op
+    backend: str
+    native: str
+    via: str = "native"
+    wire: Wire = Wire.SAME
+    wire_dtype: torch.dtype | None = None
+    reduce: ReduceOp | None = None
+    wire_reduce: ReduceOp | None = None
+    divide: bool = False
+    stage: str | None = None
+    why: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def direct(self) -> bool:
+        """Nothing to encode, stage or compose: the tensor goes to the backend as it is."""
+        return self.wire is Wire.SAME and self.stage is None and self.via == "native" and not self.divide
+
+    def __str__(self) -> str:
+        head = f"{self.op.value} on {self.backend}: {self.native}"
+        if self.via != "native":
+            head += f" (composed by {self.via})"
+        return "\n".join([head, *(f"  - {reason}" for reason in self.why)])
+
+
+@lru_cache(maxsize=None)
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

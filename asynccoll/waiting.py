@@ -1,0 +1,267 @@
+"""How a waiter sleeps: on asyncio, on trio, or as a plain thread.
+
+Waiting is adaptive. A waiter that finds the operation done returns. If it is expected to end within a
+millisecond, the waiter waits in place with the GIL released, which costs no wake-up across threads.
+Else it suspends, and the completing thread wakes it. The millisecond belongs to the turn of the
+loop, not to the operation: once the loop has had no turn for that long, the await yields, so that a
+stream of small operations does not starve the other tasks.
+
+Cancelling a waiter stops the waiting, never the operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from asynccoll.actors import trio_task
+from asynccoll.errors import CollectiveTimeoutError
+from asynccoll.operation import INLINE_SECONDS
+
+if TYPE_CHECKING:
+    from asynccoll.operation import Operation
+
+__all__ = ["Signal", "block", "pause", "suspend"]
+
+AddWaker = Callable[[Callable[[], object]], object]
+
+#: A thread in a native wait cannot take signals; this is how late Ctrl-C may be.
+_SLICE_SECONDS = 0.1
+_running_loop = asyncio._get_running_loop
+
+
+class _Turn:
+    """Until when the current turn of one event loop may be held by inline waits."""
+
+    __slots__ = ("ends",)
+
+    def __init__(self) -> None:
+        self.ends = -math.inf
+
+
+_turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
+
+
+def _turn_of(loop: Any) -> _Turn:
+    turn = _turns.get(loop)
+    if turn is None:
+        turn = _turns[loop] = _Turn()
+    return turn
+
+
+def _late(operation: Operation) -> CollectiveTimeoutError:
+    waited = monotonic() - operation.started
+    return CollectiveTimeoutError(
+        f"{operation!r} is not ready after {waited:.3f} s; it is still out, and its lane's order with "
+        "it (await the same work again to go on waiting)"
+    )
+
+
+def block(operation: Operation, seconds: float | None) -> None:
+    """Wait without a loop, at most ``seconds`` from now and to the operation's own deadline."""
+    deadline = operation.deadline
+    if seconds is not None:
+        deadline = min(deadline, monotonic() + seconds)
+    completion = operation.completion
+    began = monotonic()
+    watched = False
+    try:
+        while not operation.done():
+            now = monotonic()
+            if now >= deadline:
+                raise _late(operation)
+            if completion.wait(min(deadline - now, _SLICE_SECONDS)) and began == now:
+                operation.estimate.took(monotonic() - operation.started)
+            if not watched and now - began > _SLICE_SECONDS:
+                watched = True
+                operation.lane.group.context.watch.add(operation)
+    finally:
+        if watched:
+            operation.lane.group.context.watch.discard(operation)
+
+
+def suspend(operation: Operation) -> Generator[Any, Any, None]:
+    """Wait as a coroutine on the running event loop."""
+    loop, task = _here()
+    if loop is None:
+        if not operation.done():
+            raise RuntimeError(
+                f"await of {operation!r} outside an event loop; use work.wait(), or asyncio.run or "
+                "trio.run"
+            )
+        return
+    turn = _turn_of(loop)
+    yield from _asyncio_turn(loop, turn) if task is None else _trio_turn(turn)
+    if operation.done():
+        operation.estimate.at_most(monotonic() - operation.started)
+        return
+    if _inline(operation, turn):
+        return
+    watch = operation.lane.group.context.watch
+    watch.add(operation)
+    try:
+        yield from _park(loop, task, operation.add_waker, operation.deadline - monotonic())
+        turn.ends = monotonic() + INLINE_SECONDS
+    finally:
+        watch.discard(operation)
+    if not operation.done():
+        raise _late(operation)
+    operation.estimate.took(monotonic() - operation.started)
+
+
+def pause() -> Generator[Any, Any, None]:
+    """Give the loop a turn if it had none for a while: for awaits of what is ready anyway."""
+    loop, task = _here()
+    if loop is not None:
+        turn = _turn_of(loop)
+        yield from _asyncio_turn(loop, turn) if task is None else _trio_turn(turn)
+
+
+class Signal:
+    """A one-shot event that any thread may set and one task may await."""
+
+    __slots__ = ("_set", "_waker")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waker: Callable[[], object] | None = None
+
+    def set(self) -> None:
+        self._set = True
+        waker = self._waker
+        if waker is not None:
+            waker()
+
+    def _add_waker(self, waker: Callable[[], object]) -> None:
+        self._waker = waker
+        if self._set:
+            waker()
+
+    async def wait(self, seconds: float = math.inf) -> bool:
+        """Wait until it is set or ``seconds`` have passed; whether it is set."""
+        await _Parked(self._add_waker, seconds)
+        return self._set
+
+
+class _Parked:
+    """An awaitable of ``_park``."""
+
+    __slots__ = ("_add_waker", "_seconds")
+
+    def __init__(self, add_waker: AddWaker, seconds: float) -> None:
+        self._add_waker = add_waker
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        loop, task = _here()
+        yield from _park(loop, task, self._add_waker, self._seconds)
+
+
+def _here() -> tuple[Any, Any]:
+    """The running loop (asyncio's, or trio's token) and, on trio, its current task."""
+    # trio first: under its guest mode an asyncio loop runs in the same thread.
+    if "trio" in sys.modules and (task := trio_task()) is not None:
+        return sys.modules["trio"].lowlevel.current_trio_token(), task
+    return _running_loop(), None
+
+
+def _park(loop: Any, task: Any, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+    """Suspend until the waker is called or ``seconds`` have passed."""
+    seconds = max(0.0, seconds)
+    if task is None:
+        return _park_on_asyncio(loop, add_waker, seconds)
+    return _park_on_trio(task, add_waker, seconds)
+
+
+def _inline(operation: Operation, turn: _Turn) -> bool:
+    """Wait in place if that is likely to be enough; whether the operation is done."""
+    completion = operation.completion
+    if not completion.blockable or not operation.short():
+        return operation.done()
+    if completion.wait(INLINE_SECONDS):
+        now = monotonic()
+        operation.estimate.took(now - operation.started)
+        return True
+    turn.ends = -math.inf  # the turn's time is spent
+    return operation.done()
+
+
+# asyncio
+
+
+def _asyncio_turn(loop: Any, turn: _Turn) -> Generator[Any, Any, None]:
+    if monotonic() >= turn.ends or _must_cancel(loop):
+        yield
+        turn.ends = monotonic() + INLINE_SECONDS
+
+
+def _must_cancel(loop: Any) -> bool:
+    """Whether the running task was cancelled and has not been told: the next yield tells it."""
+    return bool(getattr(asyncio.current_task(loop), "_must_cancel", False))
+
+
+def _park_on_asyncio(loop: Any, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+    future = loop.create_future()
+
+    def wake() -> None:
+        # The loop may be closed while the operation is out: then nobody waits there any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_resolve, future)
+
+    add_waker(wake)
+    timer = loop.call_later(seconds, _resolve, future) if seconds < math.inf else None
+    try:
+        yield from future
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+# trio
+
+
+def _trio_turn(turn: _Turn) -> Generator[Any, Any, None]:
+    import trio
+
+    if monotonic() >= turn.ends:
+        yield from trio.lowlevel.checkpoint().__await__()
+        turn.ends = monotonic() + INLINE_SECONDS
+    else:
+        yield from trio.lowlevel.checkpoint_if_cancelled().__await__()
+
+
+def _park_on_trio(task: Any, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+    import trio
+
+    token = trio.lowlevel.current_trio_token()
+    parked = True
+
+    def resume() -> None:  # in the loop's thread, so that the flag needs no lock
+        nonlocal parked
+        if parked:
+            parked = False
+            trio.lowlevel.reschedule(task)
+
+    def wake() -> None:
+        with contextlib.suppress(trio.RunFinishedError):
+            token.run_sync_soon(resume)
+
+    def abort(_: Any) -> Any:
+        nonlocal parked
+        parked = False
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    add_waker(wake)
+    with trio.move_on_after(seconds):
+        yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()

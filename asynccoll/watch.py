@@ -1,0 +1,69 @@
+"""The one thread that looks after operations which are out for longer than they should be.
+
+It exists only once something has waited for a second, and sleeps whenever nothing does. It never
+completes an operation; it finds out that one never will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asynccoll.context import Context
+    from asynccoll.operation import Operation
+
+__all__ = ["Watch"]
+
+PATIENCE_SECONDS = 1.0
+
+
+class Watch:
+    """Operations that somebody is waiting for, and a thread that asks after the overdue ones."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._wake = threading.Condition()
+        self._watched: set[Operation] = set()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def add(self, operation: Operation) -> None:
+        """Somebody waits for ``operation``."""
+        if self._context.store is None:
+            return
+        with self._wake:
+            self._watched.add(operation)
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+                self._thread.start()
+            elif len(self._watched) == 1:
+                self._wake.notify()
+
+    def discard(self, operation: Operation) -> None:
+        """Nobody does any more."""
+        with self._wake:
+            self._watched.discard(operation)
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._watched and not self._stopped:
+                    self._wake.wait()
+                self._wake.wait(PATIENCE_SECONDS)
+                if self._stopped:
+                    return
+                late = monotonic() - PATIENCE_SECONDS
+                self._watched = {op for op in self._watched if not op.done()}
+                lanes = {op.lane for op in self._watched if op.started <= late}
+            for lane in lanes:
+                # The store goes with rank 0; what that means is told by the operations themselves.
+                with contextlib.suppress(RuntimeError):
+                    self._context.refusals.look(lane)

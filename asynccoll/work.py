@@ -1,0 +1,350 @@
+"""``Work``: the awaitable handle of a collective that has started.
+
+A ``Work`` is a view on an operation that the runtime holds: drop it and the operation goes on, cancel
+an awaiter and the operation goes on. What is left to do once the bytes are there (concatenate, decode,
+average) runs once, at whoever waits first.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from contextvars import ContextVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from asynccoll.errors import (
+    CollectiveTimeoutError,
+    PayloadTypeError,
+    UnawaitedWorkWarning,
+    WorkNotDoneError,
+)
+from asynccoll.waiting import Signal, block, pause, suspend
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from asynccoll.operation import Operation
+
+__all__ = ["Work", "as_completed", "wait_all"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_PENDING = 0
+_FINISHING = 1
+_DONE = 2
+_FAILED = 3
+_claim = threading.Lock()
+_finished = threading.Condition(_claim)
+
+#: Works created while a scope is open, for the scope to wait for.
+scope_members: ContextVar[list[Any] | None] = ContextVar("asynccoll_scope", default=None)
+
+
+def _as_is() -> None:
+    """Nothing is left to do and there is no result."""
+
+
+class Work(Generic[T]):
+    """A collective that has started, and its result.
+
+    - ``await work`` gives the result, on asyncio or trio, any number of times, from any number of tasks;
+      ``work.wait(timeout=None)`` gives it without a loop (inside one it blocks it).
+    - *Ready* is what both promise: the result may be used on the current device stream. On the CPU
+      (gloo, mpi, horovod) the bytes are there. On nccl the current stream is ordered after the
+      operation and the host has not waited; ``await work.on_host()`` does.
+    - All awaiters get the same object. Cancelling an awaiter stops its waiting, not the operation.
+    - A work that fails raises the same error for every waiter: ``CollectiveTimeoutError``,
+      ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``.
+    - Dropped without having been waited for, it warns (``UnawaitedWorkWarning``) with the place that
+      created it; ``detach()`` says that this is meant.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_error",
+        "_finish",
+        "_heard",
+        "_operations",
+        "_state",
+        "_value",
+    )
+
+    def __init__(self, operations: tuple[Operation, ...], finish: Callable[[], T]) -> None:
+        self._operations = operations
+        self._finish: Callable[[], T] = finish
+        self._state = _PENDING
+        self._heard = False
+        self._error: BaseException | None = None
+        members = scope_members.get()
+        if members is not None:
+            members.append(self)
+
+    # Waiting
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        self._heard = True
+        if self._state == _PENDING:
+            for operation in self._operations:
+                yield from suspend(operation)
+            if not self._operations:
+                yield from pause()
+        else:
+            yield from pause()
+        return self._outcome()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, waited for without an event loop.
+
+        ``timeout`` in seconds bounds this wait; past it ``CollectiveTimeoutError`` is raised and the
+        operation is still out. The operation's own ``timeout=`` holds as well.
+        """
+        self._heard = True
+        if self._state == _PENDING:
+            for operation in self._operations:
+                block(operation, timeout)
+        return self._outcome()
+
+    async def on_host(self) -> T:
+        """The result, once the host may read it (on the CPU that is the same as ready)."""
+        value = await self
+        for operation in self._operations:
+            await operation.lane.group.context.backend_on_host(operation)
+        return value
+
+    # Looking
+
+    def done(self) -> bool:
+        """Whether waiting would return at once (with the result or the error)."""
+        return self._state > _FINISHING or all(operation.done() for operation in self._operations)
+
+    def result(self) -> T:
+        """The result of a work that is done; ``WorkNotDoneError`` before."""
+        self._check_done("result")
+        self._heard = True
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """The error of a work that is done, or None; ``WorkNotDoneError`` before."""
+        self._check_done("exception")
+        self._heard = True
+        try:
+            self._outcome()
+        except BaseException as error:
+            return error
+        return None
+
+    def _check_done(self, what: str) -> None:
+        if not self.done():
+            raise WorkNotDoneError(
+                f"{what}() of {self!r}, which is not done; await it, or call wait() or done() first"
+            )
+
+    def __bool__(self) -> bool:
+        raise PayloadTypeError(
+            "a Work has no truth value: await it for its result, or ask work.done() whether it is done"
+        )
+
+    def __repr__(self) -> str:
+        state = "failed" if self._state == _FAILED else "done" if self.done() else "in flight"
+        names = ", ".join(f"{op.name} #{op.sequence} on {op.lane}" for op in self._operations[:3])
+        more = ", ..." if len(self._operations) > 3 else ""
+        return f"<Work {names or 'complete'}{more}: {state}>"
+
+    # Deriving
+
+    def map(self, function: Callable[[T], U]) -> Work[U]:
+        """A work whose result is ``function`` of this one's, applied once, at the waiter."""
+        self._heard = True
+        derived = Work(self._operations, lambda: function(self._outcome()))
+        return derived
+
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call ``callback(work)`` once the work is done: at once if it is, else on the completing
+        thread, where it must not block or wait for other works."""
+        if not self._operations:
+            callback(self)
+            return
+        left = len(self._operations)
+
+        def one_done() -> None:
+            nonlocal left
+            with _claim:
+                left -= 1
+                if left:
+                    return
+            callback(self)
+
+        for operation in self._operations:
+            operation.add_waker(one_done)
+
+    def detach(self) -> None:
+        """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do."""
+        self._heard = True
+
+    def as_future(self) -> asyncio.Future[T]:
+        """An ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather`` and ``wait_for``.
+
+        Cancelling it leaves the operation alone.
+        """
+        import asyncio
+
+        async def outcome() -> T:
+            return await self
+
+        self._heard = True
+        return asyncio.ensure_future(outcome())
+
+    def as_concurrent_future(self) -> concurrent.futures.Future[T]:
+        """A ``concurrent.futures.Future`` for code that waits in threads."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        self._heard = True
+
+        def settle(work: Work[T]) -> None:
+            error = work.exception()
+            if error is None:
+                future.set_result(work.result())
+            else:
+                future.set_exception(error)
+
+        self.add_done_callback(settle)
+        return future
+
+    # Finishing
+
+    def _outcome(self) -> T:
+        """The cached result or error; computes it if nobody has."""
+        if self._state == _PENDING:
+            self._settle()
+        elif self._state == _FINISHING:
+            with _finished:
+                _finished.wait_for(lambda: self._state > _FINISHING)
+        if self._state == _FAILED:
+            assert self._error is not None
+            raise self._error.with_traceback(None)
+        return cast("T", self._value)
+
+    def _settle(self) -> None:
+        with _claim:
+            if self._state != _PENDING:
+                mine = False
+            else:
+                mine, self._state = True, _FINISHING
+        if not mine:
+            self._outcome()
+            return
+        state = _FAILED
+        try:
+            for operation in self._operations:
+                if (error := operation.error()) is not None:
+                    raise error
+                operation.completion.synchronize()
+            self._value = self._finish()
+            state = _DONE
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finish = cast("Callable[[], T]", _as_is)  # lets go of what it closed over
+            with _finished:
+                self._state = state
+                _finished.notify_all()
+
+    def __del__(self) -> None:
+        if self._heard or not self._operations:
+            return
+        place = self._operations[0].place
+        names = ", ".join(operation.name for operation in self._operations[:3])
+        try:
+            warnings.warn_explicit(
+                f"{names} started at {place} was never awaited: its result, and an error in it, would "
+                "be lost (await it, call wait(), or detach() it)",
+                UnawaitedWorkWarning,
+                place.file,
+                place.line,
+            )
+        except BaseException:  # warnings turned into errors, or an interpreter that is shutting down
+            import sys
+
+            if sys is not None and sys.unraisablehook is not None:
+                raise
+
+    def __reduce__(self) -> Any:
+        raise PayloadTypeError("a Work belongs to its process and cannot be pickled; await it instead")
+
+    def __copy__(self) -> Any:
+        raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
+
+
+def combine(works: list[Work[Any]], finish: Callable[[], T]) -> Work[T]:
+    """One work over the operations of ``works``; ``finish`` assembles their results."""
+    for work in works:
+        work._heard = True
+    operations = tuple(operation for work in works for operation in work._operations)
+    return Work(operations, finish)
+
+
+async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
+    """The results of ``works``, in their order, once all are done.
+
+    Every work is waited for even if one fails; then the first error (in order) is raised. One task
+    awaits them in turn: it costs no task per work.
+    """
+    listed = list(works)
+    first: BaseException | None = None
+    for work in listed:
+        try:
+            await work
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
+    return [work.result() for work in listed]
+
+
+async def as_completed(
+    works: Iterable[Work[T]], *, timeout: float | None = None
+) -> AsyncIterator[Work[T]]:
+    """Each of ``works`` as it becomes done, the fastest first.
+
+    ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all,
+    ``CollectiveTimeoutError`` is raised; the works stay awaitable.
+    """
+    listed = list(works)
+    for work in listed:
+        work._heard = True
+    arrivals = _Arrivals(listed)
+    deadline = monotonic() + (math.inf if timeout is None else timeout)
+    for _ in listed:
+        yield await arrivals.next(deadline)
+
+
+class _Arrivals(Generic[T]):
+    """Works in the order in which they became done, told from completing threads to one task."""
+
+    def __init__(self, works: list[Work[T]]) -> None:
+        self._arrived: deque[Work[T]] = deque()
+        self._signal = Signal()
+        for work in works:
+            work.add_done_callback(self._arrive)
+
+    def _arrive(self, work: Work[T]) -> None:
+        self._arrived.append(work)
+        self._signal.set()
+
+    async def next(self, deadline: float) -> Work[T]:
+        while not self._arrived:
+            self._signal = Signal()  # before the second look: what arrives after it sets this one
+            if not self._arrived and not await self._signal.wait(deadline - monotonic()):
+                raise CollectiveTimeoutError(
+                    "as_completed: works are still out at the timeout; await them to go on waiting"
+                )
+        return self._arrived.popleft()
