@@ -1,0 +1,87 @@
+"""Fixtures: worlds by backend and size, ways to wait, and a clock no test outlives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import worlds
+
+#: Seconds after which a test is stopped where it stands.
+TEST_SECONDS = 150
+
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=20)
+settings.register_profile(
+    "explore",
+    deadline=None,
+    max_examples=300,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that hangs in this process fails where it stands."""
+
+    def stop(_signum: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"{request.node.nodeid} not done in {TEST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TEST_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_worlds() -> Iterator[None]:
+    """No rank outlives the session."""
+    yield
+    worlds.close_all()
+
+
+def _world_fixture(sizes: list[int]) -> list[object]:
+    return [
+        pytest.param((backend, size), id=f"{backend}-{size}")
+        for backend in worlds.BACKENDS
+        for size in sizes
+    ]
+
+
+@pytest.fixture(scope="session", params=_world_fixture(worlds.WORLD_SIZES))
+def world(request: pytest.FixtureRequest) -> worlds.World:
+    """Every backend under test at every world size."""
+    return worlds.world(*request.param)
+
+
+@pytest.fixture(scope="session", params=_world_fixture([2]))
+def pair(request: pytest.FixtureRequest) -> worlds.World:
+    """Every backend under test with two ranks."""
+    return worlds.world(*request.param)
+
+
+@pytest.fixture(scope="session", params=_world_fixture([4]))
+def four(request: pytest.FixtureRequest) -> worlds.World:
+    """Every backend under test with four ranks."""
+    return worlds.world(*request.param)
+
+
+@pytest.fixture(scope="session", params=worlds.RUNNERS)
+def runner(request: pytest.FixtureRequest) -> str:
+    """The ways to wait: asyncio, trio, and blocking without a loop."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session", params=("asyncio", "trio"))
+def loop(request: pytest.FixtureRequest) -> str:
+    """The event loops."""
+    return str(request.param)

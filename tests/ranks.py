@@ -1,0 +1,226 @@
+"""A rank of a test world: what a case is handed, and the program each rank process runs.
+
+A case is written once, as ``async def case(me, ...)``, and runs under asyncio,
+trio or no loop at all: it awaits ``me.get(work)``, which without a loop is
+``work.wait()``. Run as a script, this file connects back to the world that
+started it (`worlds.py`), joins the others, and runs what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import operator
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+import oracle
+
+Report = Callable[..., None]
+
+#: What a backend cannot do: (name of the collective, its arguments) -> bool.
+#: Such a case is not skipped: it must raise `UnsupportedOpError`.
+GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {}
+
+
+def _nothing_lacking(_name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+class Rank:
+    """Where a case runs: its rank, the world's size, and how to wait."""
+
+    def __init__(self, rank: int, size: int, backend: str, runner: str, report: Report) -> None:
+        """`report` carries what happens here to the test."""
+        self.rank = rank
+        self.size = size
+        self.backend = backend
+        self.runner = runner
+        self._report = report
+
+    def get(self, work: Any) -> Awaitable[Any]:
+        """The result of `work`: by `await` under a loop, by `wait()` without one."""
+        return _wait(work) if self.runner == "blocking" else work
+
+    @contextlib.contextmanager
+    def case(self, label: str) -> Iterator[None]:
+        """One named case of many: its failure is reported and the next one still runs."""
+        self._report("at", label)
+        try:
+            yield
+        except Exception:
+            self._report("failed", label, traceback.format_exc(limit=-6))
+
+    def lacks(self, name: str, *args: Any, **kwargs: Any) -> bool:
+        """Whether this backend refuses the call for want of the operation."""
+        return GAPS.get(self.backend, _nothing_lacking)(name, args, kwargs)
+
+    async def check(
+        self,
+        label: str,
+        call: Callable[..., Any],
+        /,
+        *args: Any,
+        expect: Any,
+        value: bool = False,
+        rtol: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        """`call(*args)` gives what is expected, bit for bit, and leaves its inputs alone."""
+        if self.lacks(call.__name__, *args, **kwargs):
+            await self.refuses(label, ac.UnsupportedOpError, call, *args, **kwargs)
+            return
+        with self.case(label):
+            before = oracle.snapshot(args)
+            got = await self.get(call(*args, **kwargs))
+            oracle.same(got, expect, value=value, rtol=rtol)
+            oracle.same(args, before, where="the arguments")
+
+    async def refuses(
+        self,
+        label: str,
+        error: type[BaseException] | tuple[type[BaseException], ...],
+        call: Callable[..., Any],
+        /,
+        *args: Any,
+        says: tuple[str, ...] = (),
+        **kwargs: Any,
+    ) -> None:
+        """`call(*args)` raises this typed error, whose text contains every one of `says`."""
+        with self.case(label):
+            with pytest.raises(error) as caught:
+                await self.get(call(*args, **kwargs))
+            assert isinstance(caught.value, ac.AsyncCollError), f"untyped: {caught.value!r}"
+            text = str(caught.value)
+            missing = [word for word in says if word not in text]
+            assert not missing, f"{missing} not in the error's text: {text}"
+
+
+async def _wait(work: Any) -> Any:
+    return work.wait()
+
+
+def _drive(case: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a coroutine that never suspends, without a loop."""
+    coroutine = case(*args, **kwargs)
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise AssertionError("the case awaited something other than me.get(...) in blocking mode")
+
+
+def _under_asyncio(case: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return asyncio.run(case(*args, **kwargs))
+
+
+def _under_trio(case: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import trio
+
+    async def main() -> Any:
+        return await case(*args, **kwargs)
+
+    return trio.run(main)
+
+
+RUNNERS = {"asyncio": _under_asyncio, "trio": _under_trio, "blocking": _drive}
+
+
+def run_case(me: Rank, case: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run one case here; a handle that it drops without awaiting it is a failure."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if inspect.iscoroutinefunction(case):
+            result = RUNNERS[me.runner](case, me, *args, **kwargs)
+        else:
+            result = case(me, *args, **kwargs)
+    lost = [str(one.message) for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
+    assert not lost, f"handles dropped unawaited: {lost}"
+    return result
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function called ``module:qualified.name``."""
+    module, _, path = name.partition(":")
+    return operator.attrgetter(path)(importlib.import_module(module))
+
+
+def report_to(connection: Connection) -> Report:
+    """Messages go up the wire pickled by value (never torch's shared memory)."""
+
+    def report(*message: Any) -> None:
+        connection.send_bytes(pickle.dumps(message))
+
+    return report
+
+
+def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Hand on what the test sends; if the test is gone, so are we."""
+    try:
+        while True:
+            inbox.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(70)
+
+
+def serve(
+    connection: Connection, backend: str, rank: int, size: int, options: dict[str, Any]
+) -> None:
+    """Join the world, then run what is sent until told to close."""
+    report = report_to(connection)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
+    try:
+        ac.initialize(backend, rank=rank, world_size=size, **options)
+    except BaseException:
+        report("raised", traceback.format_exc())
+        raise
+    report("done", None)
+    while True:
+        data = inbox.get()
+        if not data:
+            break
+        try:
+            name, runner, args, kwargs = pickle.loads(data)
+            me = Rank(rank, size, backend, runner, report)
+            result = run_case(me, resolve(name), args, kwargs)
+            report("done", result)
+        except Exception:
+            report("raised", traceback.format_exc())
+    ac.finalize()
+    report("closed")
+
+
+def main() -> None:
+    """The program of one rank process: rank, size, backend and options come in a file."""
+    address, rank, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    stacks = Path(sys.argv[4]).open("w")  # noqa: SIM115  (held open for the signal handler)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Client(address, "AF_UNIX")
+    report_to(connection)("hello", rank, os.getpid())
+    size, options = pickle.loads(connection.recv_bytes())
+    serve(connection, backend, rank, size, options)
+
+
+if __name__ == "__main__":
+    # The modules of the cases import `ranks`: it must be this one, not a twin.
+    sys.modules["ranks"] = sys.modules["__main__"]
+    main()

@@ -1,0 +1,66 @@
+"""barrier: nobody goes on before everybody has come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import asynccoll as ac
+from ranks import Rank
+from worlds import World
+
+
+async def arrivals(me: Rank, directory: str) -> None:
+    for turn in range(me.size):
+        if me.rank == turn:
+            Path(directory, f"{me.runner}-{turn}").touch()
+        with me.case(f"turn {turn}"):
+            assert await me.get(ac.barrier()) is None, "barrier gives something"
+            assert Path(directory, f"{me.runner}-{turn}").exists(), "went on before the others"
+
+
+def test_what_was_done_before_is_seen_after(world: World, runner: str, tmp_path: Path) -> None:
+    """What any rank did before its barrier has happened for all after theirs."""
+    world.run(arrivals, str(tmp_path), runner=runner)
+
+
+async def waits(me: Rank, directory: str) -> None:
+    here = Path(directory, me.runner)
+    with me.case("the last one in"):
+        work = ac.barrier()
+        if me.rank == 0:
+            assert (me.size == 1) or not here.exists()
+        await me.get(work)
+        if me.rank == me.size - 1:
+            here.touch()
+        await me.get(ac.barrier())
+        assert here.exists()
+
+
+def test_starts_without_being_awaited(world: World, runner: str, tmp_path: Path) -> None:
+    """A barrier that is not awaited yet is already passed on to the others."""
+    world.run(waits, str(tmp_path), runner=runner)
+
+
+async def not_yet(me: Rank) -> None:
+    with me.case("one is missing"):
+        if me.rank == 0:
+            work = ac.barrier()
+            try:
+                work.wait(timeout=0.1)
+            except ac.CollectiveTimeoutError:
+                late = True
+            else:
+                late = False
+            assert late, "passed a barrier that the other rank has not reached"
+            await me.get(ac.send(torch.ones(1), dst=1))
+        else:
+            await me.get(ac.recv(torch.ones(1), src=0))
+            work = ac.barrier()
+        await me.get(work)
+
+
+def test_is_not_done_while_one_is_missing(pair: World) -> None:
+    """As long as the other rank has not come, the barrier is not done."""
+    pair.run(not_yet)

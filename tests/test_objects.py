@@ -1,0 +1,139 @@
+"""The *_object functions: anything, by an explicit codec."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+import oracle
+from ranks import Rank
+from worlds import World
+
+
+@dataclass
+class Custom:
+    """A class that only pickle can carry."""
+
+    name: str
+    rank: int
+
+
+PLAIN = {
+    "None": lambda rank: None,
+    "int": lambda rank: 2**100 + rank,
+    "float": lambda rank: 0.1 * rank,
+    "text": lambda rank: "日本語" * rank,
+    "bytes": lambda rank: b"\x00\xff" * rank,
+    "nested": lambda rank: {"a": [rank, (1, "é", None)], 5: {"deep": True}},
+    "tensor": lambda rank: {"x": oracle.moving(rank, (rank, 2), torch.float32)},
+    "bfloat16": lambda rank: [oracle.moving(rank, (3,), torch.bfloat16)],
+    "large": lambda rank: ["x" * 100_000] * (rank + 1),
+    "large on one": lambda rank: list(range(30_000)) if rank == 0 else [],
+}
+PICKLED = {**PLAIN, "custom": lambda rank: Custom(f"é{rank}", rank), "set": lambda rank: {rank}}
+
+
+async def exchange(me: Rank, codec: str | None) -> None:
+    table = PICKLED if codec else PLAIN
+    tail: dict[str, Any] = {"codec": codec} if codec else {}
+    for turn, (name, make) in enumerate(table.items()):
+        root = turn % me.size
+        every = [make(rank) for rank in range(me.size)]
+        mine = every[me.rank]
+        await me.check(f"all_gather {name}", ac.all_gather_object, mine, **tail, expect=every)
+        await me.check(
+            f"gather {name} to {root}",
+            ac.gather_object,
+            mine,
+            dst=root,
+            **tail,
+            expect=every if me.rank == root else None,
+        )
+        await me.check(
+            f"broadcast {name} from {root}",
+            ac.broadcast_object,
+            mine if me.rank == root else None,
+            src=root,
+            **tail,
+            expect=every[root],
+        )
+        await me.check(
+            f"scatter {name} from {root}",
+            ac.scatter_object,
+            every if me.rank == root else None,
+            src=root,
+            **tail,
+            expect=mine,
+        )
+
+
+def test_plain_objects_by_the_default_codec(world: World, runner: str) -> None:
+    """Containers, numbers, text, bytes and tensors travel without executing code."""
+    world.run(exchange, None, runner=runner)
+
+
+def test_any_object_by_pickle(world: World, runner: str) -> None:
+    """codec="pickle", asked for by name, carries any class."""
+    world.run(exchange, "pickle", runner=runner)
+
+
+class Trap:
+    """What unpickling would execute."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        """Run a command that leaves a trace in this process."""
+        return (os.putenv, ("ASYNCCOLL_TRAP", "sprung"))
+
+
+async def safe(me: Rank) -> None:
+    for name, value in {"class": Custom("a", 1), "trap": Trap(), "function": len}.items():
+        await me.refuses(
+            name, (TypeError, ValueError), ac.all_gather_object, value, says=("pickle",)
+        )
+    await me.check("afterwards", ac.all_gather_object, me.rank, expect=list(range(me.size)))
+
+
+def test_the_default_codec_refuses_classes(world: World) -> None:
+    """An object that would need code to decode is refused at the sender, naming pickle."""
+    world.run(safe)
+
+
+async def refused(me: Rank) -> None:
+    await me.refuses(
+        "codec", ValueError, ac.all_gather_object, 1, codec="xml", says=("xml", "pickle")
+    )
+    await me.refuses("dst", ValueError, ac.gather_object, 1, dst=me.size, says=(str(me.size),))
+    await me.refuses("src", ValueError, ac.broadcast_object, 1, src=-1, says=("-1",))
+    await me.refuses(
+        "unpicklable", (TypeError, ValueError), ac.all_gather_object, lambda: 0, codec="pickle"
+    )
+    await me.check("afterwards", ac.all_gather_object, me.rank, expect=list(range(me.size)))
+
+
+def test_bad_calls_are_refused(world: World) -> None:
+    """Unknown codecs and ranks, and what cannot be encoded; the lane goes on."""
+    world.run(refused)
+
+
+async def pipelined(me: Rank) -> None:
+    works = []
+    for turn in range(10):
+        text = "é" * (50_000 if turn % 3 == 0 else turn)
+        works.append((turn, text, ac.all_gather_object([text, me.rank])))
+        works.append((turn, None, ac.all_reduce(turn)))
+    for turn, text, work in reversed(works):
+        with me.case(f"turn {turn}"):
+            got = await me.get(work)
+            if text is None:
+                oracle.same(got, turn * me.size)
+            else:
+                oracle.same(got, [[text, rank] for rank in range(me.size)])
+
+
+def test_programs_of_several_calls_stay_in_order(world: World, runner: str) -> None:
+    """Objects (several messages each) and sums in flight together, awaited backwards."""
+    world.run(pipelined, runner=runner)

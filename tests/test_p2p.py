@@ -1,0 +1,211 @@
+"""send, recv and permute: from one rank to another."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asynccoll as ac
+import oracle
+from ranks import Rank
+from worlds import World
+
+
+async def dtypes(me: Rank) -> None:
+    for name, dtype in oracle.DTYPES.items():
+        for shape in ((), (0,), (3, 2), (1025,)):
+            x = oracle.moving(0, shape, dtype)
+            label = f"{name} {shape}"
+            if me.rank == 0:
+                await me.check(label, ac.send, x, dst=me.size - 1, expect=None)
+            elif me.rank == me.size - 1:
+                like = torch.zeros(shape, dtype=dtype)
+                await me.check(label, ac.recv, like, src=0, expect=x)
+
+
+def test_send_and_recv_every_dtype(world: World, runner: str) -> None:
+    """recv gives the tensor that send took, shaped as `like`, which is not changed."""
+    if world.size == 1:
+        world.run(alone, runner=runner)
+    else:
+        world.run(dtypes, runner=runner)
+
+
+async def alone(me: Rank) -> None:
+    await me.refuses("send to oneself", ValueError, ac.send, torch.ones(1), dst=0, says=("0",))
+    await me.refuses("recv from oneself", ValueError, ac.recv, torch.ones(1), src=0, says=("0",))
+
+
+async def ring(me: Rank) -> None:
+    following, previous = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    for turn in range(20):
+        x = torch.full((100,), float(me.rank * 1000 + turn))
+        sending = ac.send(x, dst=following)
+        receiving = ac.recv(torch.empty(100), src=previous)
+        with me.case(f"turn {turn}"):
+            oracle.same(await me.get(receiving), torch.full((100,), float(previous * 1000 + turn)))
+            assert await me.get(sending) is None, "send gives something"
+
+
+def test_a_ring_of_sends(four: World, runner: str) -> None:
+    """All send to the next and receive from the one before at the same time."""
+    four.run(ring, runner=runner)
+
+
+async def tags(me: Rank) -> None:
+    if me.rank == 0:
+        works = [ac.send(torch.tensor([tag]), dst=1, tag=tag) for tag in range(5)]
+    else:
+        works = [ac.recv(torch.zeros(1, dtype=torch.int64), src=0, tag=tag) for tag in range(5)]
+        works.reverse()
+    for turn, work in enumerate(works):
+        with me.case(f"number {turn}"):
+            got = await me.get(work)
+            if me.rank == 1:
+                oracle.same(got, torch.tensor([4 - turn]))
+
+
+def test_tags_tell_messages_apart(pair: World, runner: str) -> None:
+    """A message goes to the recv with its tag."""
+    pair.run(tags, runner=runner)
+
+
+async def into_out(me: Rank) -> None:
+    x = oracle.moving(0, (4, 2), torch.int16)
+    if me.rank == 0:
+        await me.check("send strided", ac.send, x.t(), dst=1, expect=None)
+        await me.check("send", ac.send, x, dst=1, expect=None)
+    else:
+        like = torch.zeros(2, 4, dtype=torch.int16)
+        await me.check("recv strided", ac.recv, like, src=0, expect=x.t().contiguous())
+        with me.case("out"):
+            out = torch.zeros(4, 2, dtype=torch.int16)
+            got = await me.get(ac.recv(out, src=0, out=out))
+            assert got is out, "the result is not out"
+            oracle.same(out, x)
+
+
+def test_layouts_and_out(pair: World, runner: str) -> None:
+    """A transposed tensor is sent by its values; recv fills `out`, which may be `like`."""
+    pair.run(into_out, runner=runner)
+
+
+async def beside_collectives(me: Rank) -> None:
+    with me.case("recv posted before, sent after a collective"):
+        if me.rank == 1:
+            receiving = ac.recv(torch.zeros(3), src=0)
+        oracle.same(await me.get(ac.all_reduce(me.rank)), 1)
+        if me.rank == 0:
+            await me.get(ac.send(torch.ones(3), dst=1))
+        else:
+            oracle.same(await me.get(receiving), torch.ones(3))
+
+
+def test_a_waiting_recv_does_not_hold_up_collectives(pair: World, runner: str) -> None:
+    """Messages have an order of their own: a collective passes a recv that still waits."""
+    pair.run(beside_collectives, runner=runner)
+
+
+async def refused(me: Rank) -> None:
+    x = torch.ones(2)
+    await me.refuses("dst", ValueError, ac.send, x, dst=me.size, says=(str(me.size),))
+    await me.refuses("src", ValueError, ac.recv, x, src=-1, says=("-1",))
+    await me.refuses("self", ValueError, ac.send, x, dst=me.rank, says=(str(me.rank),))
+    await me.refuses("tag", ValueError, ac.send, x, dst=1 - me.rank, tag=-1, says=("tag", "-1"))
+    await me.refuses("type", TypeError, ac.send, object(), dst=1 - me.rank, says=("object",))
+    await me.check("afterwards", ac.all_reduce, 1, expect=2)
+
+
+def test_bad_messages_are_refused(pair: World) -> None:
+    """Ranks that are not there, oneself, odd tags and payloads; the lane goes on."""
+    pair.run(refused)
+
+
+async def permutations(me: Rank) -> None:
+    size = me.size
+    tables = {
+        "identity": [(r, r) for r in range(size)],
+        "shift": [(r, (r + 1) % size) for r in range(size)],
+        "reverse": [(r, size - 1 - r) for r in range(size)],
+        "none": [],
+        "one": [(0, size - 1)],
+        "half": [(r, r + 1) for r in range(0, size - 1, 2)],
+    }
+    for name, pairs in tables.items():
+        for dtype_name, dtype in oracle.DTYPES.items():
+            for shape in ((), (0,), (2, 3)):
+                inputs = oracle.by_rank(oracle.moving, size, shape, dtype)
+                await me.check(
+                    f"{name} of {dtype_name} {shape}",
+                    ac.permute,
+                    inputs[me.rank],
+                    pairs,
+                    expect=oracle.permute(inputs, pairs)[me.rank],
+                )
+
+
+def test_permute_every_dtype(world: World, runner: str) -> None:
+    """A destination gets its source's tensor; who receives nothing gets zeros."""
+    world.run(permutations, runner=runner)
+
+
+async def permute_layouts(me: Rank) -> None:
+    pairs = [(r, (r + 1) % me.size) for r in range(me.size)]
+    for name, layout in oracle.LAYOUTS.items():
+        inputs = [layout(oracle.moving(r, (4, 3), torch.float32)) for r in range(me.size)]
+        expect = oracle.permute(inputs, pairs)[me.rank]
+        await me.check(name, ac.permute, inputs[me.rank], pairs, expect=expect)
+    inputs = oracle.by_rank(oracle.moving, me.size, (3,), torch.int16)
+    with me.case("out"):
+        out = torch.ones(3, dtype=torch.int16)
+        got = await me.get(ac.permute(inputs[me.rank], pairs, out=out))
+        assert got is out, "the result is not out"
+        oracle.same(out, oracle.permute(inputs, pairs)[me.rank])
+    with me.case("alias, nobody receives"):
+        x = inputs[me.rank].clone()
+        await me.get(ac.permute(x, [], out=x))
+        oracle.same(x, torch.zeros(3, dtype=torch.int16))
+
+
+def test_permute_layouts_and_out(world: World, runner: str) -> None:
+    """Non-contiguous tensors by their values; `out` is the result and may be the input."""
+    world.run(permute_layouts, runner=runner)
+
+
+async def permute_refused(me: Rank) -> None:
+    x = torch.ones(2)
+    call, size = ac.permute, me.size
+    await me.refuses("rank", ValueError, call, x, [(0, size)], says=(str(size),))
+    await me.refuses("negative", ValueError, call, x, [(-1, 0)], says=("-1",))
+    await me.refuses("source twice", ValueError, call, x, [(0, 0), (0, 1)], says=("0",))
+    await me.refuses("destination twice", ValueError, call, x, [(0, 1), (1, 1)], says=("1",))
+    await me.refuses("no pairs", (ValueError, TypeError), call, x, [0, 1])
+    await me.check("afterwards", call, x, [(0, 1), (1, 0)], expect=x)
+
+
+def test_permute_refuses_what_is_no_permutation(pair: World) -> None:
+    """A rank may send once and receive once; the lane goes on."""
+    pair.run(permute_refused)
+
+
+async def cycle(me: Rank, order: list[int], shape: tuple[int, ...], name: str) -> None:
+    pairs = [(order[k], order[(k + 1) % me.size]) for k in range(me.size)]
+    x = oracle.moving(me.rank, shape, oracle.DTYPES[name])
+    with me.case(f"{name} {shape} {pairs}"):
+        moved = x
+        for _ in range(me.size):
+            moved = await me.get(ac.permute(moved, pairs))
+        oracle.same(moved, x)
+
+
+@given(
+    order=st.permutations(range(4)),
+    shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    name=st.sampled_from(sorted(oracle.DTYPES)),
+)
+def test_a_cycle_taken_n_times_is_the_identity(
+    world: World, order: list[int], shape: tuple[int, ...], name: str
+) -> None:
+    """Permuting by an n-cycle n times gives everybody's own tensor back."""
+    world.run(cycle, [rank for rank in order if rank < world.size], shape, name)

@@ -1,0 +1,156 @@
+"""scatter: rank r gets the r-th of the values that `src` has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asynccoll as ac
+import oracle
+import payloads
+from ranks import Rank
+from worlds import World
+
+
+async def dtypes(me: Rank) -> None:
+    for name, dtype in oracle.DTYPES.items():
+        for turn, shape in enumerate([(), (0,), (1,), (3, 2), (4, 0, 2), (1025,)]):
+            src = turn % me.size
+            values = oracle.by_rank(oracle.moving, me.size, shape, dtype)
+            await me.check(
+                f"{name} {shape} from {src}",
+                ac.scatter,
+                values if me.rank == src else None,
+                src=src,
+                expect=values[me.rank],
+            )
+
+
+def test_lists_of_every_dtype_and_shape(world: World, runner: str) -> None:
+    """src passes a list, the others None: shape and dtype travel with the data."""
+    world.run(dtypes, runner=runner)
+
+
+async def whole(me: Rank) -> None:
+    for dtype in (torch.float32, torch.int16, torch.bool, torch.complex128):
+        for tail in ((), (3,), (2, 0)):
+            for rows in (1, 3):
+                src = rows % me.size
+                x = oracle.moving(src, (rows * me.size, *tail), dtype)
+                await me.check(
+                    f"{dtype} {tuple(x.shape)} from {src}",
+                    ac.scatter,
+                    x if me.rank == src else None,
+                    src=src,
+                    expect=oracle.parts(x, me.size)[me.rank],
+                )
+
+
+def test_a_tensor_is_cut_along_dim_0(world: World, runner: str) -> None:
+    """A tensor whose first dimension divides by the number of ranks is dealt out in order."""
+    world.run(whole, runner=runner)
+
+
+async def unequal(me: Rank) -> None:
+    shapes = [(2, 3), (5,), (), (0, 4)]
+    names = ["float32", "int16", "bool", "float8_e5m2"]
+    values = [oracle.moving(r, shapes[r], oracle.DTYPES[names[r]]) for r in range(me.size)]
+    await me.check("unequal", ac.scatter, values if me.rank == 0 else None, expect=values[me.rank])
+    for name, layout in oracle.LAYOUTS.items():
+        rows = [layout(oracle.moving(r, (4, 3), torch.float32)) for r in range(me.size)]
+        await me.check(name, ac.scatter, rows if me.rank == 0 else None, expect=rows[me.rank])
+
+
+def test_pieces_may_differ_and_be_laid_out_in_any_way(world: World, runner: str) -> None:
+    """Each piece carries its own shape and dtype; src is rank 0 unless told."""
+    world.run(unequal, runner=runner)
+
+
+async def values(me: Rank) -> None:
+    table = {**payloads.MOVABLE, **payloads.TREES, **payloads.TEXT_TREES}
+    for turn, (name, make) in enumerate(table.items()):
+        src = turn % me.size
+        pieces = payloads.of_all(make, me.size)
+        await me.check(
+            f"{name} from {src}",
+            ac.scatter,
+            pieces if me.rank == src else None,
+            src=src,
+            expect=pieces[me.rank],
+        )
+
+
+def test_numbers_text_and_trees(world: World, runner: str) -> None:
+    """A list of numbers, texts or trees: each rank gets its own, of the same type."""
+    world.run(values, runner=runner)
+
+
+async def into_out(me: Rank) -> None:
+    values = oracle.by_rank(oracle.moving, me.size, (2, 3), torch.int16)
+    for src in range(me.size):
+        with me.case(f"from {src}"):
+            out = torch.zeros(2, 3, dtype=torch.int16)
+            sent = values if me.rank == src else None
+            got = await me.get(ac.scatter(sent, src=src, out=out))
+            assert got is out, "the result is not out"
+            oracle.same(out, values[me.rank])
+
+
+def test_out_is_filled_and_returned(world: World, runner: str) -> None:
+    """`out` is the result."""
+    world.run(into_out, runner=runner)
+
+
+async def refused(me: Rank) -> None:
+    size = me.size
+    bad: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "too few": ([torch.ones(1)] * (size - 1), (str(size - 1), str(size))),
+        "too many": ([torch.ones(1)] * (size + 1), (str(size + 1), str(size))),
+        "0-d": (torch.ones(()), ("0-d",)),
+    }
+    if size > 1:
+        bad["does not divide"] = (torch.ones(size + 1), (str(size + 1), str(size)))
+    for name, (value, says) in bad.items():
+        for src in range(size):
+            mine = value if me.rank == src else None
+            if me.rank == src:
+                label = f"{name} from {src}"
+                await me.refuses(
+                    label, (ValueError, TypeError), ac.scatter, mine, src=src, says=says
+                )
+            else:
+                await me.refuses(
+                    f"{name} from {src}", ac.PeerRefusedError, ac.scatter, mine, src=src
+                )
+    await me.refuses("nothing", (ValueError, TypeError), ac.scatter, None, src=me.rank)
+    await me.refuses("src", ValueError, ac.scatter, None, src=size, says=(str(size),))
+    pieces = list(range(size)) if me.rank == 0 else None
+    await me.check("afterwards", ac.scatter, pieces, expect=me.rank)
+
+
+def test_bad_lists_are_refused_on_every_rank(world: World) -> None:
+    """src hears what is wrong with its list, the others that their peer refused."""
+    world.run(refused, timeout=60)
+
+
+async def round_trip(me: Rank, rows: int, tail: tuple[int, ...], name: str, src: int) -> None:
+    x = oracle.moving(src, (rows * me.size, *tail), oracle.DTYPES[name])
+    with me.case(f"{name} {tuple(x.shape)} from {src}"):
+        mine = await me.get(ac.scatter(x if me.rank == src else None, src=src))
+        oracle.same(await me.get(ac.all_gather(mine)), x)
+
+
+@given(
+    rows=st.integers(0, 4),
+    tail=st.lists(st.integers(0, 3), max_size=2).map(tuple),
+    name=st.sampled_from(sorted(oracle.DTYPES)),
+    src=st.integers(0, 3),
+)
+def test_all_gather_undoes_scatter(
+    world: World, rows: int, tail: tuple[int, ...], name: str, src: int
+) -> None:
+    """all_gather(scatter(x)) == x."""
+    world.run(round_trip, rows, tail, name, src % world.size)
