@@ -187,7 +187,7 @@ def _from_launcher(launcher: _Launcher, variables: Variables) -> LaunchInfo:
         next((name for name in names if variables.any((name,))), names[0])
         for names in (launcher.local_rank, launcher.local_world_size)
     )
-    names = (launcher.rank, launcher.world_size, local_rank, local_world_size)
+    names: tuple[str, ...] = (launcher.rank, launcher.world_size, local_rank, local_world_size)
     variables.require(
         launcher.name, names, f"{launcher.command} sets all of them; unset the stale ones"
     )

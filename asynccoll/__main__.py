@@ -1,0 +1,9 @@
+"""``python -m asynccoll``: the command line without the installed script."""
+
+from __future__ import annotations
+
+import sys
+
+from asynccoll.cli import main
+
+sys.exit(main())

@@ -1,0 +1,178 @@
+"""Runs a script or module as one rank, as plain ``python`` would, and records how it died.
+
+    python child.py script PATH ARGS...
+    python child.py module NAME ARGS...
+
+The launcher starts this file by its path, and it imports the standard library only: what the
+user's program sees, ``sys.path`` and the moment torch is imported included, stays its own affair.
+An uncaught exception goes into the error file that torch elastic names, with the time, so that the
+launcher can show the first failure once; without such a file it is printed as ever.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+#: Beside the error file: the stack of a rank that crashed in native code.
+CRASH_FILE = "crash.txt"
+
+_PR_SET_PDEATHSIG = 1
+
+#: What ``python -m`` itself calls; the public functions of runpy put ``__main__`` back afterwards.
+_run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Run what the command line names; whatever ends it ends this process the same way."""
+    kind, target, *arguments = sys.argv[1:]
+    _die_with_launcher()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and not faulthandler.is_enabled():
+        faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # whole lines: ranks do not mix within one
+    try:
+        (_run_script if kind == "script" else _run_module)(target, arguments)
+    except KeyboardInterrupt:
+        _set_excepthook(quiet=True)  # the launcher tells of it once, not every rank
+        raise
+    except SystemExit as stop:
+        if error_file and stop.code not in (None, 0):
+            _record(Path(error_file), stop, shown=True)
+        raise
+    except BaseException as error:
+        error.__traceback__ = _own_frames_removed(error.__traceback__)
+        quiet = bool(error_file) and not _restarts_left() and _hook_is_common()
+        if error_file:
+            _record(Path(error_file), error, shown=not quiet)
+        _set_excepthook(quiet=quiet)
+        raise
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel kill this rank when its launcher is gone, however that died."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    """What ``python PATH ARGS...`` does."""
+    sys.argv[:] = [path, *arguments]
+    module = _fresh_main()
+    if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
+        _replace_first_path(path)
+        _run_as_main("__main__", alter_argv=False)
+        return
+    _replace_first_path(str(Path(path).resolve().parent))
+    absolute = str(Path(path).absolute())
+    loader = importlib.machinery.SourceFileLoader("__main__", absolute)
+    module.__dict__.update(__file__=absolute, __cached__=None, __loader__=loader)
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102 - running the program is the purpose
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    """What ``python -m NAME ARGS...`` does."""
+    sys.argv[:] = ["-m", *arguments]
+    _replace_first_path(str(Path.cwd()))
+    _fresh_main()
+    _run_as_main(name)
+
+
+def _fresh_main() -> types.ModuleType:
+    """A ``__main__`` without anything of ours, in place for pickle and multiprocessing too."""
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    return module
+
+
+def _replace_first_path(directory: str) -> None:
+    """Put ``directory`` where Python put ours, unless it was told to put nothing there."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = directory
+
+
+def _own_frames_removed(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """``trace`` from the user's first frame on."""
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in {__file__, "<frozen runpy>", runpy.__file__}
+
+
+def _restarts_left() -> bool:
+    """Whether the launcher will start over, and so never shows what happened this time."""
+    done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return done < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def _record(path: Path, error: BaseException, *, shown: bool) -> None:
+    """Write the error in torch elastic's format, with what only we know beside it."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    now = time.time()
+    data = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
+        },
+        "asynccoll": {
+            "host": socket.gethostname(),
+            "exited": isinstance(error, SystemExit),
+            "shown": shown,
+            "time": now,
+        },
+    }
+    with contextlib.suppress(OSError):
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(data))
+        unfinished.replace(path)
+
+
+def _hook_is_common() -> bool:
+    """Whether only Python or torch would print an uncaught exception, so the launcher may."""
+    module = getattr(sys.excepthook, "__module__", None) or ""
+    return sys.excepthook is sys.__excepthook__ or module.partition(".")[0] == "torch"
+
+
+def _set_excepthook(*, quiet: bool) -> None:
+    """Have the uncaught exception printed without our frames, or not at all."""
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        if not quiet:
+            users = _own_frames_removed(trace)
+            before(kind, error.with_traceback(users), users)
+
+    sys.excepthook = hook
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What ``asynccoll info`` tells: versions, backends, who started this process, devices.
+
+Each line is collected by itself, so that one broken package does not hide the others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Callable
+
+from asynccoll.errors import LaunchEnvironmentError
+from asynccoll.launch.env import detect
+from asynccoll.launch.slurm import expand_with_scontrol
+
+__all__ = ["collect"]
+
+_PACKAGES = ("asynccoll", "torch", "anyio", "trio", "numpy", "mpi4py", "horovod", "torch_xla")
+
+
+def collect() -> dict[str, str]:
+    """Everything, as short texts by name."""
+    found = {"python": f"{platform.python_version()} on {platform.platform(terse=True)}"}
+    found |= {name: _version(name) for name in _PACKAGES}
+    found |= {
+        "backends": _or_why_not(_backends),
+        "launcher": _launcher(),
+        "host": f"{socket.gethostname()}, {os.cpu_count()} CPUs",
+        "devices": _or_why_not(_devices),
+    }
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        if package == "asynccoll":  # on the path, but not installed
+            import asynccoll
+
+            return asynccoll.__version__
+        return "not installed"
+
+
+def _or_why_not(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as error:  # noqa: BLE001 - a broken driver is news, not a reason to stop
+        return f"unknown ({type(error).__name__}: {error})"
+
+
+def _backends() -> str:
+    import asynccoll
+
+    return ", ".join(asynccoll.available_backends())
+
+
+def _launcher() -> str:
+    try:
+        info = detect(os.environ, expand_hosts=expand_with_scontrol)
+    except LaunchEnvironmentError as error:
+        return f"error: {error}"
+    place = f"rank {info.rank} of {info.world_size}, node {info.node_rank} of {info.nnodes}"
+    meets = f", meets at {info.master_addr}:{info.master_port}" if info.master_addr else ""
+    return f"{info.launcher}: {place}{meets}"
+
+
+def _devices() -> str:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(names) or "cpu"

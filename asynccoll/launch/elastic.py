@@ -1,0 +1,162 @@
+"""The engine under ``asynccoll run``: torch elastic, kept to one host's loopback where it can be.
+
+torchrun's own parser and agent do the work, so flags and ``PET_*`` variables mean what they mean
+there. Added are a rendezvous that listens on loopback, a runner that records tracebacks of scripts
+that are not decorated, a report that shows the first failure once, and an end without leftovers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from asynccoll.launch import child, loopback, processes
+from asynccoll.launch.commands import RunRequest
+from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
+
+__all__ = ["run"]
+
+#: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
+INTERRUPT_GRACE_S = 3.0
+
+
+def run(request: RunRequest) -> int:
+    """Start the ranks, wait for them, and return the exit code of the first that failed."""
+    given = torchrun.get_args_parser().parse_args(_torchrun_arguments(request))
+    _set_environment(given, request.backend)
+    _silence_torch()
+    with _log_directory(given) as logs:
+        config, command, arguments = _configure(given)
+        return _launch(config, command, arguments, logs)
+
+
+def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path) -> int:
+    processes.adopt_orphans()
+    processes.on_stop_signals(_raise_stop, escalate_after_s=INTERRUPT_GRACE_S)
+    try:
+        elastic_launch(config, command)(*arguments)
+    except ChildFailedError as error:
+        failures = [_failure(rank, one, logs) for rank, one in error.failures.items()]
+        print(report(failures), file=sys.stderr, flush=True)
+        processes.kill_children()
+        return exit_code(first_failure(failures))
+    except SignalException as stop:
+        processes.kill_children()
+        said = "interrupted" if stop.sigval == signal.SIGINT else f"got {stop.sigval.name}"
+        print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
+        return 128 + stop.sigval
+    return 0
+
+
+def _raise_stop(number: signal.Signals) -> None:
+    raise SignalException(f"got {number.name}", sigval=number)
+
+
+def _torchrun_arguments(request: RunRequest) -> list[str]:
+    """The command line for torchrun: its own options, then our runner around the program."""
+    flags: list[str] = []
+    for name, value in request.options.items():
+        flags += [name] if value is True else [f"{name}={value}"]
+    if "--no-python" in request.options:
+        return [*flags, request.program, *request.arguments]
+    kind = "module" if request.module else "script"
+    return [*flags, child.__file__, kind, request.program, *request.arguments]
+
+
+def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]:
+    """torch elastic's configuration, with our rendezvous where one host is all there is."""
+    if _on_loopback(given):
+        loopback.register()
+        given.standalone = False
+        given.rdzv_backend = loopback.NAME
+        given.rdzv_endpoint = f"{loopback.ADDRESS}:{given.master_port or 0}"
+        given.rdzv_id = uuid.uuid4().hex
+    if given.master_port is None:
+        given.master_port = 29500  # torchrun's
+    # Torch's handlers would take the place of ours; these two signals are ours.
+    given.signals_to_handle = "SIGHUP,SIGQUIT"
+    config, command, arguments = torchrun.config_from_args(given)
+    assert isinstance(command, str), "--run-path is not offered"
+    if not given.no_python:
+        arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
+    return config, command, arguments
+
+
+def _one_host(given: argparse.Namespace) -> bool:
+    return bool(torchrun.parse_min_max_nnodes(given.nnodes)[1] == 1)
+
+
+def _on_loopback(given: argparse.Namespace) -> bool:
+    """Whether the ranks are all here and the user did not say where to meet."""
+    if given.standalone:
+        return True
+    said = given.rdzv_endpoint or given.rdzv_backend != "static"
+    return _one_host(given) and not said and given.master_addr == loopback.ADDRESS
+
+
+def _set_environment(given: argparse.Namespace, backend: str | None) -> None:
+    """What the ranks inherit; whatever the user has set stays."""
+    if backend:
+        os.environ["ASYNCCOLL_BACKEND"] = backend
+    ranks = torchrun.determine_local_world_size(given.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cpus() // max(1, ranks))))
+    interface = _loopback_interface()
+    if interface and (given.standalone or _one_host(given)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _loopback_interface() -> str | None:
+    """``lo``, or what this system calls it."""
+    with contextlib.suppress(OSError):
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return None
+
+
+def _silence_torch() -> None:
+    """Say what went wrong once, in our words; whoever sets a log level hears torch's as well."""
+    if os.environ.get("LOGLEVEL") or os.environ.get("TORCH_LOGS"):
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
+    """Where ranks leave their error files: where the user says, else somewhere that goes away."""
+    if given.log_dir:
+        yield Path(given.log_dir)
+        return
+    with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as made:
+        given.log_dir = made
+        yield Path(made)
+
+
+def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
+    """What is known about one rank's end."""
+    recorded = failure.error_file_data if Path(failure.error_file).is_file() else {}
+    crash = ""
+    stacks = logs.glob(f"*/attempt_*/{failure.local_rank}/{child.CRASH_FILE}")
+    with contextlib.suppress(OSError, ValueError):
+        crash = max(stacks, key=lambda path: path.stat().st_mtime).read_text(errors="replace")
+    return read_failure(rank, failure.pid, failure.exitcode, socket.gethostname(), recorded, crash)

@@ -1,0 +1,90 @@
+"""The rendezvous of a job on one host: a store that listens on the loopback address only.
+
+torch elastic's own rendezvous listens on every address of the host. Here the agent makes the store
+on a socket of its own, and the ranks meet there as clients. With one host there is nobody to wait
+for, so nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+__all__ = ["ADDRESS", "NAME", "register"]
+
+#: The name torch elastic knows this rendezvous by.
+NAME = "asynccoll-loopback"
+ADDRESS = "127.0.0.1"
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """One agent, one store per attempt, so that a restart never reads what the last one wrote."""
+
+    def __init__(self, run_id: str, port: int) -> None:
+        self._run_id = run_id
+        self._port = port
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = None  # frees a port that was asked for by number
+        self._store = _listening_store(self._port)
+        control = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(control, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _listening_store(port: int) -> TCPStore:
+    """A store served at the loopback address; port 0 takes any that is free."""
+    listener = socket.create_server((ADDRESS, port))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        ADDRESS,
+        port,
+        is_master=True,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
+    return LoopbackRendezvous(parameters.run_id, max(port, 0))
+
+
+def register() -> None:
+    """Make torch elastic know this rendezvous."""
+    rendezvous_handler_registry.register(NAME, _create)

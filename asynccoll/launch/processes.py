@@ -1,0 +1,89 @@
+"""No process is left behind: finding, stopping and reaping what a launcher started.
+
+On Linux this process adopts the orphans of its children (it becomes their subreaper), so whatever
+a killed rank had started is found here too. Elsewhere the engine's own clean-up has to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["adopt_orphans", "children", "kill_children", "on_stop_signals", "signal_children"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PROC = Path("/proc")
+_KILL_DEADLINE_S = 5.0
+_REAP_INTERVAL_S = 0.01
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process whose parents die below us."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """The direct children of this process, those that ended and were not reaped included."""
+    own = str(os.getpid())
+    found = []
+    for entry in _PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (any text) state ppid ...
+            after_name = entry.read_text(errors="replace").rpartition(")")[2].split()
+            if after_name[1] == own:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def signal_children(number: signal.Signals) -> None:
+    """Send a signal to every child and, where it leads a group, to all of that group."""
+    for pid in children():
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+
+
+def kill_children() -> None:
+    """Kill and reap all descendants: killed children hand theirs to us, until none is left."""
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while children() and time.monotonic() < deadline:
+        signal_children(signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(_REAP_INTERVAL_S)
+
+
+def on_stop_signals(first: Callable[[signal.Signals], None], *, escalate_after_s: float) -> None:
+    """Call ``first`` for the first Ctrl-C or SIGTERM; kill all children at the second.
+
+    A rank that waits in native code does not notice SIGINT, so after ``escalate_after_s`` what
+    is left gets SIGTERM.
+    """
+    seen = False
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            signal_children(signal.SIGKILL)
+            return
+        seen = True
+        escalation = threading.Timer(escalate_after_s, signal_children, [signal.SIGTERM])
+        escalation.daemon = True
+        escalation.start()
+        first(signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)

@@ -1,0 +1,120 @@
+"""What to say when ranks failed: which came first, where, and its traceback, once.
+
+Pure text out of what the ranks recorded; starting and stopping them happens elsewhere.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Failure", "exit_code", "first_failure", "report"]
+
+_LAST_WORDS = "Extension modules:"
+_RUNNER = str(Path("asynccoll", "launch", "child.py"))
+_WIDTH = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended. ``time`` is when it recorded an error, ``None`` if it could not."""
+
+    rank: int
+    pid: int
+    code: int
+    host: str
+    time: float | None = None
+    message: str = ""
+    trace: str = ""
+    shown: bool = False
+
+    @property
+    def how(self) -> str:
+        """The exit code or signal, in words."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+
+def read_failure(
+    rank: int, pid: int, code: int, host: str, recorded: Mapping[str, object], crash: str
+) -> Failure:
+    """A failure out of the rank's error file (empty if it wrote none) and its crash stack."""
+    message = recorded.get("message")
+    ours = recorded.get("asynccoll")
+    if not isinstance(message, Mapping):
+        text = message if isinstance(message, str) else ""
+        trace = _crash_stack(crash)
+        return Failure(rank, pid, code, host, message=text, trace=trace)
+    extra = message.get("extraInfo", {})
+    if not isinstance(ours, Mapping):  # the script's own `record` decorator wrote it
+        ours = {}
+    return Failure(
+        rank,
+        pid,
+        code,
+        host=str(ours.get("host", host)),
+        time=float(ours.get("time", extra.get("timestamp", 0))),
+        message=str(message.get("message", "")),
+        trace="" if ours.get("exited") else str(extra.get("py_callstack", "")).strip(),
+        shown=bool(ours.get("shown")),
+    )
+
+
+def _crash_stack(text: str) -> str:
+    """The Python stack a crash left, without the runner's frames and the list of extensions."""
+    kept = [line for line in text.partition(_LAST_WORDS)[0].splitlines() if _RUNNER not in line]
+    return "\n".join(kept).strip()
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others followed from.
+
+    A rank that died without a word (killed, crashed) makes its peers raise, hardly ever the other
+    way round; among those that recorded an error the earliest counts. SIGTERM comes last: that is
+    how the launcher stops the peers of a failed rank.
+    """
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if failure.time is not None:
+            return 1, failure.time
+        return (2 if failure.code == -signal.SIGTERM else 0), 0.0
+
+    return min(failures, key=order)
+
+
+def exit_code(failure: Failure) -> int:
+    """The exit code that stands for ``failure``, as shells count signals."""
+    return failure.code if failure.code >= 0 else 128 - failure.code
+
+
+def report(failures: Sequence[Failure], *, program: str = "asynccoll run") -> str:
+    """The first failure with its traceback, then one line for each other rank that failed."""
+    first = first_failure(failures)
+    head = f"{program}: rank {first.rank} failed on {first.host} (pid {first.pid}): {first.how}"
+    lines = [head]
+    if first.trace and not first.shown:
+        lines += ["", first.trace, ""]
+    stopped = []
+    for failure in failures:
+        if failure is first:
+            continue
+        if failure.time is None and failure.code in (-signal.SIGTERM, -signal.SIGKILL):
+            stopped.append(str(failure.rank))
+        else:
+            told = _shortened(failure.message) or failure.how
+            lines.append(f"{program}: rank {failure.rank} failed after it: {told}")
+    if stopped:
+        lines.append(f"{program}: stopped rank{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
+    return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    """The first line of ``text``, cut where it is no longer for people."""
+    line = text.partition("\n")[0].strip()
+    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..."
