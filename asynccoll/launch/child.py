@@ -46,7 +46,8 @@ def main() -> None:
         faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # whole lines: ranks do not mix within one
+            # Whole lines, PYTHONUNBUFFERED or not: ranks share the stream and must not mix in one.
+            stream.reconfigure(line_buffering=True, write_through=False)
     try:
         (_run_script if kind == "script" else _run_module)(target, arguments)
     except KeyboardInterrupt:
@@ -81,7 +82,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv[:] = [path, *arguments]
     module = _fresh_main()
     if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
-        _replace_first_path(path)
+        _replace_first_path(str(Path(path).absolute()))
         _run_as_main("__main__", alter_argv=False)
         return
     _replace_first_path(str(Path(path).resolve().parent))
@@ -105,6 +106,8 @@ def _fresh_main() -> types.ModuleType:
     """A ``__main__`` without anything of ours, in place for pickle and multiprocessing too."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
+    if "__annotations__" in globals():  # a fresh one has it up to Python 3.13
+        module.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = module
     return module
 

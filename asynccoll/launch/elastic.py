@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch import child, loopback, processes
 from asynccoll.launch.commands import RunRequest
 from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
@@ -36,11 +37,16 @@ INTERRUPT_GRACE_S = 3.0
 
 def run(request: RunRequest) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
-    given = torchrun.get_args_parser().parse_args(_torchrun_arguments(request))
-    _set_environment(given, request.backend)
+    parser = torchrun.get_args_parser()
+    parser.prog, parser.usage = "asynccoll run", "asynccoll run [options] script.py [args ...]"
+    given = parser.parse_args(_torchrun_arguments(request))
     _silence_torch()
     with _log_directory(given) as logs:
-        config, command, arguments = _configure(given)
+        try:
+            _set_environment(given, request.backend)
+            config, command, arguments = _configure(given)
+        except (AssertionError, ValueError) as error:  # how torchrun refuses values
+            raise InvalidArgumentError(f"{error}; see `asynccoll run --help`") from error
         return _launch(config, command, arguments, logs)
 
 
