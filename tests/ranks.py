@@ -20,9 +20,11 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -43,20 +45,43 @@ def _nothing_lacking(_name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     return False
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which world."""
+
+    backend: str
+    rank: int
+    size: int
+
+
 class Rank:
     """Where a case runs: its rank, the world's size, and how to wait."""
 
-    def __init__(self, rank: int, size: int, backend: str, runner: str, report: Report) -> None:
-        """`report` carries what happens here to the test."""
-        self.rank = rank
-        self.size = size
-        self.backend = backend
+    def __init__(self, place: Place, runner: str, signs: Path, report: Report) -> None:
+        """`report` carries what happens here to the test; `signs` is a directory of all ranks."""
+        self.rank = place.rank
+        self.size = place.size
+        self.backend = place.backend
         self.runner = runner
+        self._signs = signs
         self._report = report
 
     def get(self, work: Any) -> Awaitable[Any]:
         """The result of `work`: by `await` under a loop, by `wait()` without one."""
         return _wait(work) if self.runner == "blocking" else work
+
+    def show(self, sign: str) -> None:
+        """Tell the other ranks, past all that is under test, that this one has come so far."""
+        self._signs.joinpath(sign).touch()
+
+    def see(self, sign: str) -> None:
+        """Block until some rank shows this sign."""
+        while not self._signs.joinpath(sign).exists():
+            time.sleep(0.002)
+
+    def shown(self, sign: str) -> bool:
+        """Whether some rank has shown this sign."""
+        return self._signs.joinpath(sign).exists()
 
     @contextlib.contextmanager
     def case(self, label: str) -> Iterator[None]:
@@ -104,12 +129,15 @@ class Rank:
     ) -> None:
         """`call(*args)` raises this typed error, whose text contains every one of `says`."""
         with self.case(label):
-            with pytest.raises(error) as caught:
-                await self.get(call(*args, **kwargs))
-            assert isinstance(caught.value, ac.AsyncCollError), f"untyped: {caught.value!r}"
-            text = str(caught.value)
-            missing = [word for word in says if word not in text]
-            assert not missing, f"{missing} not in the error's text: {text}"
+            refusal: BaseException | None = None
+            try:
+                got = await self.get(call(*args, **kwargs))
+            except error as raised:
+                refusal = raised
+            assert refusal is not None, f"not refused: returned {got!r}"
+            assert isinstance(refusal, ac.AsyncCollError), f"untyped: {refusal!r}"
+            missing = [word for word in says if word not in str(refusal)]
+            assert not missing, f"{missing} not in the error's text: {refusal}"
 
 
 async def _wait(work: Any) -> Any:
@@ -180,36 +208,33 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(70)
 
 
-def serve(
-    connection: Connection, backend: str, rank: int, size: int, options: dict[str, Any]
-) -> None:
-    """Join the world, then run what is sent until told to close."""
+def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None:
+    """Join the world (unless it is to be bare), then run what is sent until told to close."""
     report = report_to(connection)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
+    bare = options.pop("bare", False)
     try:
-        ac.initialize(backend, rank=rank, world_size=size, **options)
+        if not bare:
+            ac.initialize(place.backend, rank=place.rank, world_size=place.size, **options)
     except BaseException:
         report("raised", traceback.format_exc())
         raise
     report("done", None)
-    while True:
-        data = inbox.get()
-        if not data:
-            break
+    while data := inbox.get():
         try:
-            name, runner, args, kwargs = pickle.loads(data)
-            me = Rank(rank, size, backend, runner, report)
-            result = run_case(me, resolve(name), args, kwargs)
-            report("done", result)
-        except Exception:
+            name, runner, signs, args, kwargs = pickle.loads(data)
+            me = Rank(place, runner, signs, report)
+            report("done", run_case(me, resolve(name), args, kwargs))
+        except BaseException:
             report("raised", traceback.format_exc())
-    ac.finalize()
+    if not bare:
+        ac.finalize()
     report("closed")
 
 
 def main() -> None:
-    """The program of one rank process: rank, size, backend and options come in a file."""
+    """The program of one rank process: what it is to do comes over the wire."""
     address, rank, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     stacks = Path(sys.argv[4]).open("w")  # noqa: SIM115  (held open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -217,7 +242,7 @@ def main() -> None:
     connection = Client(address, "AF_UNIX")
     report_to(connection)("hello", rank, os.getpid())
     size, options = pickle.loads(connection.recv_bytes())
-    serve(connection, backend, rank, size, options)
+    serve(connection, Place(backend, rank, size), options)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Data flows one way: test -> World -> rank program (`ranks.py`) -> result.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import pickle
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -236,11 +237,12 @@ class World:
         """
         __tracebackhide__ = True
         self.start()
+        signs = Path(tempfile.mkdtemp(prefix="signs-", dir=self.directory))
         for process in self._ranks:
             mine = (*args, *per_rank[process.rank]) if per_rank else args
             process.at, process.failures = "", []
             assert process.connection is not None
-            process.connection.send_bytes(pickle.dumps((_name(case), runner, mine, kwargs)))
+            process.connection.send_bytes(pickle.dumps((_name(case), runner, signs, mine, kwargs)))
         name = f"{_name(case)} ({runner})"
         return self._collect(name, timeout, dies=tuple(dies))
 
@@ -249,7 +251,7 @@ class World:
         results: list[Any] = [None] * self.size
         waiting = {process.connection: process for process in self._ranks}
         deadline = time.monotonic() + timeout
-        broken = False
+        broken, raised = False, 0
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -281,12 +283,12 @@ class World:
                 elif message[0] == "raised":
                     del waiting[connection]
                     process.failures.append(f"after case {process.at!r}\n{message[1]}")
-                    broken = True
+                    raised += 1
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 elif message[0] == "done":
                     del waiting[connection]
                     results[process.rank] = message[1]
-        if broken:
+        if broken or 0 < raised < self.size:
             self._give_up(f"{name} on {self} failed", self._ranks)
         if any(process.failures for process in self._ranks):
             raise RankError(self._report(f"{name} on {self} failed", self._ranks))
@@ -352,6 +354,7 @@ class World:
 # ---------------------------------------------------------------- the pool
 
 _POOL: dict[tuple[Any, ...], World] = {}
+_FRESH: list[World] = []
 
 
 def world(backend: str, size: int, **options: Any) -> World:
@@ -360,6 +363,19 @@ def world(backend: str, size: int, **options: Any) -> World:
     if key not in _POOL:
         _POOL[key] = World(backend, size, **options)
     return _POOL[key]
+
+
+@contextlib.contextmanager
+def fresh(backend: str, size: int, **options: Any) -> Iterator[World]:
+    """A world of one's own, for tests that break it."""
+    one = World(backend, size, **options)
+    _FRESH.append(one)
+    try:
+        yield one
+        one.close()
+    finally:
+        one.kill()
+        _FRESH.remove(one)
 
 
 def close_all() -> None:
@@ -376,7 +392,7 @@ def close_all() -> None:
 
 
 def _kill_all() -> None:
-    for one in _POOL.values():
+    for one in [*_POOL.values(), *_FRESH]:
         one.kill()
 
 

@@ -1,0 +1,321 @@
+"""Gradients: those of the sum of all ranks' losses, as one process computes them.
+
+Each case is written twice: the collective on the ranks, and the same function of all
+ranks' inputs in one process, by plain tensor operations. The loss of rank r weighs its
+result with weights of its own, so that a gradient that came from the wrong rank shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import asynccoll as ac
+import oracle
+from ranks import Rank
+from worlds import World
+
+Collective = Callable[[Tensor, int], Any]
+#: All ranks' inputs -> all ranks' outputs, in one process.
+Model = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+def every(x: Tensor, size: int) -> list[Tensor]:
+    """The same on every rank."""
+    return [x] * size
+
+
+def exchanged(xs: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Piece b of rank a's tensor goes to rank b."""
+    pieces = [x.split(list(row)) for x, row in zip(xs, splits, strict=True)]
+    return [torch.cat([pieces[a][b] for a in range(len(xs))]) for b in range(len(xs))]
+
+
+def permuted(xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Who receives nothing has zeros."""
+    source = {b: a for a, b in pairs}
+    return [
+        xs[source[rank]] if rank in source else torch.zeros_like(xs[rank])
+        for rank in range(len(xs))
+    ]
+
+
+def ring(size: int) -> list[tuple[int, int]]:
+    """Everybody to the next."""
+    return [(rank, (rank + 1) % size) for rank in range(size)]
+
+
+def uneven(size: int) -> list[list[int]]:
+    """Rows from a to b."""
+    return [[(a + 2 * b) % 3 for b in range(size)] for a in range(size)]
+
+
+def cases(size: int) -> dict[str, tuple[tuple[int, ...], Collective, Model]]:
+    """name -> shape of the input, the collective on a rank, the one-process model."""
+    rows = uneven(size)
+    return {
+        "all_reduce sum": (
+            (3, 2),
+            lambda x, rank: ac.all_reduce(x),
+            lambda xs: every(torch.stack(list(xs)).sum(0), size),
+        ),
+        "all_reduce avg": (
+            (3, 2),
+            lambda x, rank: ac.all_reduce(x, op="avg"),
+            lambda xs: every(torch.stack(list(xs)).mean(0), size),
+        ),
+        "all_reduce 0-d": (
+            (),
+            lambda x, rank: ac.all_reduce(x),
+            lambda xs: every(torch.stack(list(xs)).sum(0), size),
+        ),
+        "all_gather": (
+            (2, 3),
+            lambda x, rank: ac.all_gather(x),
+            lambda xs: every(torch.cat(list(xs)), size),
+        ),
+        "all_gather dim 1": (
+            (2, 3),
+            lambda x, rank: ac.all_gather(x, dim=1),
+            lambda xs: every(torch.cat(list(xs), dim=1), size),
+        ),
+        "all_gather 0-d": (
+            (),
+            lambda x, rank: ac.all_gather(x),
+            lambda xs: every(torch.stack(list(xs)), size),
+        ),
+        "reduce_scatter": (
+            (2 * size, 3),
+            lambda x, rank: ac.reduce_scatter(x),
+            lambda xs: list(torch.stack(list(xs)).sum(0).chunk(size)),
+        ),
+        "reduce_scatter avg dim 1": (
+            (3, 2 * size),
+            lambda x, rank: ac.reduce_scatter(x, op="avg", dim=1),
+            lambda xs: list(torch.stack(list(xs)).mean(0).chunk(size, dim=1)),
+        ),
+        "all_to_all": (
+            (2 * size, 2),
+            lambda x, rank: ac.all_to_all(x),
+            lambda xs: exchanged(xs, [[2] * size] * size),
+        ),
+        "broadcast": (
+            (4,),
+            lambda x, rank: ac.broadcast(x, src=size - 1),
+            lambda xs: every(xs[size - 1], size),
+        ),
+        "permute": (
+            (2, 2),
+            lambda x, rank: ac.permute(x, ring(size)),
+            lambda xs: permuted(xs, ring(size)),
+        ),
+        "permute to one only": (
+            (2, 2),
+            lambda x, rank: ac.permute(x, [(0, size - 1)]),
+            lambda xs: permuted(xs, [(0, size - 1)]),
+        ),
+        "uneven all_to_all": (
+            (-1, 2),
+            lambda x, rank: ac.all_to_all(
+                x,
+                input_split_sizes=rows[rank],
+                output_split_sizes=[row[rank] for row in rows],
+            ),
+            lambda xs: exchanged(xs, rows),
+        ),
+    }
+
+
+def random(rank: int, shape: Sequence[int], seed: int) -> Tensor:
+    """Different numbers on every rank, the same in every process."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator)
+
+
+def inputs_of(size: int, shape: tuple[int, ...]) -> list[Tensor]:
+    """Every rank's input; a first dimension of -1 is what its uneven splits add up to."""
+    lengths = [sum(row) for row in uneven(size)]
+    shapes = [(lengths[r], *shape[1:]) if shape[:1] == (-1,) else shape for r in range(size)]
+    return [random(rank, shapes[rank], 1).requires_grad_() for rank in range(size)]
+
+
+def loss(y: Tensor, rank: int) -> Tensor:
+    """A scalar with second derivatives, other weights on every rank."""
+    weights = random(rank, y.shape, 2)
+    return (weights * y + y**3).sum()
+
+
+async def gradients(me: Rank) -> None:
+    for name, (shape, collective, model) in cases(me.size).items():
+        with me.case(name):
+            alone = inputs_of(me.size, shape)
+            results = model(alone)
+            want = torch.autograd.grad(
+                sum(loss(y, rank) for rank, y in enumerate(results)),
+                alone[me.rank],
+                allow_unused=True,
+            )[0]
+            want = torch.zeros_like(alone[me.rank]) if want is None else want
+            x = alone[me.rank].detach().clone().requires_grad_()
+            y = await me.get(collective(x, me.rank))
+            torch.testing.assert_close(y.detach(), results[me.rank].detach())
+            loss(y, me.rank).backward()
+            assert x.grad is not None, "no gradient"
+            torch.testing.assert_close(x.grad, want)
+
+
+def test_gradients_are_those_of_the_sum_of_all_losses(world: World, runner: str) -> None:
+    """Each differentiable collective has the gradient that one process computes."""
+    world.run(gradients, runner=runner)
+
+
+async def layouts(me: Rank) -> None:
+    for name, layout in oracle.LAYOUTS.items():
+        with me.case(name):
+            base = random(me.rank, (4, 3), 1).requires_grad_()
+            y = await me.get(ac.all_reduce(layout(base)))
+            y.sum().backward()
+            plain = random(me.rank, (4, 3), 1).requires_grad_()
+            (layout(plain) * me.size).sum().backward()
+            torch.testing.assert_close(base.grad, plain.grad)
+
+
+def test_gradients_through_any_layout(pair: World) -> None:
+    """Non-contiguous inputs have theirs, too."""
+    pair.run(layouts)
+
+
+def numerically(me: Rank) -> None:
+    x = random(0, (3,), 5).requires_grad_()
+    for op in ("sum", "avg"):
+
+        def reduced(x: Tensor, op: str = op) -> Tensor:
+            return ac.all_reduce(x, op=op).wait() ** 2
+
+        with me.case(f"gradcheck {op}"):
+            assert torch.autograd.gradcheck(reduced, (x,))
+        with me.case(f"gradgradcheck {op}"):
+            assert torch.autograd.gradgradcheck(reduced, (x,))
+
+
+def test_all_reduce_passes_gradcheck_and_gradgradcheck(pair: World) -> None:
+    """First and second derivatives agree with finite differences, in step on all ranks."""
+    pair.run(numerically, timeout=60)
+
+
+async def twice(me: Rank) -> None:
+    for name, (shape, collective, model) in cases(me.size).items():
+        with me.case(name):
+            alone = inputs_of(me.size, shape)
+            total = sum(loss(y, rank) for rank, y in enumerate(model(alone)))
+            firsts = torch.autograd.grad(total, alone, create_graph=True, allow_unused=True)
+            second = sum((one**2).sum() for one in firsts if one is not None)
+            want = torch.autograd.grad(second, alone[me.rank], allow_unused=True)[0]
+            want = torch.zeros_like(alone[me.rank]) if want is None else want
+            x = alone[me.rank].detach().clone().requires_grad_()
+            y = await me.get(collective(x, me.rank))
+            (first,) = torch.autograd.grad(loss(y, me.rank), x, create_graph=True)
+            (got,) = torch.autograd.grad((first**2).sum(), x)
+            torch.testing.assert_close(got, want)
+
+
+def test_second_derivatives(pair: World) -> None:
+    """Gradients of gradients are those that one process computes."""
+    pair.run(twice)
+
+
+async def no_gradient(me: Rank) -> None:
+    calls = {
+        "max": lambda x: ac.all_reduce(x, op="max"),
+        "min": lambda x: ac.all_reduce(x, op="min"),
+        "product": lambda x: ac.all_reduce(x, op="product"),
+        "reduce_scatter max": lambda x: ac.reduce_scatter(x, op="max"),
+    }
+    for name, call in calls.items():
+        with me.case(name):
+            x = torch.full((2,), 1.0 + me.rank, requires_grad=True)
+            y = await me.get(call(x))
+            try:
+                y.sum().backward()
+            except ac.AsyncCollError as error:
+                assert name.split()[-1] in str(error), str(error)
+            else:
+                raise AssertionError(f"a silent gradient: {x.grad}")
+    assert await me.get(ac.all_reduce(1)) == me.size
+
+
+def test_what_has_no_gradient_raises_in_backward(pair: World, runner: str) -> None:
+    """Never a silent zero; the forward result is still there."""
+    pair.run(no_gradient, runner=runner)
+
+
+async def grad_mode(me: Rank) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        quiet = ac.all_reduce(x)
+    loud = ac.all_reduce(x)
+    assert not (await me.get(quiet)).requires_grad, "recorded although called under no_grad"
+    with torch.no_grad():
+        got = await me.get(loud)
+    assert got.requires_grad, "not recorded although called with gradients on"
+    plain = await me.get(ac.all_reduce(torch.ones(2)))
+    assert not plain.requires_grad
+
+
+def test_grad_mode_is_that_of_the_call(pair: World, runner: str) -> None:
+    """Not that of the await."""
+    pair.run(grad_mode, runner=runner)
+
+
+async def any_order(me: Rank) -> None:
+    x = torch.ones(4, requires_grad=True)
+    works = [ac.all_reduce(x * (k + 1)) for k in range(6)]
+    results: list[Any] = [None] * 6
+    for k in range(6) if me.rank else reversed(range(6)):
+        results[k] = await me.get(works[k])
+    order = results if me.rank else results[::-1]
+    sum((y**2).sum() for y in order).backward()
+    a = torch.ones(4, requires_grad=True)
+    sum(((2 * a * (k + 1)) ** 2).sum() for k in range(6)).backward()
+    torch.testing.assert_close(x.grad, a.grad)
+
+
+def test_awaits_in_another_order_on_every_rank(pair: World, runner: str) -> None:
+    """Backward follows the order of the calls, not of the awaits."""
+    pair.run(any_order, runner=runner)
+
+
+async def beside(me: Rank) -> None:
+    x = torch.full((3,), 1.0, requires_grad=True)
+    y = await me.get(ac.all_reduce(x))
+    out = [ac.all_reduce(torch.full((3,), float(k))) for k in range(10)]
+    (y * (me.rank + 1)).sum().backward()
+    for k, work in enumerate(out):
+        oracle.same(await me.get(work), torch.full((3,), 2.0 * k))
+    torch.testing.assert_close(x.grad, torch.full((3,), 3.0))
+
+
+def test_backward_does_not_cross_what_is_in_flight(pair: World, runner: str) -> None:
+    """Its collectives run on a lane of their own."""
+    pair.run(beside, runner=runner)
+
+
+async def trees(me: Rank) -> None:
+    tree = {
+        "w": torch.full((2,), 1.0, requires_grad=True),
+        "b": torch.full((3,), 2.0, requires_grad=True),
+        "n": 5,
+    }
+    got = await me.get(ac.all_reduce(tree))
+    assert got["n"] == 10
+    ((got["w"] * 3).sum() + (got["b"] * (me.rank + 1)).sum()).backward()
+    torch.testing.assert_close(tree["w"].grad, torch.full((2,), 6.0))
+    torch.testing.assert_close(tree["b"].grad, torch.full((3,), 3.0))
+
+
+def test_gradients_through_trees(pair: World, runner: str) -> None:
+    """Leaves of a reduced tree keep their gradients."""
+    pair.run(trees, runner=runner)

@@ -1,0 +1,207 @@
+"""check="full": what ranks call differently raises on all of them, with both sides shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank
+from worlds import World
+
+
+@pytest.fixture(scope="session", params=worlds.BACKENDS)
+def checked(request: pytest.FixtureRequest) -> World:
+    """Two ranks with check="full"."""
+    return worlds.world(request.param, 2, check="full")
+
+
+Call = Callable[[], Any]
+#: name -> what rank 0 calls, what rank 1 calls, what the error must show of each.
+MISMATCHES: dict[str, tuple[Call, Call, tuple[str, str]]] = {
+    "op": (
+        lambda: ac.all_reduce(torch.ones(4)),
+        lambda: ac.all_gather(torch.ones(4)),
+        ("all_reduce", "all_gather"),
+    ),
+    "reduction": (
+        lambda: ac.all_reduce(torch.ones(4), op="sum"),
+        lambda: ac.all_reduce(torch.ones(4), op="max"),
+        ("sum", "max"),
+    ),
+    "shape": (
+        lambda: ac.all_reduce(torch.ones(4)),
+        lambda: ac.all_reduce(torch.ones(8)),
+        ("[4]", "[8]"),
+    ),
+    "layout of the same size": (
+        lambda: ac.all_reduce(torch.ones(2, 3)),
+        lambda: ac.all_reduce(torch.ones(3, 2)),
+        ("[2, 3]", "[3, 2]"),
+    ),
+    "dtype": (
+        lambda: ac.all_reduce(torch.ones(4)),
+        lambda: ac.all_reduce(torch.ones(4, dtype=torch.int32)),
+        ("float32", "int32"),
+    ),
+    "root of broadcast": (
+        lambda: ac.broadcast(torch.ones(4), src=0),
+        lambda: ac.broadcast(torch.ones(4), src=1),
+        ("src=0", "src=1"),
+    ),
+    "root of reduce": (
+        lambda: ac.reduce(torch.ones(4), dst=0),
+        lambda: ac.reduce(torch.ones(4), dst=1),
+        ("dst=0", "dst=1"),
+    ),
+    "gathered shape": (
+        lambda: ac.all_gather(torch.ones(2, 3)),
+        lambda: ac.all_gather(torch.ones(2, 4)),
+        ("[2, 3]", "[2, 4]"),
+    ),
+    "scattered shape": (
+        lambda: ac.reduce_scatter(torch.ones(4)),
+        lambda: ac.reduce_scatter(torch.ones(6)),
+        ("reduce_scatter", "reduce_scatter"),
+    ),
+    "barrier": (
+        lambda: ac.barrier(),
+        lambda: ac.all_reduce(torch.ones(1)),
+        ("barrier", "all_reduce"),
+    ),
+    "number and tensor": (
+        lambda: ac.all_reduce(1),
+        lambda: ac.all_reduce(torch.ones(3)),
+        ("all_reduce", "all_reduce"),
+    ),
+    "objects": (
+        lambda: ac.all_gather_object([1]),
+        lambda: ac.all_reduce(torch.ones(3)),
+        ("all_gather_object", "all_reduce"),
+    ),
+    "tree": (
+        lambda: ac.all_reduce({"a": torch.ones(2), "b": torch.ones(3)}),
+        lambda: ac.all_reduce({"a": torch.ones(2), "c": torch.ones(3)}),
+        ("all_reduce", "all_reduce"),
+    ),
+}
+
+
+async def differ(me: Rank, name: str) -> None:
+    mine, says = MISMATCHES[name][me.rank], MISMATCHES[name][2]
+    await me.refuses(name, ac.CollectiveMismatchError, mine, says=(*says, "rank 0", "rank 1"))
+    await me.check(f"after {name}", ac.all_reduce, torch.ones(3), expect=torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatch_raises_on_every_rank(checked: World, name: str, runner: str) -> None:
+    """CollectiveMismatchError shows both sides on both ranks, and the lane goes on."""
+    checked.run(differ, name, runner=runner)
+
+
+async def order(me: Rank) -> None:
+    calls = [ac.all_reduce, ac.all_gather]
+    if me.rank == 1:
+        calls.reverse()
+    works = [call(torch.full((2,), 1.0)) for call in calls]
+    for k, work in enumerate(works):
+        with me.case(f"number {k}"):
+            try:
+                await me.get(work)
+            except ac.CollectiveMismatchError as error:
+                assert "all_reduce" in str(error)
+                assert "all_gather" in str(error)
+            else:
+                raise AssertionError("crossed calls gave a result")
+    await me.check("afterwards", ac.all_reduce, 1, expect=2)
+
+
+def test_crossed_calls_raise_on_every_rank(checked: World, runner: str) -> None:
+    """Two calls in opposite order, both in flight: both raise and the lane goes on."""
+    checked.run(order, runner=runner)
+
+
+async def places(me: Rank) -> None:
+    await me.refuses(
+        "places",
+        ac.CollectiveMismatchError,
+        MISMATCHES["shape"][me.rank],
+        says=("test_checks.py:",),
+    )
+
+
+def test_the_error_tells_the_places(checked: World) -> None:
+    """It names the file and line of each side's call."""
+    checked.run(places)
+
+
+async def all_agree(me: Rank) -> None:
+    x = oracle.counting(me.rank, (4, 2), torch.float32)
+    inputs = oracle.by_rank(oracle.counting, 2, (4, 2), torch.float32)
+    total = oracle.reduced(inputs, "sum")
+    await me.check("all_reduce", ac.all_reduce, x, expect=total, value=True)
+    await me.check("reduce", ac.reduce, x, dst=1, expect=total if me.rank else None, value=True)
+    await me.check("broadcast", ac.broadcast, x, src=1, expect=inputs[1])
+    await me.check("all_gather", ac.all_gather, x, expect=oracle.concatenated(inputs))
+    await me.check(
+        "gather", ac.gather, x, dst=1, expect=oracle.concatenated(inputs) if me.rank else None
+    )
+    await me.check("scatter", ac.scatter, inputs if me.rank == 0 else None, expect=x)
+    await me.check(
+        "reduce_scatter",
+        ac.reduce_scatter,
+        x,
+        expect=oracle.reduce_scatter(inputs, "sum")[me.rank],
+        value=True,
+    )
+    await me.check("all_to_all", ac.all_to_all, x, expect=oracle.all_to_all(inputs)[me.rank])
+    sent = [1, 3] if me.rank == 0 else [4, 0]
+    received = [1, 4] if me.rank == 0 else [3, 0]
+    splits = [[1, 3], [4, 0]]
+    await me.check(
+        "uneven all_to_all",
+        ac.all_to_all,
+        x,
+        input_split_sizes=sent,
+        output_split_sizes=received,
+        expect=oracle.all_to_all(inputs, splits)[me.rank],
+    )
+    await me.check("permute", ac.permute, x, [(0, 1), (1, 0)], expect=inputs[1 - me.rank])
+    await me.check("barrier", ac.barrier, expect=None)
+    await me.check("number", ac.all_reduce, me.rank, expect=1)
+    await me.check("text", ac.all_gather, "é" * me.rank, expect=["", "é"])
+    await me.check("object", ac.all_gather_object, {me.rank: "x"}, expect=[{0: "x"}, {1: "x"}])
+    rows = [torch.ones(rank, 2) for rank in range(2)]
+    await me.check("uneven", ac.all_gather, rows[me.rank], uneven=True, expect=rows)
+    tree = {"b": x, "a": me.rank} if me.rank else {"a": me.rank, "b": x}
+    await me.check("tree", ac.all_reduce, tree, expect={"a": 1, "b": total}, value=True)
+    if me.rank == 0:
+        await me.check("send", ac.send, x, dst=1, expect=None)
+    else:
+        await me.check("recv", ac.recv, x, src=0, expect=inputs[0])
+
+
+def test_what_agrees_passes(checked: World, runner: str) -> None:
+    """Every collective works as ever; what may differ between ranks is not compared."""
+    checked.run(all_agree, runner=runner)
+
+
+async def does_not_block(me: Rank) -> None:
+    if me.rank == 1:
+        me.see("issued")
+        await me.get(ac.all_reduce(torch.ones(2)))
+    else:
+        work = ac.all_reduce(torch.ones(2))
+        assert not work.done()
+        me.show("issued")
+        await me.get(work)
+
+
+def test_the_comparison_does_not_block_the_call(checked: World, runner: str) -> None:
+    """The call returns before the peer has come."""
+    checked.run(does_not_block, runner=runner)

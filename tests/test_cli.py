@@ -1,0 +1,566 @@
+"""``asynccoll run`` and its siblings, for real: processes are started, broken and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+import asynccoll
+from asynccoll.launch import commands, report
+from asynccoll.launch.report import Failure
+
+#: Seconds after which a job of this file is killed, and its test fails.
+LIMIT_S = 60
+
+_INHERITED = re.compile(r"^(PET_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|GLOO_|OMP_)|^(RANK|WORLD_SIZE)$")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+class Job:
+    """A command line of ours in a session of its own, whose every process can be found again."""
+
+    def __init__(self, directory, *arguments, python=(sys.executable,), **variables):
+        self.token = uuid.uuid4().hex
+        environ = {k: v for k, v in os.environ.items() if not _INHERITED.search(k)}
+        here = str(Path(asynccoll.__file__).parent.parent)
+        path = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ |= {"PYTHONPATH": os.pathsep.join(path), "ASYNCCOLL_TEST_TOKEN": self.token}
+        self.process = subprocess.Popen(
+            [*python, *map(str, arguments)],
+            cwd=directory,
+            env=environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._limit = threading.Timer(LIMIT_S, self._out_of_time)
+        self._limit.start()
+        self._stderr = ""
+        self._ended = None
+        self._reader = threading.Thread(target=self._read_stderr)
+        self._reader.start()
+
+    def _read_stderr(self):
+        self._stderr = self.process.stderr.read()
+
+    def _out_of_time(self):
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def lines(self, count):
+        """The next lines that ranks print, to say that they are where a test wants them."""
+        found = [self.process.stdout.readline().strip() for _ in range(count)]
+        assert all(found), f"ended early: {found} {self.wait()}"
+        return sorted(found)
+
+    def wait(self):
+        """The exit code, the rest of standard output, and all of standard error."""
+        if self._ended is None:
+            output = self.process.stdout.read()
+            self._reader.join()
+            self._ended = self.process.wait(), output, self._stderr
+            self._limit.cancel()
+            self.process.stdout.close()
+            self.process.stderr.close()
+        return self._ended
+
+    def left(self):
+        """Processes of this job that still are."""
+        token = f"ASYNCCOLL_TEST_TOKEN={self.token}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if token in entry.read_bytes():
+                    found.append(int(entry.parent.name))
+        return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts ``asynccoll`` in a fresh directory; whatever is left at the end is killed."""
+    jobs = []
+
+    def start(*arguments, **options):
+        jobs.append(Job(tmp_path, "-m", "asynccoll", *arguments, **options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job._out_of_time()
+        job.wait()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script of the given text and returns its name."""
+
+    def write(text, name="program.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return name
+
+    return write
+
+
+# --- as plain python ------------------------------------------------------------------------
+
+SHOW_SELF = """
+    '''Shows how a program finds itself.'''
+    import json, pickle, sys
+    import __main__
+
+    class Thing:
+        pass
+
+    print(json.dumps({
+        "argv": sys.argv, "name": __name__, "file": __file__, "path0": sys.path[0],
+        "package": __package__, "doc": __doc__, "spec": getattr(__spec__, "name", None),
+        "cached": __cached__, "globals": sorted(globals()), "builtins": str(__builtins__),
+        "main": __main__.__dict__ is globals(), "loader": type(__loader__).__name__,
+        "pickled": isinstance(pickle.loads(pickle.dumps(Thing())), Thing),
+    }))
+"""
+ARGUMENTS = ["a b", "--help", "-n", "3", "", "--", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "plain", "name"),
+    [
+        ([], [], "program.py"),
+        ([], [], "folder/../program.py"),
+        (["-m"], ["-m"], "program"),
+        (["-m"], ["-m"], "package.inner"),
+        (["-m"], ["-m"], "package"),
+        ([], [], "package"),
+    ],
+    ids=["script", "script-elsewhere", "module", "submodule", "package", "directory"],
+)
+def test_a_program_finds_itself_as_under_plain_python(tmp_path, start, script, flags, plain, name):
+    script(SHOW_SELF)
+    (tmp_path / "folder").mkdir()
+    for part in ("__init__", "__main__", "inner"):
+        script(SHOW_SELF if part != "__init__" else "", f"package/{part}.py")
+    ranks = start("run", "-n", 2, *flags, name, *ARGUMENTS)
+    alone = Job(tmp_path, *plain, name, *ARGUMENTS)
+    code, output, errors = ranks.wait()
+    assert (code, errors) == (0, "")
+    expected = json.loads(alone.wait()[1])
+    assert [json.loads(line) for line in output.splitlines()] == [expected] * 2
+
+
+def test_multiprocessing_finds_the_functions_of_the_script(start, script):
+    script("""
+        import multiprocessing
+
+        def double(x):
+            return 2 * x
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [21]))
+    """)
+    assert start("run", "-n", 1, "program.py").wait() == (0, "[42]\n", "")
+
+
+def test_whole_lines_come_out_and_the_environment_is_made_for_one_host(start, script):
+    script("""
+        import os, sys
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME",
+                 "ASYNCCOLL_BACKEND"]
+        print(*(os.environ.get(name) for name in names), int(os.environ["OMP_NUM_THREADS"]) > 0)
+    """)
+    job = start("run", "-n", 2, "--backend", "gloo", "program.py")
+    lo = "lo0" if sys.platform == "darwin" else "lo"
+    assert job.lines(2) == [f"{r} {r} 2 127.0.0.1 {lo} gloo True" for r in range(2)]
+    assert job.wait() == (0, "", "")
+
+
+def test_what_the_user_set_wins(start, script):
+    script("""
+        import os
+        print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["OMP_NUM_THREADS"])
+    """)
+    job = start("run", "-n", 2, "program.py", GLOO_SOCKET_IFNAME="eth7", OMP_NUM_THREADS="3")
+    assert job.lines(2) == ["eth7 3", "eth7 3"]
+
+
+@on_linux
+def test_the_rendezvous_of_one_host_listens_on_loopback_only(start, script):
+    script("""
+        import os
+        port = f"{int(os.environ['MASTER_PORT']):04X}"
+        rows = [line.split() for file in ("/proc/net/tcp", "/proc/net/tcp6")
+                for line in open(file).readlines()[1:]]
+        print({row[1] for row in rows if row[3] == "0A" and row[1].endswith(":" + port)}
+              == {"0100007F:" + port})
+    """)
+    assert start("run", "-n", 1, "program.py").wait() == (0, "True\n", "")
+
+
+MEETS = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    x = torch.ones(3) * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    print(dist.get_world_size(), x.tolist())
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_meet_and_jobs_beside_each_other_do_not(start, script):
+    script(MEETS)
+    jobs = [start("run", "-n", 2, "program.py") for _ in range(2)]
+    assert [job.lines(2) for job in jobs] == [["2 [3.0, 3.0, 3.0]"] * 2] * 2
+    assert [job.wait()[0] for job in jobs] == [0, 0]
+
+
+@pytest.mark.slow
+def test_two_hosts_meet_where_told(start, script):
+    script(MEETS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    where = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv_endpoint", endpoint]
+    where += ["--local-addr", "127.0.0.1", "--rdzv-id", "job"]
+    jobs = [start("run", *where, "-n", 1, "program.py", GLOO_SOCKET_IFNAME="lo") for _ in range(2)]
+    assert [job.lines(1) for job in jobs] == [["2 [3.0, 3.0, 3.0]"]] * 2
+    assert [job.wait()[0] for job in jobs] == [0, 0]
+
+
+# --- failures -------------------------------------------------------------------------------
+
+
+def test_the_failing_rank_is_shown_once_with_its_own_traceback(start, script):
+    script("""
+        import os
+
+        def work(rank):
+            if rank == 1:
+                raise ValueError("the reason")
+            import signal
+            signal.pause()
+
+        print(os.getpid() if os.environ["RANK"] == "1" else "-")
+        work(int(os.environ["RANK"]))
+    """)
+    job = start("run", "-n", 2, "program.py")
+    pid = job.lines(2)[1]
+    code, _, errors = job.wait()
+    assert code == 1
+    assert errors.count("Traceback") == errors.count("ValueError: the reason") == 1
+    assert f"rank 1 failed on {socket.gethostname()} (pid {pid}): exit code 1" in errors
+    assert 'program.py", line 11, in <module>' in errors
+    assert 'program.py", line 6, in work' in errors
+    assert "child.py" not in errors
+    assert "runpy" not in errors
+    assert "stopped rank 0" in errors
+    assert job.left() == []
+
+
+def test_the_first_failure_is_shown_not_what_followed_from_it(tmp_path, start, script):
+    os.mkfifo(tmp_path / "first-lives")
+    script("""
+        import os
+        if os.environ["RANK"] == "1":
+            end = open("first-lives", "w")
+            raise ValueError("the reason")
+        open("first-lives").read()  # returns when rank 1 is gone
+        raise ConnectionError("peer is gone")
+    """)
+    code, _, errors = start("run", "-n", 2, "--monitor-interval", 2, "program.py").wait()
+    assert code == 1
+    assert errors.count("Traceback") == 1
+    assert "ValueError: the reason" in errors
+    assert "rank 0 failed after it: ConnectionError: peer is gone" in errors
+
+
+def test_a_module_that_fails_is_shown_alike(start, script):
+    script("1 / 0")
+    code, _, errors = start("run", "-n", 1, "-m", "program").wait()
+    assert code == 1
+    assert errors.count("ZeroDivisionError") == 1
+    assert "runpy" not in errors
+    assert "child.py" not in errors
+
+
+def test_a_script_that_does_not_compile_is_shown_alike(start, script):
+    script("x = = 1")
+    code, _, errors = start("run", "-n", 1, "program.py").wait()
+    assert code == 1
+    assert errors.count("SyntaxError") == 1
+    assert "child.py" not in errors
+
+
+@pytest.mark.parametrize(
+    ("leave", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("sys.exit('no more')", 1, "no more"),
+        ("os._exit(9)", 9, "exit code 9"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 128 + 15, "killed by SIGTERM"),
+    ],
+)
+def test_the_exit_code_is_the_failing_ranks(start, script, leave, code, said):
+    script(f"""
+        import os, signal, sys
+        if os.environ["RANK"] == "1":
+            {leave}
+    """)
+    job = start("run", "-n", 2, "program.py")
+    given, _, errors = job.wait()
+    assert given == code
+    assert said in errors
+    assert "rank 1 failed" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_crash_in_native_code_shows_where_python_was(start, script):
+    script("""
+        import os
+
+        def crash():
+            os.abort()
+
+        crash()
+    """)
+    code, _, errors = start("run", "-n", 1, "program.py").wait()
+    assert code == 128 + signal.SIGABRT
+    assert "killed by SIGABRT" in errors
+    assert errors.count('program.py", line 5 in crash') == 1
+    assert "child.py" not in errors
+
+
+def test_a_hook_of_the_script_prints_instead_of_the_launcher(start, script):
+    script("""
+        import sys
+        sys.excepthook = lambda kind, error, trace: print("mine:", error, file=sys.stderr)
+        raise ValueError("the reason")
+    """)
+    code, _, errors = start("run", "-n", 1, "program.py").wait()
+    assert code == 1
+    assert errors.count("the reason") == 1
+    assert "mine: the reason" in errors
+
+
+def test_a_restart_shows_the_failure_it_got_over(start, script):
+    script("""
+        import os
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("the first time")
+        print("done")
+    """)
+    code, output, errors = start("run", "-n", 1, "--max-restarts", 1, "program.py").wait()
+    assert (code, output) == (0, "done\n")
+    assert errors.count("ValueError: the first time") == 1
+    assert "child.py" not in errors
+
+
+@on_linux
+def test_a_failing_rank_takes_what_it_started_with_it(start, script):
+    script("""
+        import os, subprocess
+        subprocess.Popen(["sleep", "1000"])
+        print("started")
+        os.kill(os.getpid(), 9)
+    """)
+    job = start("run", "-n", 1, "program.py")
+    assert job.wait()[0] == 128 + 9
+    assert job.left() == []
+
+
+# --- the end --------------------------------------------------------------------------------
+
+WAITS = {
+    "asleep": "signal.pause()",
+    "deaf-to-interrupts": "signal.signal(2, signal.SIG_IGN); print('r'); signal.pause()",
+    "slow-to-clean-up": """
+        try:
+            print('r'); signal.pause()
+        finally:
+            print('cleaned')
+    """,
+}
+
+
+def waiting_script(script, wait):
+    script(
+        "import signal, subprocess, sys\n"
+        "subprocess.Popen(['sleep', '1000'])\n"
+        + (textwrap.dedent(wait) if "print('r')" in wait else f"print('r')\n{wait}\n")
+    )
+
+
+@on_linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("to_group", [False, True], ids=["launcher", "group"])
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_stop_signal_leaves_nobody_and_no_wall_of_text(start, script, number, to_group, wait):
+    waiting_script(script, wait)
+    job = start("run", "-n", 2, "program.py")
+    assert job.lines(2) == ["r", "r"]
+    (os.killpg if to_group else os.kill)(job.process.pid, number)
+    code, output, errors = job.wait()
+    assert job.left() == []
+    assert code == 128 + number
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) <= 1
+    if "finally" in wait and number == signal.SIGINT:
+        assert output.count("cleaned") == 2
+
+
+@on_linux
+def test_a_second_signal_kills_what_does_not_want_to_end(start, script):
+    script("""
+        import signal, sys
+        signal.signal(signal.SIGINT, lambda *_: print("no"))
+        signal.signal(signal.SIGTERM, lambda *_: print("no"))
+        print("ready")
+        while True:
+            signal.pause()
+    """)
+    job = start("run", "-n", 2, "program.py")
+    job.lines(2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.lines(2) == ["no", "no"]
+    job.process.send_signal(signal.SIGINT)
+    code, _, errors = job.wait()
+    assert code == 128 + signal.SIGINT
+    assert "Traceback" not in errors
+    assert job.left() == []
+
+
+@on_linux
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(start, script):
+    script("""
+        import os, signal
+        print(os.getpid())
+        signal.pause()
+    """)
+    job = start("run", "-n", 2, "program.py")
+    ends = [os.pidfd_open(int(pid)) for pid in job.lines(2)]
+    job.process.kill()
+    for end in ends:
+        assert select.select([end], [], [], LIMIT_S)[0], "a rank lives on"
+        os.close(end)
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path, start, script):
+    script("raise ValueError")
+    made = tmp_path / "tmp"
+    made.mkdir()
+    assert start("run", "-n", 1, "program.py", TMPDIR=str(made)).wait()[0] == 1
+    assert list(made.iterdir()) == []
+
+
+def test_logs_are_kept_where_the_user_wants_them(tmp_path, start, script):
+    script("print('to a file')")
+    job = start("run", "-n", 1, "--log-dir", "logs", "--redirects", 3, "program.py")
+    assert job.wait() == (0, "", "")
+    (kept,) = (tmp_path / "logs").rglob("stdout.log")
+    assert kept.read_text() == "to a file\n"
+
+
+# --- usage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "-n", 2, "nowhere.py"], "no 'nowhere.py'"),
+        (["run", "--backend", "mpi", __file__], "mpiexec"),
+        (["run", "--backend", "Horovod", __file__], "horovodrun"),
+        (["run"], "required: program"),
+        (["run", "--nprocs", "2", __file__], "required: program|unrecognized"),
+        (["run", "-n", "two", __file__], "two"),
+        (["run", "--nnodes", "2:1", __file__], "2:1|min_nodes"),
+        ([], "required: COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+    ],
+    ids=lambda value: (
+        "-".join(map(str, value[:3])).replace(__file__, "f") or "none"
+        if isinstance(value, list)
+        else ""
+    ),
+)
+def test_a_wrong_command_line_is_told_in_a_line_and_ends_with_2(start, arguments, said):
+    code, output, errors = start(*arguments).wait()
+    assert (code, output) == (2, "")
+    assert re.search(said, errors)
+    assert "Traceback" not in errors
+
+
+def test_help_tells_the_flags_in_one_spelling(start):
+    code, output, _ = start("run", "--help").wait()
+    assert code == 0
+    assert "--nproc-per-node" in output
+    assert "--rdzv-endpoint" in output
+    assert "--nproc_per_node" not in output
+
+
+def test_info_tells_versions_and_who_launched(start):
+    code, output, _ = start("info", "--json", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2").wait()
+    assert code == 0
+    found = json.loads(output)
+    assert found["torch"]
+    assert found["launcher"] == "torchrun: rank 1 of 2, node 0 of 1"
+    code, output, _ = start("info", RANK="1").wait()
+    assert code == 0
+    assert re.search(r"^launcher +error: .*missing LOCAL_RANK", output, re.MULTILINE)
+
+
+# --- the report, without processes ----------------------------------------------------------
+
+A = {"host": "h", "pid": 1}
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ([Failure(0, code=1, time=5.0, **A), Failure(1, code=1, time=4.0, **A)], 1),
+        ([Failure(0, code=1, time=5.0, **A), Failure(1, code=-9, **A)], 1),
+        ([Failure(0, code=-15, **A), Failure(1, code=1, time=4.0, **A)], 1),
+        ([Failure(0, code=-15, **A), Failure(1, code=3, **A)], 1),
+        ([Failure(0, code=-15, **A), Failure(1, code=-15, **A)], 0),
+        ([Failure(0, code=-6, time=4.0, **A), Failure(1, code=-6, **A)], 1),
+    ],
+)
+def test_the_cause_comes_before_its_consequences(failures, first):
+    assert report.first_failure(failures).rank == first
+
+
+def test_an_unknown_signal_and_long_messages_are_told_all_the_same():
+    failures = [
+        Failure(0, code=-99, **A),
+        Failure(1, code=1, time=1.0, message="x" * 500 + "\nmore", **A),
+        Failure(2, code=-9, **A),
+        Failure(3, code=-15, **A),
+    ]
+    text = report.report(failures[::-1])
+    assert "rank 0 failed on h (pid 1): killed by signal 99" in text or "rank 2" in text
+    assert max(map(len, text.splitlines())) < 250
+
+
+def test_every_engine_named_for_a_backend_is_no_silent_fallback():
+    for backend, engine in commands.ENGINE_OF_BACKEND.items():
+        if engine not in commands.ENGINES:
+            with pytest.raises(asynccoll.errors.UnsupportedOpError, match=engine):
+                commands.run(commands.RunRequest("x.py", backend=backend.upper()))

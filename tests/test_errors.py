@@ -1,0 +1,172 @@
+"""Bad input: a typed error that says what was given and what is allowed; peers unharmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+from ranks import Rank
+from worlds import World
+
+Call = Callable[[], Any]
+
+#: name -> the call in a world of two, the kind of error, words that its text contains.
+BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
+    "object": (lambda: ac.all_reduce(object()), TypeError, ("object", "tensor")),
+    "bytes": (lambda: ac.all_reduce(b"raw"), TypeError, ("bytes",)),
+    "set": (lambda: ac.all_reduce({1, 2}), TypeError, ("set",)),
+    "None": (lambda: ac.all_gather(None), TypeError, ("None",)),
+    "string summed": (lambda: ac.all_reduce("text"), TypeError, ("str", "all_reduce")),
+    "in a tree": (lambda: ac.all_reduce({"a": [object()]}), TypeError, ("object",)),
+    "not text keys": (lambda: ac.all_reduce({1: 1, "a": 2}), TypeError, ("key",)),
+    "big int": (lambda: ac.all_reduce(2**64), ValueError, (str(2**64), "64")),
+    "meta": (lambda: ac.all_reduce(torch.ones(2, device="meta")), TypeError, ("meta",)),
+    "meta gathered": (lambda: ac.all_gather(torch.ones(2, device="meta")), TypeError, ("meta",)),
+    "unknown op": (lambda: ac.all_reduce(1, op="median"), ValueError, ("median", "sum", "bxor")),
+    "op of a type": (lambda: ac.all_reduce(1, op=3), ValueError, ("3", "sum")),
+    "avg of ints": (lambda: ac.all_reduce(1, op="avg"), TypeError, ("avg", "int")),
+    "avg of integers": (
+        lambda: ac.all_reduce(torch.ones(2, dtype=torch.int64), op="avg"),
+        TypeError,
+        ("avg", "int64"),
+    ),
+    "band of floats": (
+        lambda: ac.all_reduce(torch.ones(2), op="band"),
+        TypeError,
+        ("band", "float32"),
+    ),
+    "max of complex": (lambda: ac.all_reduce(1j, op="max"), TypeError, ("max", "complex")),
+    "src": (lambda: ac.broadcast(1, src=2), ValueError, ("src=2", "0 to 1")),
+    "src negative": (lambda: ac.broadcast(1, src=-1), ValueError, ("src=-1", "0 to 1")),
+    "src of a type": (lambda: ac.broadcast(1, src="zero"), TypeError, ("src", "'zero'")),
+    "src bool": (lambda: ac.broadcast(1, src=True), TypeError, ("src", "True")),
+    "dst": (lambda: ac.reduce(1, dst=5), ValueError, ("dst=5", "0 to 1")),
+    "dst of gather": (lambda: ac.gather(1, dst=5), ValueError, ("dst=5", "0 to 1")),
+    "dim": (lambda: ac.all_gather(torch.ones(2), dim=1), ValueError, ("dim", "1")),
+    "dim negative": (lambda: ac.gather(torch.ones(2), dim=-2), ValueError, ("dim", "-2")),
+    "dim of a type": (
+        lambda: ac.all_gather(torch.ones(2), dim="rows"),
+        (TypeError, ValueError),
+        ("dim", "rows"),
+    ),
+    "indivisible": (lambda: ac.reduce_scatter(torch.ones(3)), ValueError, ("3", "2")),
+    "indivisible dim": (
+        lambda: ac.reduce_scatter(torch.ones(2, 3), dim=1),
+        ValueError,
+        ("3", "2", "dim"),
+    ),
+    "splits": (
+        lambda: ac.all_to_all(torch.ones(4), input_split_sizes=[1, 1], output_split_sizes=[2, 2]),
+        ValueError,
+        ("input_split_sizes", "[1, 1]", "4"),
+    ),
+    "too many splits": (
+        lambda: ac.all_to_all(torch.ones(4), input_split_sizes=[1, 1, 2]),
+        ValueError,
+        ("input_split_sizes", "[1, 1, 2]", "2"),
+    ),
+    "output splits": (
+        lambda: ac.all_to_all(torch.ones(4), input_split_sizes=[2, 2], output_split_sizes=[-1, 2]),
+        ValueError,
+        ("output_split_sizes", "-1"),
+    ),
+    "indivisible exchange": (lambda: ac.all_to_all(torch.ones(3)), ValueError, ("3", "2")),
+    "0-d exchange": (lambda: ac.all_to_all(torch.ones(())), (TypeError, ValueError), ("0-d",)),
+    "pairs": (lambda: ac.permute(torch.ones(1), [(0, 2)]), ValueError, ("2", "0 to 1")),
+    "pairs twice": (lambda: ac.permute(torch.ones(1), [(0, 1), (1, 1)]), ValueError, ("1",)),
+    "send to oneself": (
+        lambda: ac.send(torch.ones(1), dst=ac.get_rank()),
+        ValueError,
+        ("dst",),
+    ),
+    "send text": (lambda: ac.send("text", dst=1 - ac.get_rank()), TypeError, ("str", "send")),
+    "out shape": (
+        lambda: ac.all_reduce(torch.ones(2), out=torch.ones(3)),
+        ValueError,
+        ("out", "[3]", "[2]"),
+    ),
+    "out dtype": (
+        lambda: ac.all_reduce(torch.ones(2), out=torch.ones(2, dtype=torch.float64)),
+        (ValueError, TypeError),
+        ("out", "float64", "float32"),
+    ),
+    "out of a type": (
+        lambda: ac.all_reduce(torch.ones(2), out=[1.0, 2.0]),
+        (ValueError, TypeError),
+        ("out", "list"),
+    ),
+    "out of a number": (
+        lambda: ac.all_reduce(1, out=torch.ones(1)),
+        (ValueError, TypeError),
+        ("out", "int"),
+    ),
+    "group": (lambda: ac.all_reduce(1, group="all"), TypeError, ("group", "str")),
+    "group ranks": (lambda: ac.all_reduce(1, group=[0, 7]), ValueError, ("7", "0 to 1")),
+    "lane": (lambda: ac.all_reduce(1, lane=7), (TypeError, ValueError), ("lane", "7")),
+    "empty lane": (lambda: ac.all_reduce(1, lane=""), ValueError, ("lane",)),
+    "timeout": (lambda: ac.all_reduce(1, timeout=-1), ValueError, ("timeout", "-1")),
+    "timeout of a type": (
+        lambda: ac.all_reduce(1, timeout="soon"),
+        (TypeError, ValueError),
+        ("timeout", "soon"),
+    ),
+    "codec": (
+        lambda: ac.all_gather_object(1, codec="xml"),
+        ValueError,
+        ("xml", "pickle"),
+    ),
+    "sparse broadcast": (
+        lambda: ac.broadcast(torch.eye(2).to_sparse()),
+        (NotImplementedError, TypeError),
+        ("sparse",),
+    ),
+}
+
+
+async def bad(me: Rank, name: str) -> None:
+    call, error, says = BAD[name]
+    await me.refuses(name, error, call, says=says)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(pair: World, name: str) -> None:
+    """The error says what was given and what is allowed, and the lane goes on."""
+    pair.run(bad, name)
+
+
+@pytest.mark.parametrize("name", ["object", "unknown op", "src", "meta"])
+def test_raises_at_the_call_alone(name: str) -> None:
+    """The serial world refuses the same at the call, before anything is awaited."""
+    call, error, _ = BAD[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert isinstance(caught.value, ac.AsyncCollError)
+
+
+#: our error -> what else it is, so that code that knows nothing of us can catch it.
+ALSO = {
+    ac.NotInitializedError: RuntimeError,
+    ac.InvalidArgumentError: ValueError,
+    ac.PayloadTypeError: TypeError,
+    ac.UnsupportedOpError: NotImplementedError,
+    ac.CollectiveTimeoutError: TimeoutError,
+    ac.BackendNotFoundError: ImportError,
+    ac.LaunchEnvironmentError: ValueError,
+    ac.CollectiveMismatchError: ac.CollectiveError,
+    ac.PeerLostError: ac.CollectiveError,
+    ac.PeerRefusedError: ac.CollectiveError,
+    ac.LaneOrderError: RuntimeError,
+    ac.WorkNotDoneError: RuntimeError,
+}
+
+
+@pytest.mark.parametrize("error", ALSO, ids=lambda error: error.__name__)
+def test_every_error_is_ours_and_a_builtin(error: type[Exception]) -> None:
+    """One base for all, and the builtin that a caller would expect."""
+    assert issubclass(error, ac.AsyncCollError)
+    assert issubclass(error, ALSO[error])

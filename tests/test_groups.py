@@ -1,0 +1,192 @@
+"""Groups: made once per set of ranks, taken in every form, closed to those outside."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import asynccoll as ac
+import oracle
+from ranks import Rank
+from worlds import World
+
+
+def total(ranks: list[int]) -> int:
+    """The sum of the ranks' own numbers, each 10 to the power of its rank."""
+    return sum(10**rank for rank in ranks)
+
+
+async def halves(me: Rank) -> None:
+    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2], [3], [3, 1, 0]):
+        group = ac.new_group(ranks)
+        inside = me.rank in ranks
+        with me.case(f"where in {ranks}"):
+            want = sorted(ranks).index(me.rank) if inside else -1
+            assert ac.get_rank(group) == want, f"rank {ac.get_rank(group)}"
+            assert ac.get_world_size(group) == (len(ranks) if inside else -1)
+        if inside:
+            await me.check(
+                f"sum in {ranks}", ac.all_reduce, 10**me.rank, group=group, expect=total(ranks)
+            )
+        else:
+            await me.refuses(
+                f"sum outside {ranks}",
+                ac.InvalidArgumentError,
+                ac.all_reduce,
+                1,
+                group=group,
+                says=(str(me.rank), str(sorted(ranks))),
+            )
+    await me.check("the world", ac.all_reduce, 10**me.rank, expect=total([0, 1, 2, 3]))
+
+
+def test_new_group(four: World, runner: str) -> None:
+    """Members get their sum; a non-member's call is an error that says who is in."""
+    four.run(halves, runner=runner)
+
+
+async def every_collective(me: Rank) -> None:
+    ranks = [1, 3]
+    group = ac.new_group(ranks)
+    if me.rank not in ranks:
+        return
+    index = ranks.index(me.rank)
+    inputs = oracle.by_rank(oracle.counting, 2, (4, 2), torch.float32)
+    x = inputs[index]
+    tail: dict[str, Any] = {"group": group}
+    whole, both = oracle.reduced(inputs, "sum"), oracle.concatenated(inputs)
+    last = me.rank == 3
+    check = me.check
+    await check("all_reduce", ac.all_reduce, x, **tail, expect=whole, value=True)
+    await check("reduce", ac.reduce, x, dst=3, **tail, expect=whole if last else None, value=True)
+    await check("broadcast", ac.broadcast, x, src=3, **tail, expect=inputs[1])
+    await check("all_gather", ac.all_gather, x, **tail, expect=both)
+    await check("gather", ac.gather, x, dst=3, **tail, expect=both if last else None)
+    await check("scatter", ac.scatter, inputs if last else None, src=3, **tail, expect=x)
+    part = oracle.reduce_scatter(inputs, "sum")[index]
+    await check("reduce_scatter", ac.reduce_scatter, x, **tail, expect=part, value=True)
+    swapped = oracle.all_to_all(inputs)[index]
+    await check("all_to_all", ac.all_to_all, x, **tail, expect=swapped)
+    await check("permute", ac.permute, x, [(1, 3), (3, 1)], **tail, expect=inputs[1 - index])
+    await check("barrier", ac.barrier, **tail, expect=None)
+    await check("text", ac.all_gather, f"é{me.rank}", **tail, expect=["é1", "é3"])
+    await check("object", ac.all_gather_object, [me.rank], **tail, expect=[[1], [3]])
+    await check("from 3", ac.broadcast_object, me.rank, src=3, **tail, expect=3)
+    if last:
+        await check("recv", ac.recv, x, src=1, **tail, expect=inputs[0])
+    else:
+        await check("send", ac.send, x, dst=3, **tail, expect=None)
+    for name, call in {"broadcast": ac.broadcast, "scatter": ac.scatter}.items():
+        label = f"{name} from outside"
+        await me.refuses(label, ValueError, call, x, src=0, **tail, says=("src=0", "[1, 3]"))
+    pairs = [(0, 1)]
+    await me.refuses("pairs", ValueError, ac.permute, x, pairs, **tail, says=("0", "[1, 3]"))
+
+
+def test_ranks_are_global_in_every_collective(four: World, runner: str) -> None:
+    """src, dst and pairs name global ranks, in a group as in the world."""
+    four.run(every_collective, runner=runner)
+
+
+async def cached(me: Rank) -> None:
+    ranks = [0, 1] if me.rank < 2 else [2, 3]
+    await me.get(ac.all_reduce(1, group=ranks))
+    threads, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    for turn in range(1000):
+        order = ranks if turn % 2 else ranks[::-1]
+        got = await me.get(ac.all_reduce(turn, group=order))
+        assert got == 2 * turn, f"turn {turn}: {got}"
+    assert len(os.listdir("/proc/self/task")) <= threads + 1
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    assert ac.new_group([0, 1]) is ac.new_group((1, 0))
+
+
+def test_a_thousand_calls_with_a_rank_list_make_one_group(four: World) -> None:
+    """Neither threads nor descriptors grow; the order of the list does not matter."""
+    four.run(cached, timeout=60)
+
+
+async def ad_hoc(me: Rank) -> None:
+    ranks = [0, 3]
+    if me.rank in ranks:
+        got = await me.get(ac.all_reduce(10**me.rank, group=ranks))
+        assert got == total(ranks)
+        assert ac.get_rank(ranks) == ranks.index(me.rank)
+    assert await me.get(ac.all_reduce(1)) == me.size
+
+
+def test_a_rank_list_opens_among_its_members_alone(four: World, runner: str) -> None:
+    """The other ranks need not know of it."""
+    four.run(ad_hoc, runner=runner)
+
+
+async def native(me: Rank) -> None:
+    theirs = dist.new_group([0, 2])
+    if me.rank in (0, 2):
+        await me.check("native", ac.all_reduce, 10**me.rank, group=theirs, expect=total([0, 2]))
+    await me.check(
+        "default", ac.all_reduce, 10**me.rank, group=dist.group.WORLD, expect=total([0, 1, 2, 3])
+    )
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    oracle.same(x, torch.full((2,), 4.0))
+
+
+def test_native_process_groups(four: World) -> None:
+    """A torch group is taken as group=, and torch's own calls still work beside ours."""
+    four.run(native)
+
+
+async def mesh(me: Rank) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp = [0, 2] if me.rank % 2 == 0 else [1, 3]
+    tp = [0, 1] if me.rank < 2 else [2, 3]
+    await me.check("dp", ac.all_reduce, 10**me.rank, group=grid["dp"], expect=total(dp))
+    await me.check("tp", ac.all_reduce, 10**me.rank, group=grid["tp"], expect=total(tp))
+    with me.case("rank in dp"):
+        assert ac.get_rank(grid["dp"]) == dp.index(me.rank)
+        assert ac.get_world_size(grid["tp"]) == 2
+    await me.refuses("2-d", ValueError, ac.all_reduce, 1, group=grid, says=("DeviceMesh", '["dp"]'))
+
+
+def test_device_meshes(four: World) -> None:
+    """One dimension of a mesh is a group; two at once are refused."""
+    four.run(mesh)
+
+
+async def bad_groups(me: Rank) -> None:
+    call = ac.all_reduce
+    await me.refuses("outside", ValueError, call, 1, group=[0, 9], says=("9", "3"))
+    await me.refuses("negative", ValueError, call, 1, group=[-1, 0], says=("-1",))
+    await me.refuses("twice", ValueError, call, 1, group=[0, 0], says=("once",))
+    await me.refuses("empty", ValueError, call, 1, group=[], says=("at least one",))
+    await me.refuses("text", TypeError, call, 1, group="world", says=("str", "DeviceMesh"))
+    await me.refuses("number", TypeError, call, 1, group=3, says=("int",))
+    await me.refuses("floats", TypeError, call, 1, group=[0.0, 1.0], says=("0.0",))
+    await me.check("afterwards", call, 1, expect=me.size)
+
+
+def test_what_is_no_group_is_refused(four: World) -> None:
+    """Ranks that are not there or named twice, and other types: typed errors."""
+    four.run(bad_groups)
+
+
+async def at_once(me: Rank) -> None:
+    rows, columns = [0, 1] if me.rank < 2 else [2, 3], [0, 2] if me.rank % 2 == 0 else [1, 3]
+    works = []
+    for turn in range(20):
+        works.append((ac.all_reduce(turn * 10**me.rank), turn * total([0, 1, 2, 3])))
+        works.append((ac.all_reduce(turn * 10**me.rank, group=rows), turn * total(rows)))
+        works.append((ac.all_reduce(turn * 10**me.rank, group=columns), turn * total(columns)))
+    for work, expect in reversed(works):
+        got = await me.get(work)
+        assert got == expect, f"{got} != {expect}"
+
+
+def test_overlapping_groups_in_flight_together(four: World, runner: str) -> None:
+    """World, rows and columns at the same time give each its own sums."""
+    four.run(at_once, runner=runner)

@@ -1,0 +1,401 @@
+"""Lanes: independent orders, whose they are, and what a refused call does to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank
+from worlds import World
+
+
+async def opposite(me: Rank) -> None:
+    """Two tasks whose operations cross: rank 0 runs a before b, rank 1 b before a."""
+
+    async def stream(name: str, scale: int) -> None:
+        for turn in range(20):
+            x = torch.full((8,), float(scale * (turn + 1)))
+            oracle.same(await ac.all_reduce(x, lane=name), x * me.size)
+
+    order = [("a", 1), ("b", 1000)]
+    async with anyio.create_task_group() as tasks:
+        for name, scale in order if me.rank % 2 else reversed(order):
+            tasks.start_soon(stream, name, scale)
+
+
+def test_two_tasks_in_opposite_order(world: World, loop: str) -> None:
+    """On two lanes, what two tasks issue in different order on different ranks is right."""
+    world.run(opposite, runner=loop)
+
+
+async def crossed(me: Rank) -> None:
+    names = ["left", "right"]
+    if me.rank % 2:
+        names.reverse()
+    works = {name: ac.all_reduce(torch.full((4,), float(len(name))), lane=name) for name in names}
+    for name in ("left", "right"):
+        got = await me.get(works[name])
+        oracle.same(got, torch.full((4,), float(len(name) * me.size)))
+
+
+def test_one_caller_in_opposite_order(world: World, runner: str) -> None:
+    """Also one task that opens and uses two lanes in opposite order on two ranks."""
+    world.run(crossed, runner=runner)
+
+
+async def named_by_context(me: Rank) -> None:
+    with ac.lane("outer"):
+        outer = ac.all_reduce(1)
+        assert "outer" in repr(outer)
+        async with ac.lane("inner"):
+            inner = ac.all_reduce(2)
+            assert "inner" in repr(inner)
+            told = ac.all_reduce(3, lane="told")
+            assert "told" in repr(told), "lane= does not go before the context"
+        back = ac.all_reduce(4)
+        assert "outer" in repr(back), "not restored"
+    plain = ac.all_reduce(5)
+    assert "outer" not in repr(plain)
+    for k, work in enumerate((outer, inner, told, back, plain), start=1):
+        assert await me.get(work) == k * me.size
+
+
+def test_lane_is_a_context(pair: World, runner: str) -> None:
+    """`with` and `async with ac.lane(name)` nest and end; lane= goes before them."""
+    pair.run(named_by_context, runner=runner)
+
+
+async def inherited(me: Rank) -> None:
+    seen = []
+
+    async def child(value: int) -> None:
+        work = ac.all_reduce(value)
+        seen.append(repr(work))
+        assert await work == value * me.size
+
+    async with anyio.create_task_group() as tasks:
+        with ac.lane("validation"):
+            tasks.start_soon(child, 1)
+    assert "validation" in seen[0]
+
+
+def test_child_tasks_inherit_the_lane(pair: World, loop: str) -> None:
+    """A task started inside `with ac.lane(...)` works on that lane."""
+    pair.run(inherited, runner=loop)
+
+
+async def in_generators(me: Rank) -> None:
+    async def values() -> Any:
+        with ac.lane("generator"):
+            for k in range(3):
+                yield await ac.all_reduce(k)
+
+    got = []
+    async for value in values():
+        got.append(value)
+    assert got == [0, me.size, 2 * me.size]
+
+
+def test_a_lane_inside_an_async_generator(pair: World, loop: str) -> None:
+    """Entering in a generator and leaving later raises nothing and gives the right values."""
+    pair.run(in_generators, runner=loop)
+
+
+# ---------------------------------------------------------------- whose lane is it?
+
+
+async def interleaved(me: Rank) -> None:
+    issued, finished = anyio.Event(), anyio.Event()
+
+    async def owner() -> None:
+        assert await ac.all_reduce(1) == me.size
+        issued.set()
+        await finished.wait()
+
+    async def intruder() -> None:
+        await issued.wait()
+        try:
+            await ac.all_reduce(2)
+        except ac.LaneOrderError as error:
+            text = str(error)
+            assert text.count("test_lanes.py:") >= 2, f"does not tell both places: {text}"
+            assert "lane=" in text or "create_task_group" in text, f"names no cure: {text}"
+        else:
+            raise AssertionError("a second task may issue while the first is alive")
+        finally:
+            finished.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(owner)
+        tasks.start_soon(intruder)
+    assert await ac.all_reduce(3) == 3 * me.size
+
+
+def test_concurrent_tasks_on_one_lane_are_refused(pair: World, loop: str) -> None:
+    """LaneOrderError tells both places and the cure, even with nothing in flight."""
+    pair.run(interleaved, runner=loop)
+
+
+async def children(me: Rank) -> None:
+    async def child(value: int) -> None:
+        for _ in range(3):
+            assert await ac.all_reduce(value) == value * me.size
+
+    assert await ac.all_reduce(1) == me.size
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(child, 2)
+    assert await ac.all_reduce(3) == 3 * me.size
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(child, 4)
+    assert await ac.all_reduce(5) == 5 * me.size
+
+
+def test_a_child_may_follow_its_parent(pair: World, loop: str) -> None:
+    """A child task goes on where its parent issued, and the parent once the child has ended."""
+    pair.run(children, runner=loop)
+
+
+async def siblings_in_turn(me: Rank) -> None:
+    async def child(value: int) -> None:
+        assert await ac.all_reduce(value) == value * me.size
+
+    for value in range(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child, value)
+
+
+def test_a_task_may_follow_one_that_has_ended(pair: World, loop: str) -> None:
+    """Tasks that come one after the other share a lane."""
+    pair.run(siblings_in_turn, runner=loop)
+
+
+async def in_to_thread(me: Rank) -> None:
+    assert await ac.all_reduce(1) == me.size
+    got = await anyio.to_thread.run_sync(lambda: ac.all_reduce(2).wait())
+    assert got == 2 * me.size
+
+
+def test_a_thread_started_by_the_owner_may_follow(pair: World, loop: str) -> None:
+    """to_thread carries the descent along: a training step may run in a thread."""
+    pair.run(in_to_thread, runner=loop)
+
+
+# ---------------------------------------------------------------- task groups
+
+
+async def grouped(me: Rank) -> None:
+    results: dict[str, list[Any]] = {}
+
+    async def stream(name: str, scale: int) -> None:
+        results[name] = [await ac.all_reduce(scale + turn) for turn in range(10)]
+
+    children: list[tuple[str, int]] = [("a", 10), ("b", 1000), ("c", 100_000)]
+    async with ac.create_task_group() as tasks:
+        for name, scale in children if me.rank % 2 else reversed(children):
+            tasks.start_soon(stream, name, scale, name=name)
+    for name, scale in children:
+        assert results[name] == [me.size * (scale + turn) for turn in range(10)]
+
+
+def test_children_of_a_task_group_have_lanes_of_their_own(world: World, loop: str) -> None:
+    """Children started in another order on every rank get each its own sums."""
+    world.run(grouped, runner=loop)
+
+
+async def same_name(me: Rank) -> None:
+    release = anyio.Event()
+
+    async def child() -> None:
+        await release.wait()
+
+    async with ac.create_task_group() as tasks:
+        tasks.start_soon(child, name="twin")
+        try:
+            tasks.start_soon(child, name="twin")
+        except ValueError as error:
+            assert "twin" in str(error)
+        else:
+            raise AssertionError("two live children of one name")
+        release.set()
+    async with ac.create_task_group() as tasks:
+        tasks.start_soon(child, name="twin")
+
+
+def test_two_live_children_of_one_name_are_refused(pair: World, loop: str) -> None:
+    """The lane is parent/name, so a name is for one child at a time."""
+    pair.run(same_name, runner=loop)
+
+
+async def too_many(me: Rank) -> None:
+    works = [ac.all_reduce(k, lane=f"lane {k}") for k in range(31)]
+    for k, work in enumerate(works):
+        assert await me.get(work) == k * me.size
+    assert await me.get(ac.all_reduce(1)) == me.size
+    await me.refuses("33rd", ac.AsyncCollError, ac.all_reduce, 1, lane="one more", says=("32",))
+    assert await me.get(ac.all_reduce(1, lane="lane 0")) == me.size
+
+
+def test_more_than_32_lanes_are_refused() -> None:
+    """Lanes cost threads and descriptors; the one too many is refused and the others go on."""
+    with worlds.fresh("gloo", 2) as world:
+        world.run(too_many, timeout=60)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def bad_avg() -> Any:
+    """A call that means nothing."""
+    return ac.all_reduce(torch.ones(2, dtype=torch.int32), op="avg")
+
+
+def bad_root() -> Any:
+    """A call with a rank that is not there."""
+    return ac.broadcast(torch.ones(2), src=99)
+
+
+def good_reduce() -> Any:
+    """The call that the others make."""
+    return ac.all_reduce(torch.ones(2, dtype=torch.int32))
+
+
+def good_broadcast() -> Any:
+    """The call that the others make."""
+    return ac.broadcast(torch.ones(2), src=0)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "avg": (bad_avg, good_reduce, "avg"),
+    "root": (bad_root, good_broadcast, "99"),
+}
+
+
+async def one_refuses(me: Rank, culprit: int, kind: str) -> None:
+    bad, good, reason = KINDS[kind]
+    if me.rank == culprit:
+        await me.refuses("culprit", (ValueError, TypeError), bad)
+    else:
+        says = (f"rank {culprit}", reason)
+        await me.refuses("peer", ac.PeerRefusedError, good, says=says)
+    await me.check("afterwards", ac.all_reduce, 7, expect=7 * me.size)
+    await me.check("and again", ac.all_reduce, 8, expect=8 * me.size)
+
+
+def test_one_rank_refuses(world: World, runner: str) -> None:
+    """The peers of a refused call get a typed error that tells why; the lane goes on."""
+    if world.size == 1:
+        return
+    for kind in KINDS:
+        for culprit in (0, world.size - 1):
+            world.run(one_refuses, culprit, kind, runner=runner)
+
+
+async def refused_amid_others(me: Rank) -> None:
+    before = [ac.all_reduce(k) for k in range(3)]
+    if me.rank == 1:
+        await me.refuses("culprit", (ValueError, TypeError), bad_avg)
+        refused = None
+    else:
+        refused = good_reduce()
+    behind = []
+    for k in range(3):
+        try:
+            behind.append(ac.all_reduce(k))
+        except ac.AsyncCollError as error:
+            behind.append(error)
+    for k, work in enumerate(before):
+        with me.case(f"before {k}"):
+            oracle.same(await me.get(work), k * me.size)
+    if refused is not None:
+        with me.case("the refused one"):
+            try:
+                await me.get(refused)
+            except ac.PeerRefusedError:
+                pass
+            else:
+                raise AssertionError("the peer did not hear of the refusal")
+    outcomes = []
+    for k, work in enumerate(behind):
+        try:
+            got = await me.get(work) if isinstance(work, ac.Work) else work
+        except ac.CollectiveError as error:
+            outcomes.append(type(error).__name__)
+        else:
+            with me.case(f"behind {k}"):
+                oracle.same(got, k * me.size)
+            outcomes.append("right")
+    await me.check("afterwards", ac.all_reduce, 5, expect=5 * me.size)
+
+
+def test_a_refusal_amid_operations_in_flight(world: World, runner: str) -> None:
+    """What is around a refused call is right or a typed error on every rank, never wrong."""
+    if world.size > 1:
+        world.run(refused_amid_others, runner=runner, timeout=30)
+
+
+async def all_refuse(me: Rank) -> None:
+    for turn in range(10):
+        await me.refuses(f"refused {turn}", (ValueError, TypeError), bad_avg)
+        await me.check(f"good {turn}", ac.all_reduce, turn, expect=turn * me.size)
+
+
+def test_what_all_refuse_leaves_the_lane(world: World, runner: str) -> None:
+    """Refused on every rank, nothing was sent and the lane is as it was."""
+    world.run(all_refuse, runner=runner)
+
+
+async def refused_on_a_lane(me: Rank) -> None:
+    other = ac.all_reduce(11, lane="other")
+    if me.rank == 0:
+        await me.refuses("culprit", (ValueError, TypeError), bad_avg)
+    else:
+        await me.refuses("peer", ac.PeerRefusedError, good_reduce)
+    with me.case("the other lane"):
+        oracle.same(await me.get(other), 11 * me.size)
+
+
+def test_a_refusal_concerns_its_own_lane_only(pair: World, runner: str) -> None:
+    """Another lane does not notice."""
+    pair.run(refused_on_a_lane, runner=runner)
+
+
+async def programs_and_calls(me: Rank) -> None:
+    """Texts (lengths, then bytes), uneven gathers and plain sums, all in flight on one lane."""
+    works: list[tuple[Any, Any]] = []
+    for turn in range(8):
+        texts = [f"{rank}" * (2000 * turn + rank) for rank in range(me.size)]
+        works.append((ac.all_gather(texts[me.rank]), texts))
+        works.append((ac.all_reduce(turn), turn * me.size))
+        rows = [torch.full((rank * turn, 2), float(turn)) for rank in range(me.size)]
+        works.append((ac.all_gather(rows[me.rank], uneven=True), rows))
+    for turn, (work, expect) in enumerate(reversed(works)):
+        with me.case(f"number {turn} from the end"):
+            oracle.same(await me.get(work), expect)
+
+
+def test_programs_keep_the_order_of_their_lane(world: World, runner: str) -> None:
+    """Operations of several messages and of one, in flight together, awaited backwards."""
+    world.run(programs_and_calls, runner=runner)
+
+
+def held_by_thread(me: Rank) -> None:
+    """A blocking caller, then a loop in the same thread, then blocking again."""
+    assert ac.all_reduce(1).wait() == me.size
+
+    async def main() -> None:
+        assert await ac.all_reduce(2) == 2 * me.size
+
+    asyncio.run(main())
+    assert ac.all_reduce(3).wait() == 3 * me.size
+
+
+def test_a_loop_may_follow_its_thread(pair: World) -> None:
+    """The main thread, the loop it runs, and the thread again share a lane."""
+    pair.run(held_by_thread)

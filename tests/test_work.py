@@ -1,0 +1,634 @@
+"""The `Work` handle: eager, awaitable by anybody and often, honest about what it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import os
+import pickle
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import trio
+
+import asynccoll as ac
+import oracle
+from ranks import Rank
+from worlds import World
+
+
+def pending(me: Rank) -> Any:
+    """A work of 2 ranks that is not done before rank 1 has seen the sign "go"."""
+    if me.rank == 1:
+        me.see("go")
+    return ac.all_reduce(torch.ones(1))
+
+
+TWO = torch.full((1,), 2.0)
+
+
+# ---------------------------------------------------------------- eager
+
+
+async def eager(me: Rank) -> None:
+    work = ac.all_reduce(torch.ones(1))
+    if me.rank == 0:
+        me.see("rank 1 has its result")  # and has not awaited anything until then
+    else:
+        oracle.same(await me.get(work), TWO)
+        me.show("rank 1 has its result")
+    oracle.same(await me.get(work), TWO)
+
+
+def test_starts_at_the_call(pair: World, runner: str) -> None:
+    """The other rank gets its result while this one has not awaited its own."""
+    pair.run(eager, runner=runner)
+
+
+# ---------------------------------------------------------------- awaiting
+
+
+async def again(me: Rank) -> None:
+    work = ac.all_reduce(torch.ones(3))
+    first = await me.get(work)
+    assert await me.get(work) is first
+    assert work.wait() is first
+    assert work.result() is first
+    assert work.done()
+    assert work.exception() is None
+
+
+def test_gives_the_same_object_again_and_again(pair: World, runner: str) -> None:
+    """Awaiting, waiting and asking later all give the one result."""
+    pair.run(again, runner=runner)
+
+
+async def many_tasks(me: Rank) -> None:
+    work = pending(me)
+    results: list[Any] = []
+
+    async def one() -> None:
+        results.append(await work)
+
+    async def release() -> None:
+        me.show("go")
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(10):
+            tasks.start_soon(one)
+        tasks.start_soon(release)
+    assert len(results) == 10
+    assert all(result is results[0] for result in results)
+    oracle.same(results[0], TWO)
+
+
+async def let_go(me: Rank) -> None:
+    if me.rank == 0:
+        await many_tasks(me)
+    else:
+        oracle.same(await pending(me), TWO)
+
+
+def test_several_tasks_await_one_work(pair: World, loop: str) -> None:
+    """Ten tasks that wait at once all get the one result."""
+    pair.run(let_go, runner=loop)
+
+
+def other_loops(me: Rank) -> None:
+    async def start() -> Any:
+        return pending(me)
+
+    async def finish(work: Any) -> Any:
+        if me.rank == 0:
+            me.show("go")
+        return await work
+
+    for first, second in ((asyncio.run, trio.run), (trio.run, asyncio.run)):
+        run_in(first, partial(barrier))
+        work = run_in(first, start)
+        oracle.same(run_in(second, partial(finish, work)), TWO)
+        oracle.same(run_in(first, partial(finish, work)), TWO)
+        oracle.same(work.wait(), TWO)
+
+
+async def barrier() -> None:
+    await ac.barrier()
+
+
+def run_in(run: Any, function: Any) -> Any:
+    """`function()` on a new event loop."""
+    return run(function()) if run is asyncio.run else run(function)
+
+
+def test_is_awaited_on_another_loop(pair: World) -> None:
+    """A work started on one loop is awaited on another, even of the other kind."""
+    pair.run(other_loops)
+
+
+def from_threads(me: Rank) -> None:
+    work = pending(me)
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work.wait) for _ in range(4)]
+        me.show("go")
+        assert all(one.result() is results[0].result() for one in results)
+    oracle.same(results[0].result(), TWO)
+
+
+def test_is_waited_for_from_several_threads(pair: World) -> None:
+    """Four threads that wait get the one result."""
+    pair.run(from_threads)
+
+
+async def in_loop(me: Rank) -> None:
+    oracle.same(ac.all_reduce(torch.ones(1)).wait(), TWO)
+
+
+def test_wait_blocks_inside_a_running_loop(pair: World, loop: str) -> None:
+    """wait() is allowed where a loop runs, and blocks it."""
+    pair.run(in_loop, runner=loop)
+
+
+# ---------------------------------------------------------------- looking
+
+
+async def looks(me: Rank) -> None:
+    if me.rank == 1:
+        oracle.same(await me.get(pending(me)), TWO)
+        return
+    work = pending(me)
+    assert not work.done()
+    for ask in (work.result, work.exception):
+        try:
+            ask()
+        except ac.WorkNotDoneError as error:
+            assert "all_reduce" in str(error)
+        else:
+            raise AssertionError(f"{ask} answers before the work is done")
+    try:
+        bool(work)
+    except TypeError as error:
+        assert isinstance(error, ac.AsyncCollError)
+        assert "done()" in str(error)
+    else:
+        raise AssertionError("a work has a truth value")
+    assert "all_reduce" in repr(work)
+    me.show("go")
+    oracle.same(await me.get(work), TWO)
+    assert work.done()
+    oracle.same(work.result(), TWO)
+
+
+def test_says_whether_it_is_done(pair: World, runner: str) -> None:
+    """done() is False and result() raises until it is; there is no truth value."""
+    pair.run(looks, runner=runner)
+
+
+async def becomes_done(me: Rank) -> None:
+    if me.rank == 0:
+        me.show("go")
+    work = pending(me)
+    deadline = time.monotonic() + 10
+    while not work.done():
+        assert time.monotonic() < deadline, "done() never becomes true"
+        time.sleep(0.001)
+    oracle.same(work.result(), TWO)
+
+
+def test_becomes_done_without_being_awaited(pair: World, runner: str) -> None:
+    """done() turns true by itself."""
+    pair.run(becomes_done, runner=runner)
+
+
+# ---------------------------------------------------------------- deriving
+
+
+async def mapped(me: Rank) -> None:
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x * 2
+
+    work = ac.all_reduce(torch.ones(1)).map(double).map(torch.Tensor.item)
+    assert await me.get(work) == 4.0
+    assert await me.get(work) == 4.0
+    assert len(calls) == 1, "applied more than once"
+
+    def fail(_: object) -> None:
+        raise LookupError("mine")
+
+    broken = ac.all_reduce(1).map(fail)
+    for _ in range(2):
+        try:
+            await me.get(broken)
+        except LookupError as error:
+            assert str(error) == "mine"
+        else:
+            raise AssertionError("the function's error is lost")
+    assert isinstance(broken.exception(), LookupError)
+    assert await me.get(ac.all_reduce(1)) == 2
+
+
+def test_map_applies_a_function_once(pair: World, runner: str) -> None:
+    """map's function runs once; its error is the derived work's."""
+    pair.run(mapped, runner=runner)
+
+
+async def called_back(me: Rank) -> None:
+    heard: list[Any] = []
+    told = threading.Event()
+
+    def callback(work: Any) -> None:
+        heard.append((work, work.done()))
+        told.set()
+
+    work = pending(me)
+    work.add_done_callback(callback)
+    assert not heard or me.rank == 1
+    me.show("go")
+    oracle.same(await me.get(work), TWO)
+    assert told.wait(10), "the callback is never called"
+    assert heard == [(work, True)]
+    late: list[Any] = []
+    work.add_done_callback(late.append)
+    assert late == [work], "not called at once on a work that is done"
+
+
+def test_done_callbacks(pair: World, runner: str) -> None:
+    """A callback is called once, with the work, when it is done; at once if it is."""
+    pair.run(called_back, runner=runner)
+
+
+async def as_future(me: Rank) -> None:
+    work = pending(me)
+    if me.rank == 0:
+        future = work.as_future()
+        assert isinstance(future, asyncio.Future)
+        try:
+            await asyncio.wait_for(future, 0.05)
+        except asyncio.TimeoutError:
+            pass
+        else:
+            raise AssertionError("done before the other rank came")
+        me.show("go")
+    done, waiting = await asyncio.wait([work.as_future(), work.as_future()])
+    assert not waiting
+    for one in done:
+        oracle.same(one.result(), TWO)
+    (gathered,) = await asyncio.gather(ac.all_reduce(torch.ones(1)).as_future())
+    oracle.same(gathered, TWO)
+
+
+def test_as_future_for_asyncio(pair: World) -> None:
+    """asyncio's wait_for, wait and gather take as_future(); cancelling it leaves the work."""
+    pair.run(as_future)
+
+
+# ---------------------------------------------------------------- many
+
+
+async def all_of_them(me: Rank) -> None:
+    works = [ac.all_reduce(k) for k in range(20)]
+    assert await ac.wait_all(works) == [2 * k for k in range(20)]
+    assert await ac.wait_all([]) == []
+
+    def fail(_: object) -> None:
+        raise LookupError("third")
+
+    works = [ac.all_reduce(k) for k in range(5)]
+    works[2] = works[2].map(fail)
+    try:
+        await ac.wait_all(works)
+    except LookupError:
+        assert all(work.done() for work in works), "did not wait for all"
+    else:
+        raise AssertionError("the error is lost")
+
+
+def test_wait_all(pair: World, loop: str) -> None:
+    """All results in order; with an error, still only after all are done."""
+    pair.run(all_of_them, runner=loop)
+
+
+async def fastest_first(me: Rank) -> None:
+    slow = pending(me) if me.rank == 0 else None
+    quick = [ac.all_reduce(k, lane="quick") for k in range(5)]
+    seen = []
+    if me.rank == 1:
+        await ac.wait_all(quick)
+        oracle.same(await pending(me), TWO)
+        return
+    async for work in ac.as_completed([slow, *quick]):
+        seen.append(work)
+        if len(seen) == 5:
+            assert all(one is not slow for one in seen), "the one held up came early"
+            me.show("go")
+    assert seen[-1] is slow
+    assert {id(one) for one in seen} == {id(slow), *map(id, quick)}
+    assert sorted(one.result() for one in seen[:-1]) == [0, 2, 4, 6, 8]
+
+
+def test_as_completed_gives_the_fastest_first(pair: World, loop: str) -> None:
+    """Each work comes once, the one that is held up last."""
+    pair.run(fastest_first, runner=loop)
+
+
+async def scoped(me: Rank) -> None:
+    with ac.scope():
+        works = [ac.all_reduce(k) for k in range(10)]
+    assert all(work.done() for work in works), "left with work outstanding"
+    async with ac.scope():
+        more = [ac.all_reduce(k) for k in range(10)]
+    assert all(work.done() for work in more), "left with work outstanding"
+    assert [work.result() for work in works + more] == [2 * k for k in range(10)] * 2
+    try:
+        async with ac.scope():
+            last = ac.all_reduce(1)
+            raise LookupError("mine")
+    except LookupError:
+        assert last.done(), "left with work outstanding on an error"
+
+
+def test_a_scope_waits_for_what_is_outstanding(pair: World, loop: str) -> None:
+    """Neither its end nor an error leaves a scope before its works are done."""
+    pair.run(scoped, runner=loop)
+
+
+def scoped_blocking(me: Rank) -> None:
+    with ac.scope():
+        work = pending(me)
+        me.show("go")
+    assert work.done()
+
+
+def test_a_scope_without_a_loop(pair: World) -> None:
+    """`with ac.scope()` blocks where there is no loop."""
+    pair.run(scoped_blocking)
+
+
+# ---------------------------------------------------------------- lost handles
+
+
+def heard_by(function: Any) -> list[warnings.WarningMessage]:
+    """The warnings about lost handles while `function()` runs."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        function()
+    return [one for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
+
+
+def lost(me: Rank) -> None:
+    line = 0
+
+    def drop() -> None:
+        nonlocal line
+        line = inspect.currentframe().f_lineno + 1
+        ac.all_reduce(torch.ones(1))
+
+    heard = heard_by(drop)
+    assert len(heard) == 1, f"warned {len(heard)} times"
+    text = str(heard[0].message)
+    assert os.path.basename(__file__) in text, text
+    assert f":{line}" in text, f"{line} not in {text}"
+    assert "all_reduce" in text
+    assert heard[0].lineno == line
+    assert issubclass(ac.UnawaitedWorkWarning, ResourceWarning | RuntimeWarning)
+    assert not heard_by(lambda: ac.all_reduce(torch.ones(1)).detach())
+    assert not heard_by(lambda: ac.all_reduce(torch.ones(1)).wait())
+    assert not heard_by(lambda: [ac.all_reduce(torch.ones(1)).map(len).detach()])
+    assert ac.all_reduce(1).wait() == 2
+
+
+def test_a_dropped_handle_warns_once(pair: World) -> None:
+    """It names the operation, the file and the line; waiting or detach() silences it."""
+    pair.run(lost)
+
+
+# ---------------------------------------------------------------- time and cancellation
+
+
+async def late(me: Rank) -> None:
+    if me.rank == 1:
+        oracle.same(await me.get(pending(me)), TWO)
+        return
+    work = ac.all_reduce(torch.ones(1), timeout=0.05)
+    try:
+        await me.get(work)
+    except ac.CollectiveTimeoutError as error:
+        assert isinstance(error, TimeoutError)
+        assert isinstance(error, ac.CollectiveError)
+        assert "all_reduce" in str(error)
+    else:
+        raise AssertionError("done before the other rank came")
+    me.show("go")
+    deadline = time.monotonic() + 10
+    while not work.done():
+        assert time.monotonic() < deadline, "never done after its timeout"
+        time.sleep(0.001)
+    oracle.same(await me.get(work), TWO)
+
+
+async def then_go_on(me: Rank) -> None:
+    await late(me)
+    assert await me.get(ac.all_reduce(1)) == 2
+
+
+def test_timeout_raises_and_leaves_the_operation(pair: World, runner: str) -> None:
+    """timeout= stops the waiting; the operation ends later, with its result, in its order."""
+    pair.run(then_go_on, runner=runner)
+
+
+async def wait_timeout(me: Rank) -> None:
+    work = pending(me)
+    if me.rank == 0:
+        for _ in range(3):
+            try:
+                work.wait(timeout=0.02)
+            except ac.CollectiveTimeoutError:
+                continue
+            raise AssertionError("done before the other rank came")
+        me.show("go")
+    oracle.same(work.wait(timeout=10), TWO)
+
+
+def test_wait_takes_a_timeout_of_its_own(pair: World, runner: str) -> None:
+    """wait(timeout) may give up several times before the result is there."""
+    pair.run(wait_timeout, runner=runner)
+
+
+async def cancelled(me: Rank) -> None:
+    work = pending(me)
+    if me.rank == 0:
+        with anyio.move_on_after(0.05) as scope:
+            await work
+        assert scope.cancelled_caught, "done before the other rank came"
+        try:
+            with anyio.fail_after(0.05):
+                await work
+        except TimeoutError:
+            pass
+        else:
+            raise AssertionError("done before the other rank came")
+        assert not work.done()
+        behind = ac.all_reduce(torch.ones(2))
+        me.show("go")
+        oracle.same(await behind, torch.full((2,), 2.0))
+    else:
+        oracle.same(await work, TWO)
+        oracle.same(await ac.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+    oracle.same(await work, TWO)
+    assert await ac.all_reduce(1) == 2
+
+
+def test_cancelling_an_awaiter_leaves_the_operation(pair: World, loop: str) -> None:
+    """anyio's deadlines stop the waiting; the lane keeps its order, the work its result."""
+    pair.run(cancelled, runner=loop)
+
+
+async def task_cancelled(me: Rank) -> None:
+    work = pending(me)
+    if me.rank == 0:
+
+        async def waiter() -> Any:
+            return await work
+
+        doomed, patient = asyncio.create_task(waiter()), asyncio.create_task(waiter())
+        await asyncio.sleep(0)
+        doomed.cancel()
+        await asyncio.wait([doomed])
+        assert doomed.cancelled()
+        assert not patient.done()
+        me.show("go")
+        oracle.same(await patient, TWO)
+    oracle.same(await work, TWO)
+
+
+def test_cancelling_one_of_two_awaiters(pair: World) -> None:
+    """The other task gets the result."""
+    pair.run(task_cancelled)
+
+
+# ---------------------------------------------------------------- not a value
+
+
+async def not_copied(me: Rank) -> None:
+    work = ac.all_reduce(1)
+    for copier in (pickle.dumps, copy.copy, copy.deepcopy):
+        try:
+            copier(work)
+        except TypeError as error:
+            assert isinstance(error, ac.AsyncCollError)
+        else:
+            raise AssertionError(f"{copier} copies a work")
+    assert await me.get(work) == 2
+
+
+def test_refuses_to_be_pickled_or_copied(pair: World) -> None:
+    """A work belongs to its process."""
+    pair.run(not_copied)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def os_threads() -> int:
+    """All threads of this process, native ones included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+async def no_threads(me: Rank) -> None:
+    for _ in range(20):
+        await me.get(ac.all_reduce(torch.ones(1)))
+    before = os_threads(), threading.active_count()
+    works = []
+    for turn in range(500):
+        works.append(ac.all_reduce(torch.ones(1)))
+        if turn % 50 == 0:
+            assert os_threads() <= before[0] + 1, "threads grow with operations in flight"
+    for work in works:
+        await me.get(work)
+    after = os_threads(), threading.active_count()
+    assert after[0] <= before[0] + 1, f"{before} -> {after}"
+    assert after[1] <= before[1] + 1, f"{before} -> {after}"
+
+
+def test_no_thread_per_operation(pair: World, runner: str) -> None:
+    """Five hundred operations in flight take the threads that one takes."""
+    pair.run(no_threads, runner=runner)
+
+
+async def turns_while(work: Any, enough: Any) -> int:
+    """How many turns another task gets while this one awaits `work`."""
+    turns, over = 0, False
+
+    async def heartbeat() -> None:
+        nonlocal turns
+        while not over:
+            turns += 1
+            enough(turns)
+            await anyio.sleep(0.001)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(heartbeat)
+        await work
+        over = True
+    return turns
+
+
+async def keeps_turning(me: Rank) -> None:
+    if me.rank == 1:
+        oracle.same(await pending(me), TWO)
+    else:
+        turns = await turns_while(pending(me), lambda turns: me.show("go") if turns == 50 else None)
+        assert turns >= 50
+    x = torch.ones(16 * 2**20)
+    turns = await turns_while(ac.all_reduce(x, out=x), lambda turns: None)
+    assert turns >= 5, f"{turns} turns of the loop during 64 MiB"
+    assert float(x[0]) == 2.0
+    assert float(x[-1]) == 2.0
+
+
+def test_the_loop_turns_while_one_awaits(pair: World, loop: str) -> None:
+    """Another task gets fifty turns before the operation can end, and several during 64 MiB."""
+    pair.run(keeps_turning, runner=loop)
+
+
+async def many_small(me: Rank) -> None:
+    turns, over = 0, False
+
+    async def heartbeat() -> None:
+        nonlocal turns
+        while not over:
+            turns += 1
+            await anyio.sleep(0)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(heartbeat)
+        for _ in range(1000):
+            await ac.all_reduce(torch.ones(1))
+        over = True
+    assert turns >= 20, f"{turns} turns of the loop during 1000 small operations"
+
+
+def test_a_stream_of_small_operations_lets_others_run(pair: World, loop: str) -> None:
+    """Awaits that never need to sleep still yield now and then."""
+    pair.run(many_small, runner=loop)
+
+
+# ---------------------------------------------------------------- world of one
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "broadcast"])
+def test_is_done_at_once_alone(call: str) -> None:
+    """In the serial world a work is done when it is returned."""
+    work = getattr(ac, call)(torch.ones(2))
+    assert work.done()
+    oracle.same(work.result(), torch.ones(2))

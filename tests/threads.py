@@ -1,0 +1,65 @@
+"""Worlds whose ranks are threads of the test's own process, over a `HashStore`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import asynccoll as ac
+from ranks import Place, Rank, run_case
+
+
+class ThreadsError(AssertionError):
+    """A case failed or hung on some of the threads."""
+
+
+def run(
+    size: int,
+    case: Callable[..., Any],
+    *args: Any,
+    runner: str = "asyncio",
+    timeout: float = 20.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `case(me, *args, **kwargs)` on `size` threads that are the ranks of one world."""
+    store = dist.HashStore()
+    failures: dict[int, list[str]] = {rank: [] for rank in range(size)}
+    results: list[Any] = [None] * size
+    signs = Path(tempfile.mkdtemp(prefix="asynccoll-signs-"))
+
+    def rank_thread(rank: int) -> None:
+        def report(kind: str, *message: Any) -> None:
+            if kind == "failed":
+                failures[rank].append(f"case {message[0]!r}\n{message[1]}")
+
+        try:
+            ac.initialize("gloo", store=store, rank=rank, world_size=size, timeout=60.0)
+            me = Rank(Place("gloo", rank, size), runner, signs, report)
+            results[rank] = run_case(me, case, args, kwargs)
+            ac.finalize()
+        except BaseException:
+            failures[rank].append(traceback.format_exc())
+
+    threads = [
+        threading.Thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        thread.join(timeout)
+        if thread.is_alive():
+            frame = sys._current_frames().get(thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame else ""
+            failures[rank].append(f"not done after {timeout} s\n{stack}")
+    texts = [f"--- rank {rank}: {text}" for rank in failures for text in failures[rank]]
+    if texts:
+        raise ThreadsError("\n".join([f"{case.__qualname__} on {size} threads failed", *texts]))
+    return results
