@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asynccoll.errors import AsyncCollError
+from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.launch.commands import RunRequest, run
 
 __all__ = ["main"]
@@ -196,9 +196,41 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--backend", default="gloo", metavar="NAME", help="default gloo")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="default 2")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="default cpu")
-    parser.add_argument("--non-contiguous", action="store_true", help="a strided view")
+    parser.add_argument("--check", action="store_true", help="with check='full'")
     parser.set_defaults(carry_out=_explain)
 
 
 def _explain(given: argparse.Namespace) -> int:
-    raise NotImplementedError(given)
+    from asynccoll.explaining import explain_offline
+
+    plan = explain_offline(
+        given.operation,
+        backend=given.backend,
+        world_size=_at_least_one(given.world_size),
+        shape=_shape(given.shape),
+        dtype=given.dtype,
+        device=given.device,
+        op=given.reduce_op,
+        check=given.check,
+    )
+    print(plan)
+    return 0
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """``4,4`` as a shape; nothing at all is the shape of a single number."""
+    try:
+        shape = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        shape = (-1,)
+    if any(extent < 0 for extent in shape):
+        raise InvalidArgumentError(
+            f"shape {text!r} cannot be read; expected sizes with commas between, such as 4,4"
+        )
+    return shape
+
+
+def _at_least_one(world_size: int) -> int:
+    if world_size < 1:
+        raise InvalidArgumentError(f"world size {world_size} is not possible; it is at least 1")
+    return world_size

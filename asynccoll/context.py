@@ -109,19 +109,25 @@ class Context:
         self.liveness.close()
         self.backend.close(abort=abort)
 
+    async def on_host(self, operation: Operation) -> None:
+        """Wait until the host may read what ``operation`` delivered on the device."""
+        if self.backend.stream_ordered:
+            from asynccoll.streams import drained
+
+            await drained(self.backend.device)
+
     # Failures
 
     def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
         """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
         if not isinstance(error, PeerLostError):
             return error
-        refused = self.refusals.published(lane)
-        if refused is not None:
-            refused.__cause__ = error
-            return refused
         lost = self.liveness.lost(lane.group.ranks)
-        if not lost:
-            return error
+        if not lost:  # asked second, for the store may be gone with rank 0
+            refused = self.refusals.published(lane)
+            if refused is not None:
+                refused.__cause__ = error
+            return refused or error
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
         named = PeerLostError(f"{who} is gone; {error}", lost)
         named.__cause__ = error.__cause__

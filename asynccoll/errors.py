@@ -129,12 +129,16 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 
+#: Native libraries begin their messages with the line of their own source.
+_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")
+
 
 def collective_error(error: BaseException, what: str) -> CollectiveError:
     """The typed error for a failure that a native operation reported while doing ``what``."""
     if isinstance(error, CollectiveError):
         return error
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = _SOURCE_LINE.sub("", str(error).strip().split("\n")[0]) or type(error).__name__
+    text = text.partition(" This is typically caused by")[0]
     message = f"{what} failed: {text}"
     mapped: CollectiveError
     if _TIMEOUT.search(text):

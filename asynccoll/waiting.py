@@ -27,7 +27,7 @@ from asynccoll.operation import INLINE_SECONDS
 if TYPE_CHECKING:
     from asynccoll.operation import Operation
 
-__all__ = ["Signal", "block", "pause", "suspend"]
+__all__ = ["Signal", "block", "in_loop", "pause", "suspend"]
 
 AddWaker = Callable[[Callable[[], object]], object]
 
@@ -265,3 +265,8 @@ def _park_on_trio(task: Any, add_waker: AddWaker, seconds: float) -> Generator[A
     add_waker(wake)
     with trio.move_on_after(seconds):
         yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()
+
+
+def in_loop() -> bool:
+    """Whether the caller runs in an event loop, which a long computation would hold."""
+    return _here()[0] is not None

@@ -11,6 +11,7 @@ then awaited for real instead of synchronising the GPU.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,15 +19,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
 from asynccoll.backends.mailbox import Mailbox
+from asynccoll.backends.rendezvous import LOOPBACK, locate, matching_launch, rendezvous
 from asynccoll.backends.waiters import Waiters
 from asynccoll.completion import Completion, Promise
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
 if TYPE_CHECKING:
+    from asynccoll.backends import Request
+    from asynccoll.context import Context
     from asynccoll.group import Group
 
 __all__ = ["C10dBackend"]
@@ -78,10 +83,11 @@ _REDUCE_OPS: dict[ReduceOp, Any] = {
 class HostCompletion(Completion):
     """A c10d work whose end the host can see (gloo)."""
 
-    __slots__ = ("_work", "done")
+    __slots__ = ("_future", "_work", "done")
 
     def __init__(self, work: Any) -> None:
         self._work = work
+        self._future: Any = None
         self.done = work.is_completed
 
     def wait(self, seconds: float) -> bool:
@@ -93,11 +99,22 @@ class HostCompletion(Completion):
         return True
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        self._work.get_future().add_done_callback(lambda _: callback())
+        future = self._work.get_future()
+
+        def fired(_: Any) -> None:
+            # The work says that it is done only after its future's callbacks have run.
+            self._future = future
+            self.done = future.done
+            callback()
+
+        future.add_done_callback(fired)
 
     def error(self) -> BaseException | None:
         try:
-            self._work.wait(_MILLISECOND)
+            if self._future is not None:
+                self._future.value()
+            else:
+                self._work.wait(_MILLISECOND)
         except RuntimeError as error:
             return error
         return None
@@ -139,13 +156,13 @@ def _options(kind: Any, **values: Any) -> Any:
     return options
 
 
-_ALL_REDUCE = {op: _options(dist.AllreduceOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()}
+_ALL_REDUCE = {op: _options(_native.AllreduceOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()}
 _REDUCE_SCATTER = {
-    op: _options(dist.ReduceScatterOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()
+    op: _options(_native.ReduceScatterOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()
 }
-_ALL_GATHER = _options(dist.AllgatherOptions)
-_ALL_TO_ALL = _options(dist.AllToAllOptions)
-_BARRIER = _options(dist.BarrierOptions)
+_ALL_GATHER = _options(_native.AllgatherOptions)
+_ALL_TO_ALL = _options(_native.AllToAllOptions)
+_BARRIER = _options(_native.BarrierOptions)
 
 
 class _Transport:
@@ -177,12 +194,12 @@ class C10dCommunicator:
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         to = self._for(x)
-        options = _options(dist.ReduceOptions, reduceOp=_REDUCE_OPS[op], rootRank=dst)
+        options = _options(_native.ReduceOptions, reduceOp=_REDUCE_OPS[op], rootRank=dst)
         return to.complete(to.native.reduce([x], options))
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         to = self._for(x)
-        return to.complete(to.native.broadcast([x], _options(dist.BroadcastOptions, rootRank=src)))
+        return to.complete(to.native.broadcast([x], _options(_native.BroadcastOptions, rootRank=src)))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         to = self._for(x)
@@ -190,12 +207,12 @@ class C10dCommunicator:
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         to = self._for(x)
-        options = _options(dist.GatherOptions, rootRank=dst)
+        options = _options(_native.GatherOptions, rootRank=dst)
         return to.complete(to.native.gather([list(out)] if out is not None else [], [x], options))
 
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
         to = self._for(out)
-        options = _options(dist.ScatterOptions, rootRank=src)
+        options = _options(_native.ScatterOptions, rootRank=src)
         return to.complete(to.native.scatter([out], [list(x)] if x is not None else [], options))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
@@ -322,21 +339,23 @@ class C10dBackend:
         device: torch.device,
         by_device: dict[str, str],
         interface: str | None = None,
+        loopback: bool = False,
         owns_default_group: bool = False,
     ) -> None:
         self.name = name
         self.device = device
         self.by_device = by_device
         self.stream_ordered = device.type != "cpu"
-        self._store = store
+        self.store = store
         self._timeout = timedelta(seconds=timeout)
-        self._interface = interface
+        # One host needs no more than its loopback, and a host without a network has no more.
+        self._interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
+        self._loopback = loopback
         self._owns_default_group = owns_default_group
         self._registered: dict[str, Any] = {}
 
     def capabilities(self, device: str) -> Capabilities:
-        native = self.by_device.get(device) or self.by_device["cpu"]
-        return NCCL if native == "nccl" else GLOO
+        return NCCL if self.by_device.get(device) == "nccl" else GLOO
 
     def open(self, group: Group, lane: str, epoch: int) -> C10dCommunicator:
         name = f"asynccoll/{group.key}/{lane}@{epoch}"
@@ -360,7 +379,7 @@ class C10dBackend:
 
     def _native(self, native: str, name: str, rank: int, size: int) -> Any:
         # A store client serves one blocking wait at a time: every group has its own.
-        store = dist.PrefixStore(name, self._store.clone())
+        store = dist.PrefixStore(name, self.store.clone())
         return _CREATE.get(native, _create_other(native))(self, store, rank, size)
 
     def native_group(self, group: Group) -> Any:
@@ -378,11 +397,14 @@ class C10dBackend:
         """A bare gloo group on the chosen interface."""
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [
-            gloo.create_device(interface=self._interface)
-            if self._interface
-            else gloo.create_default_device()
-        ]
+        if self._interface:
+            options._devices = [
+                gloo.create_device(interface=interface) for interface in self._interface.split(",")
+            ]
+        elif self._loopback:
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        else:
+            options._devices = [gloo.create_default_device()]
         options._timeout = self._timeout
         options._threads = 2
         return gloo(store, rank, size, options)
@@ -416,3 +438,105 @@ _CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], Any]] = {
     "gloo": C10dBackend.create_gloo,
     "nccl": C10dBackend.create_nccl,
 }
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The row for backend ``name`` and tensors on ``device``."""
+    return NCCL if parse_backend(name).get(device) == "nccl" else GLOO
+
+
+# Making one
+
+
+def create(request: Request) -> Context:
+    """Join the world over c10d: torch's default group for everybody else, our own beside it."""
+    from asynccoll.context import Context
+
+    options = request.take_options("interface")
+    native = _default_group() if request.store is None and request.init_method is None else None
+    if native is not None:
+        return adopt(*native, request.timeout, request.check)
+    by_device = parse_backend(request.backend)
+    store, rank, world_size = rendezvous(request)
+    threads = isinstance(store, dist.HashStore) and world_size > 1
+    identity = locate(request.launch, dist.PrefixStore("asynccoll/hosts", store), rank, world_size)
+    device = pick_device(by_device, identity.local_rank)
+    # Where ranks are threads there can be no default group: torch has one a process.
+    owns_default = not threads and not dist.is_initialized()
+    if owns_default:
+        dist.init_process_group(
+            request.backend,
+            store=dist.PrefixStore("default", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=request.timeout),
+        )
+    backend = C10dBackend(
+        request.backend,
+        dist.PrefixStore("asynccoll", store),
+        timeout=request.timeout,
+        device=device,
+        by_device=by_device,
+        interface=options.get("interface"),
+        loopback=identity.nnodes == 1,
+        owns_default_group=owns_default,
+    )
+    context = Context(
+        backend,
+        identity,
+        store=backend.store,
+        timeout=request.timeout,
+        check=request.check,
+        thread_rank=threads,
+    )
+    context.world.lane().open()
+    return context
+
+
+def _default_group() -> tuple[str, dist.Store, int, int] | None:
+    """The default group that the user made with torch before ``initialize``, if there is one."""
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    return dist.get_backend(), store, dist.get_rank(), dist.get_world_size()
+
+
+def adopt(
+    name: str, store: dist.Store, rank: int, world_size: int, timeout: float, check: str
+) -> Context:
+    """A context beside the user's default group. Opens nothing until an operation needs it."""
+    from asynccoll.context import Context
+
+    by_device = parse_backend(name)
+    identity = locate(matching_launch(rank, world_size), None, rank, world_size)
+    backend = C10dBackend(
+        name,
+        dist.PrefixStore("asynccoll", store),
+        timeout=timeout,
+        device=pick_device(by_device, identity.local_rank),
+        by_device=by_device,
+        loopback=identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK,
+    )
+    return Context(backend, identity, store=backend.store, timeout=timeout, check=check)
+
+
+def parse_backend(name: str) -> dict[str, str]:
+    """``"nccl"`` -> ``{"cpu": "gloo", "cuda": "nccl"}``; also torch's ``"cpu:gloo,cuda:nccl"``."""
+    if ":" not in name:
+        if name == "gloo":
+            return {"cpu": "gloo"}
+        if name == "nccl":
+            return {"cpu": "gloo", "cuda": "nccl"}
+        return {"cpu": name}
+    by_device = dict(part.strip().split(":", 1) for part in name.split(",") if ":" in part)
+    by_device.setdefault("cpu", "gloo")
+    return by_device
+
+
+def pick_device(by_device: dict[str, str], local_rank: int) -> torch.device:
+    """The device of this rank's tensors; with nccl also the current one."""
+    if "cuda" not in by_device or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device

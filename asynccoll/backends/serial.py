@@ -9,9 +9,12 @@ import torch
 
 from asynccoll.backends.mailbox import Mailbox
 from asynccoll.completion import READY, Completion
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
 if TYPE_CHECKING:
+    from asynccoll.backends import Request
+    from asynccoll.context import Context
     from asynccoll.group import Group
 
 __all__ = ["SerialBackend"]
@@ -132,3 +135,20 @@ class SerialBackend:
 
     def native_group(self, group: Group) -> Any:
         return None
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The one row there is."""
+    return CAPABILITIES
+
+
+def create(request: Request) -> Context:
+    """A world of one, by name."""
+    from asynccoll.context import Context, Identity
+
+    request.take_options()
+    if (request.world_size or 1) != 1:
+        raise InvalidArgumentError(
+            f"backend 'serial' is a world of one, got world_size={request.world_size}; name another backend"
+        )
+    return Context(SerialBackend(), Identity(), timeout=request.timeout, check="off")

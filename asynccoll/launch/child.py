@@ -107,7 +107,7 @@ def _fresh_main() -> types.ModuleType:
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     if "__annotations__" in globals():  # a fresh one has it up to Python 3.13
-        module.__dict__["__annotations__"] = {}
+        module.__annotations__ = {}
     sys.modules["__main__"] = module
     return module
 

@@ -1,0 +1,132 @@
+"""Functional async collectives: plain functions that start at once and return an awaitable ``Work``.
+
+    import asynccoll as ac
+
+    ac.initialize()
+    work = ac.all_reduce(grad)      # started now
+    loss = next_batch_forward()     # overlaps with it
+    grad = await work               # asyncio or trio; work.wait() without a loop
+"""
+
+from asynccoll.codecs import Codec
+from asynccoll.errors import (
+    AbortedError,
+    AsyncCollError,
+    BackendNotFoundError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    LaneLimitError,
+    LaneOrderError,
+    LaunchEnvironmentError,
+    NotInitializedError,
+    PayloadTypeError,
+    PeerLostError,
+    PeerRefusedError,
+    UnawaitedWorkWarning,
+    UnsupportedOpError,
+    WorkNotDoneError,
+)
+from asynccoll.group import Group
+from asynccoll.lanes import TaskGroup, create_task_group, lane, scope
+from asynccoll.ops import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    explain,
+    gather,
+    gather_object,
+    permute,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    scatter_object,
+    send,
+)
+from asynccoll.runtime import (
+    available_backends,
+    backend,
+    device,
+    finalize,
+    get_local_rank,
+    get_nnodes,
+    get_node_rank,
+    get_nproc_per_node,
+    get_rank,
+    get_world_size,
+    hostname,
+    initialize,
+    is_initialized,
+    new_group,
+)
+from asynccoll.spec import ReduceOp
+from asynccoll.work import Work, as_completed, wait_all
+
+__version__ = "0.1.0"
+
+__all__ = (
+    "AbortedError",
+    "AsyncCollError",
+    "BackendNotFoundError",
+    "Codec",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "Group",
+    "InvalidArgumentError",
+    "LaneLimitError",
+    "LaneOrderError",
+    "LaunchEnvironmentError",
+    "NotInitializedError",
+    "PayloadTypeError",
+    "PeerLostError",
+    "PeerRefusedError",
+    "ReduceOp",
+    "TaskGroup",
+    "UnawaitedWorkWarning",
+    "UnsupportedOpError",
+    "Work",
+    "WorkNotDoneError",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "as_completed",
+    "available_backends",
+    "backend",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "create_task_group",
+    "device",
+    "explain",
+    "finalize",
+    "gather",
+    "gather_object",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "hostname",
+    "initialize",
+    "is_initialized",
+    "lane",
+    "new_group",
+    "permute",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "scope",
+    "send",
+    "wait_all",
+)

@@ -1,0 +1,194 @@
+"""Which backends there are, which one is meant, and how it is loaded: lazily, by name.
+
+A backend is a factory ``create(request) -> Context`` in a module of its own, so that a missing package
+costs nothing until somebody asks for it. Others register through the entry-point group
+``asynccoll.backends`` (name -> ``module:create``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.launch.env import LaunchInfo, detect
+from asynccoll.launch.slurm import expand_with_scontrol
+
+if TYPE_CHECKING:
+    from asynccoll.context import Context
+    from asynccoll.spec import Capabilities
+
+__all__ = ["Request", "adopt", "available", "capabilities_of", "create"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What ``initialize`` was asked for, with the backend chosen."""
+
+    backend: str
+    launch: LaunchInfo | None
+    init_method: str | None = None
+    store: dist.Store | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    timeout: float = 1800.0
+    check: str = "local"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def take_options(self, *known: str) -> dict[str, Any]:
+        """The backend options, all of which must be ``known``."""
+        unknown = sorted(set(self.options) - set(known))
+        if unknown:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise InvalidArgumentError(
+                f"backend {self.backend!r} has no option {', '.join(map(repr, unknown))}; {takes}"
+            )
+        return dict(self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a backend is, whether it can work here, and what to type if it cannot."""
+
+    factory: str
+    present: Callable[[], bool]
+    install: str
+
+
+def _has(package: str) -> Callable[[], bool]:
+    return lambda: importlib.util.find_spec(package) is not None
+
+
+_TABLE: dict[str, _Entry] = {
+    "serial": _Entry("asynccoll.backends.serial:create", lambda: True, ""),
+    "gloo": _Entry(
+        "asynccoll.backends.c10d:create", dist.is_gloo_available, "a torch built with gloo"
+    ),
+    "nccl": _Entry(
+        "asynccoll.backends.c10d:create",
+        lambda: dist.is_nccl_available() and torch.cuda.is_available(),
+        "a torch built with CUDA and NCCL, and a GPU",
+    ),
+}
+
+
+def _registered() -> dict[str, _Entry]:
+    """The built-in backends and those of other packages."""
+    table = dict(_TABLE)
+    for point in importlib.metadata.entry_points(group="asynccoll.backends"):
+        package = point.dist.name if point.dist is not None else point.module
+        table.setdefault(point.name.lower(), _Entry(point.value, lambda: True, f"pip install {package}"))
+    return table
+
+
+def available() -> tuple[str, ...]:
+    """The names of the backends whose parts are all here, sorted."""
+    return tuple(sorted(name for name, entry in _registered().items() if entry.present()))
+
+
+def create(
+    backend: str | None,
+    *,
+    init_method: str | None,
+    store: dist.Store | None,
+    rank: int | None,
+    world_size: int | None,
+    timeout: float,
+    check: str,
+    options: Mapping[str, Any],
+) -> Context:
+    """The context that ``initialize`` asks for."""
+    explicit = _check_place(init_method, store, rank, world_size)
+    launch = None if explicit else detect(os.environ, expand_hosts=expand_with_scontrol)
+    name = _choose(launch) if backend is None else _normal(backend)
+    request = Request(name, launch, init_method, store, rank, world_size, timeout, check, options)
+    return _factory(name)(request)
+
+
+def _check_place(
+    init_method: str | None, store: dist.Store | None, rank: int | None, world_size: int | None
+) -> bool:
+    """Whether the caller says where the world is, instead of the launcher's environment."""
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError("pass init_method or store, not both: each says where the ranks meet")
+    if store is not None and (rank is None or world_size is None):
+        raise InvalidArgumentError("store= needs rank= and world_size=: a store does not know them")
+    if (rank is None) != (world_size is None) and init_method not in (None, "env://"):
+        raise InvalidArgumentError(
+            f"rank and world_size go together, got rank={rank!r} and world_size={world_size!r}"
+        )
+    if world_size is not None and world_size < 1:
+        raise InvalidArgumentError(f"world_size must be at least 1, got {world_size}")
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise InvalidArgumentError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+    return store is not None or (rank is not None and world_size is not None)
+
+
+def _choose(launch: LaunchInfo | None) -> str:
+    """The backend for a launcher, when the user names none."""
+    if launch is not None:
+        if launch.launcher == "serial":
+            return "serial"
+        by_launcher = {"horovod": "horovod", "openmpi": "mpi", "mpich": "mpi", "tpu": "xla-tpu"}
+        chosen = by_launcher.get(launch.launcher)
+        if chosen is not None:
+            return chosen
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        ranks_here = launch.local_world_size if launch is not None else 1
+        if torch.cuda.device_count() >= ranks_here:
+            return "nccl"
+    return "gloo"
+
+
+def _normal(backend: Any) -> str:
+    if not isinstance(backend, str):
+        raise InvalidArgumentError(f"backend must be a name or None, got {backend!r}")
+    return backend.strip().lower()
+
+
+def _factory(name: str) -> Callable[[Request], Context]:
+    if ":" in name or name.upper() in dist.Backend._plugins:  # torch's "cpu:gloo,cuda:nccl", or a plugin
+        return _load("asynccoll.backends.c10d:create")
+    entry = _entry(name)
+    if not entry.present():
+        raise BackendNotFoundError(
+            f"backend {name!r} is not usable here; it needs {entry.install}. Available: "
+            f"{', '.join(available())}"
+        )
+    return _load(entry.factory)
+
+
+def _entry(name: str) -> _Entry:
+    table = _registered()
+    if name not in table:
+        raise BackendNotFoundError(
+            f"unknown backend {name!r}; there are {', '.join(sorted(table))} (in any case), backends "
+            "registered with torch.distributed, and forms like 'cpu:gloo,cuda:nccl'"
+        )
+    return table[name]
+
+
+def _load(path: str) -> Callable[[Request], Context]:
+    module, _, attribute = path.partition(":")
+    return cast("Callable[[Request], Context]", getattr(importlib.import_module(module), attribute))
+
+
+def capabilities_of(name: str, device: str) -> Capabilities:
+    """What backend ``name`` does for tensors on ``device``, without opening it."""
+    module = importlib.import_module(_entry(name).factory.partition(":")[0])
+    return cast("Capabilities", module.capabilities(name, device))
+
+
+def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: float, check: str) -> Context:
+    """A context beside the default group that the user made with torch."""
+    from asynccoll.backends import c10d
+
+    return c10d.adopt(name, store, rank, world_size, timeout, check)

@@ -1,0 +1,134 @@
+"""Where the ranks of a c10d world meet, and where each of them is.
+
+Turns what the user or the launcher said (``env://``, ``tcp://``, ``file://``, a store) into a store, a
+rank and a world size; and tells which ranks share a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from asynccoll.context import Identity
+from asynccoll.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    LaunchEnvironmentError,
+)
+from asynccoll.launch.env import LaunchInfo, detect
+
+if TYPE_CHECKING:
+    from asynccoll.backends import Request
+
+__all__ = ["LOOPBACK", "locate", "matching_launch", "rendezvous"]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
+    """(store, rank, world size) for a request; waits for the master, not for the other ranks."""
+    timeout = timedelta(seconds=request.timeout)
+    if request.store is not None:
+        assert request.rank is not None and request.world_size is not None
+        return request.store, request.rank, request.world_size
+    method = request.init_method or "env://"
+    if method.startswith("env://"):
+        return _from_environment(request, timeout)
+    rank, world_size = _place(request)
+    try:
+        store, rank, world_size = next(dist.rendezvous(method, rank, world_size, timeout=timeout))
+    except dist.DistStoreError as error:
+        raise CollectiveTimeoutError(
+            f"rank {rank} of {world_size} found nobody at {method} within {request.timeout} s: {error}"
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"init_method {method!r} does not work: {error}") from error
+    return store, rank, world_size
+
+
+def _place(request: Request) -> tuple[int, int]:
+    """Rank and world size: as given, else the launcher's."""
+    if request.rank is not None and request.world_size is not None:
+        return request.rank, request.world_size
+    launch = request.launch or detect(os.environ)
+    if launch.launcher == "serial" and request.init_method:
+        raise InvalidArgumentError(
+            f"init_method={request.init_method!r} needs rank= and world_size=: no launcher says them"
+        )
+    return launch.rank, launch.world_size
+
+
+def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    rank, world_size = _place(request)
+    launch = request.launch
+    host = (launch.master_addr if launch else None) or os.environ.get("MASTER_ADDR")
+    port = (launch.master_port if launch else None) or int(os.environ.get("MASTER_PORT", "0"))
+    if world_size == 1 and not host:
+        return dist.HashStore(), 0, 1
+    if not host or not port:
+        raise LaunchEnvironmentError(
+            f"rank {rank} of {world_size} does not know where the ranks meet: MASTER_ADDR="
+            f"{host or 'unset'}, MASTER_PORT={port or 'unset'}; set both, start the script with `asynccoll "
+            "run`, or pass init_method='tcp://host:port'"
+        )
+    # torchrun's agent already serves a store at that address; its workers are all clients then.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not agent,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise CollectiveTimeoutError(
+            f"rank {rank} of {world_size} cannot reach the store at {host}:{port}: {error}"
+        ) from error
+    if agent:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"attempt_{attempt}", store), rank, world_size
+    return store, rank, world_size
+
+
+def locate(
+    launch: LaunchInfo | None, store: dist.Store | None, rank: int, world_size: int
+) -> Identity:
+    """Which node this rank is on: the launcher's word, else host names compared through the store."""
+    if launch is not None and launch.world_size == world_size and launch.rank == rank:
+        return Identity(
+            rank,
+            world_size,
+            launch.local_rank,
+            launch.local_world_size,
+            launch.node_rank,
+            launch.nnodes,
+        )
+    if store is None or world_size == 1:
+        return Identity(rank, world_size, rank, world_size)
+    store.set(f"host/{rank}", json.dumps(socket.gethostname()))
+    try:
+        hosts = [json.loads(store.get(f"host/{index}")) for index in range(world_size)]
+    except RuntimeError as error:
+        raise CollectiveTimeoutError(f"not all of the {world_size} ranks came: {error}") from error
+    nodes = list(dict.fromkeys(hosts))
+    mine = [index for index in range(world_size) if hosts[index] == hosts[rank]]
+    return Identity(
+        rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes)
+    )
+
+
+def matching_launch(rank: int, world_size: int) -> LaunchInfo | None:
+    """What the launcher says, if it speaks of the same place; a group made by hand may not."""
+    try:
+        launch = detect(os.environ)
+    except LaunchEnvironmentError:
+        return None
+    return launch if (launch.rank, launch.world_size) == (rank, world_size) else None

@@ -1,0 +1,181 @@
+"""How arbitrary objects become bytes.
+
+The default codec decodes without running anybody's code: it is pickle's own machinery, in C, with an
+unpickler that knows a short list of harmless types and nothing else (the idea of torch's
+``weights_only``). ``codec="pickle"`` takes any picklable object, and with it the risk that decoding
+runs code which the sender chose.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
+import pickle
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
+
+__all__ = ["Codec", "get_codec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A named pair of functions. Pass one as ``codec=`` to use your own (say, msgspec or cloudpickle)."""
+
+    name: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+_HARMLESS: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        complex,
+        set,
+        frozenset,
+        bytearray,
+        range,
+        slice,
+        collections.OrderedDict,
+        collections.deque,
+        collections.Counter,
+        datetime.date,
+        datetime.time,
+        datetime.datetime,
+        datetime.timedelta,
+        datetime.timezone,
+        decimal.Decimal,
+        fractions.Fraction,
+        uuid.UUID,
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+        torch.Size,
+        torch.device,
+    )
+}
+_TYPES = frozenset(_HARMLESS.values())
+#: What the pickles of harmless types refer to beside the types themselves.
+_HELPERS = {
+    ("_codecs", "encode"): lambda text, encoding: text.encode("latin-1"),
+    ("fractions", "Fraction"): fractions.Fraction,
+    ("uuid", "SafeUUID"): uuid.SafeUUID,
+}
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class _SafePickler(pickle.Pickler):
+    """Refuses what the safe unpickler would, before anything is sent; tensors go as plain bytes."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return _from_tensor(obj)
+        if isinstance(obj, torch.dtype):
+            return ("dtype", str(obj))
+        if isinstance(obj, (np.ndarray, np.generic)) and obj.dtype.kind in "biufcSUMm":
+            array = np.ascontiguousarray(obj)
+            return ("numpy", obj.dtype.str, obj.shape, array.tobytes(), isinstance(obj, np.generic))
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = obj if isinstance(obj, type) else type(obj)
+        if kind in _TYPES or (isinstance(obj, uuid.SafeUUID)):
+            return NotImplemented
+        name = getattr(obj, "__qualname__", None)
+        if (getattr(obj, "__module__", None), name) in _HELPERS:
+            return NotImplemented
+        raise PayloadTypeError(
+            f"the default codec does not carry {kind.__module__}.{kind.__qualname__} (it decodes without "
+            'running code); send plain data, or pass codec="pickle" if you trust every rank'
+        )
+
+
+def _from_tensor(x: torch.Tensor) -> tuple[Any, ...]:
+    if x.layout is not torch.strided or x.device.type == "meta":
+        raise PayloadTypeError(f"cannot encode a {x.layout} tensor on {x.device}; pass a dense one")
+    data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return ("tensor", str(x.dtype), tuple(x.shape), raw)
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _HARMLESS.get((module, name)) or _HELPERS.get((module, name))
+        if found is None:
+            raise CollectiveError(
+                f"an object refers to {module}.{name}, which the default codec does not decode; pass "
+                'codec="pickle" on every rank if you trust all of them'
+            )
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, *rest = pid
+        return _LOAD[kind](*rest)
+
+
+def _to_tensor(dtype: str, shape: tuple[int, ...], raw: bytes) -> torch.Tensor:
+    if not raw:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(_DTYPES[dtype]).view(shape)
+
+
+def _to_numpy(dtype: str, shape: tuple[int, ...], raw: bytes, scalar: bool) -> Any:
+    array = np.frombuffer(bytearray(raw), dtype=np.dtype(dtype)).reshape(shape)
+    return array[()] if scalar else array
+
+
+_LOAD: dict[str, Callable[..., Any]] = {
+    "tensor": _to_tensor,
+    "numpy": _to_numpy,
+    "dtype": lambda name: _DTYPES[name],
+}
+
+
+def _encode_safe(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _SafePickler(buffer, protocol=5).dump(obj)
+    except (pickle.PicklingError, AttributeError, RecursionError) as error:
+        raise PayloadTypeError(f"cannot encode a {type(obj).__name__}: {error}") from error
+    return buffer.getvalue()
+
+
+def _decode_safe(raw: bytes) -> Any:
+    return _SafeUnpickler(io.BytesIO(raw)).load()
+
+
+def _encode_pickle(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj, protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise PayloadTypeError(f"cannot pickle a {type(obj).__name__}: {error}") from error
+
+
+SAFE = Codec("safe", _encode_safe, _decode_safe)
+PICKLE = Codec("pickle", _encode_pickle, pickle.loads)
+_CODECS = {codec.name: codec for codec in (SAFE, PICKLE)}
+
+
+def get_codec(codec: Any) -> Codec:
+    """The codec for what a user passes as ``codec=``: None, a name, or a ``Codec``."""
+    if codec is None:
+        return SAFE
+    if isinstance(codec, Codec):
+        return codec
+    if isinstance(codec, str) and codec.lower() in _CODECS:
+        return _CODECS[codec.lower()]
+    raise InvalidArgumentError(
+        f"unknown codec {codec!r}; expected None (the safe default), {', '.join(map(repr, _CODECS))} or "
+        "an asynccoll.Codec"
+    )

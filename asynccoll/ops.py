@@ -1,0 +1,564 @@
+"""The collectives: plain functions that start at once and return a ``Work``.
+
+Said once, for every function here:
+
+- **Group and lane.** ``group`` is None (the world), a ``Group``, a list of global ranks, a
+  one-dimensional ``DeviceMesh`` or a torch process group; ``lane`` names the order in which the call
+  takes its place (default: that of ``with ac.lane(...)``, else ``"default"``). Roots and pairs are
+  global ranks.
+- **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
+  stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
+  the operation; ``await work.on_host()`` waits for the host as well.
+- **Inputs** are never changed, and must not be changed until the work is ready. ``out`` (one tensor,
+  the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation.
+- **timeout** in seconds bounds the waiting for this operation, counted from the call.
+- **Gradients** are those of the sum of all ranks' losses.
+- **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
+  ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``; the peers that did call get a
+  ``PeerRefusedError``. From ``await``: ``CollectiveTimeoutError``, ``CollectiveMismatchError``,
+  ``PeerLostError``, ``PeerRefusedError``.
+
+In the examples two ranks call; ``r0``/``r1`` is what each gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from asynccoll import compiled, objects, payload, tensors
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.group import Group, resolve_group
+from asynccoll.lane import Lane
+from asynccoll.lanes import current_lane
+from asynccoll.runtime import current
+from asynccoll.spec import Plan, ReduceOp
+from asynccoll.work import Work
+
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "explain",
+    "gather",
+    "gather_object",
+    "permute",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+]
+
+T = TypeVar("T")
+
+
+def _lane(group: Any, lane: str | None) -> Lane:
+    """Where a call takes its place."""
+    context = current()
+    resolved = context.world if group is None else resolve_group(context, group)
+    return resolved.lane(lane if lane is not None else current_lane())
+
+
+def _start(at: Lane, start: Callable[..., Work[T]], *args: Any) -> Work[T]:
+    """Start; if this rank refuses, tell the others, who may be waiting for it."""
+    try:
+        return start(at, *args)
+    except AsyncCollError as error:
+        at.group.context.refusals.refuse(at, error)
+        raise
+
+
+def _timeout(timeout: float | None) -> float | None:
+    if timeout is None or (isinstance(timeout, (int, float)) and timeout > 0):
+        return timeout
+    raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
+
+
+def all_reduce(
+    x: T,
+    /,
+    *,
+    op: str | Any = "sum",
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """The reduction of every rank's ``x``, the same on all of them, of the type of ``x``.
+
+    A tensor keeps shape and dtype; ints and bools reduce to exact ints (never overflowing), floats to
+    floats; a tree is reduced leaf by leaf, its tensors fused.
+
+    >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
+    tensor([4, 6])                                    # both
+
+    ``op``: ``sum``, ``avg`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical: 0 or 1 in
+    the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or a torch ``ReduceOp``. Of bools
+    a sum is an *or* and a product an *and*. sum and avg have gradients (all_reduce of the gradients);
+    the others raise in backward.
+
+    Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``.
+    """
+    if torch.compiler.is_compiling():
+        return compiled.all_reduce(x, op, group)
+    at = _lane(group, lane)
+    return _start(at, _all_reduce, x, op, out, timeout)
+
+
+def _all_reduce(at: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Work[Any]:
+    return payload.all_reduce(at, x, ReduceOp.parse(op), out, _timeout(timeout))
+
+
+def reduce(
+    x: T,
+    /,
+    *,
+    dst: int = 0,
+    op: str | Any = "sum",
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T | None]:
+    """The reduction of every rank's ``x`` on ``dst``; None elsewhere. Has no gradient.
+
+    >>> await ac.reduce(torch.tensor([1, 2]), dst=1)  # r0 has [1, 2], r1 has [3, 4]
+    None                                              # r0
+    tensor([4, 6])                                    # r1
+
+    Source: ``torch.distributed.reduce``, ``MPI_Ireduce``.
+    """
+    at = _lane(group, lane)
+    return _start(at, _reduce, x, dst, op, out, timeout)
+
+
+def _reduce(at: Lane, x: Any, dst: int, op: Any, out: Any, timeout: float | None) -> Work[Any]:
+    index = at.group.index(dst, "dst")
+    return payload.reduce(at, x, index, ReduceOp.parse(op), out, _timeout(timeout))
+
+
+def broadcast(
+    x: T,
+    /,
+    *,
+    src: int = 0,
+    safe_mode: bool = False,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """The ``x`` of ``src``, on every rank.
+
+    The others pass something alike: a tensor of the same shape and dtype, a number or string of their
+    own, a tree of the same structure. With ``safe_mode=True`` they may pass None or anything: what is
+    sent describes itself.
+
+    >>> await ac.broadcast(torch.tensor([1, 2]), src=0)           # r1 passes any int64 of 2
+    tensor([1, 2])                                                # both
+    >>> await ac.broadcast("héllo" if rank == 0 else None, safe_mode=True)
+    'héllo'                                                       # both
+
+    Numbers are exact, strings any Unicode. The gradient is the sum of all ranks' on ``src``, zeros
+    elsewhere; not in ``safe_mode``. Source: ``torch.distributed.broadcast``, ``MPI_Ibcast``.
+    """
+    if torch.compiler.is_compiling():
+        return compiled.broadcast(x, src, group)
+    at = _lane(group, lane)
+    return _start(at, _broadcast, x, src, safe_mode, out, timeout)
+
+
+def _broadcast(
+    at: Lane, x: Any, src: int, safe_mode: bool, out: Any, timeout: float | None
+) -> Work[Any]:
+    index = at.group.index(src, "src")
+    return payload.broadcast(at, x, index, safe_mode, out, _timeout(timeout))
+
+
+def all_gather(
+    x: Any,
+    /,
+    *,
+    dim: int = 0,
+    uneven: bool = False,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """Every rank's ``x``, on every rank, in rank order.
+
+    Tensors of one shape are concatenated along ``dim``; 0-d ones become a vector of n. With
+    ``uneven=True`` shapes (and dtypes) may differ and need not be known: the result is a list of n
+    tensors, which has no gradient. Numbers and strings give a list; of a tree, every leaf is gathered.
+
+    >>> await ac.all_gather(torch.tensor([[1, 2]]))           # r0 has [[1, 2]], r1 has [[3, 4]]
+    tensor([[1, 2], [3, 4]])                                  # shape (1, 2) -> (2, 2)
+    >>> await ac.all_gather(torch.tensor([[1, 2]]), dim=1)
+    tensor([[1, 2, 3, 4]])                                    # shape (1, 2) -> (1, 4)
+    >>> await ac.all_gather(torch.ones(rank), uneven=True)
+    [tensor([]), tensor([1.])]
+    >>> await ac.all_gather({"n": 5, "name": f"rank {rank}"})
+    {'n': [5, 5], 'name': ['rank 0', 'rank 1']}
+
+    The gradient is the reduce_scatter of the gradients. Source:
+    ``torch.distributed.all_gather_single``, ``MPI_Iallgather``.
+    """
+    if torch.compiler.is_compiling():
+        return compiled.all_gather(x, dim, group)
+    at = _lane(group, lane)
+    return _start(at, _all_gather, x, dim, uneven, out, timeout)
+
+
+def _all_gather(
+    at: Lane, x: Any, dim: int, uneven: bool, out: Any, timeout: float | None
+) -> Work[Any]:
+    return payload.all_gather(at, x, dim, uneven, out, _timeout(timeout))
+
+
+def gather(
+    x: Any,
+    /,
+    *,
+    dst: int = 0,
+    dim: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """As ``all_gather`` on ``dst``; None elsewhere. Has no gradient.
+
+    >>> await ac.gather(torch.tensor([rank]), dst=1)
+    None                                                      # r0
+    tensor([0, 1])                                            # r1: shape (1,) -> (2,)
+
+    Source: ``torch.distributed.gather``, ``MPI_Igather``.
+    """
+    at = _lane(group, lane)
+    return _start(at, _gather, x, dst, dim, timeout)
+
+
+def _gather(at: Lane, x: Any, dst: int, dim: int, timeout: float | None) -> Work[Any]:
+    return payload.gather(at, x, at.group.index(dst, "dst"), dim, _timeout(timeout))
+
+
+def scatter(
+    x: Sequence[torch.Tensor] | torch.Tensor | None,
+    /,
+    *,
+    src: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[torch.Tensor]:
+    """This rank's tensor of those that ``src`` passes; the others pass None. Has no gradient.
+
+    ``src`` passes a list of n tensors, of any shapes and dtypes (they travel with the data), or one
+    tensor whose dim 0 divides by n.
+
+    >>> await ac.scatter(torch.tensor([1, 2, 3, 4]) if rank == 0 else None)
+    tensor([1, 2])                                            # r0: shape (4,) -> (2,)
+    tensor([3, 4])                                            # r1
+
+    Source: ``torch.distributed.scatter``, ``MPI_Iscatter``.
+    """
+    at = _lane(group, lane)
+    return _start(at, _scatter, x, src, out, timeout)
+
+
+def _scatter(at: Lane, x: Any, src: int, out: Any, timeout: float | None) -> Work[torch.Tensor]:
+    return payload.scatter(at, x, at.group.index(src, "src"), out, _timeout(timeout))
+
+
+def reduce_scatter(
+    x: T,
+    /,
+    *,
+    op: str | Any = "sum",
+    dim: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """Rank r gets the r-th of n equal parts along ``dim`` of the reduction of every rank's ``x``.
+
+    ``reduce_scatter(x)`` is ``all_reduce(x).chunk(n, dim)[rank]``.
+
+    >>> await ac.reduce_scatter(torch.tensor([1, 2, 3, 4]))   # both have [1, 2, 3, 4]
+    tensor([2, 4])                                            # r0: shape (4,) -> (2,)
+    tensor([6, 8])                                            # r1
+
+    ``op`` as in ``all_reduce``; the gradient of sum and avg is the all_gather of the gradients.
+    Source: ``torch.distributed.reduce_scatter_tensor``, ``MPI_Ireduce_scatter_block``.
+    """
+    if torch.compiler.is_compiling():
+        return compiled.reduce_scatter(x, op, dim, group)
+    at = _lane(group, lane)
+    return _start(at, _reduce_scatter, x, op, dim, out, timeout)
+
+
+def _reduce_scatter(
+    at: Lane, x: Any, op: Any, dim: int, out: Any, timeout: float | None
+) -> Work[Any]:
+    return payload.reduce_scatter(at, x, ReduceOp.parse(op), dim, out, _timeout(timeout))
+
+
+def all_to_all(
+    x: torch.Tensor,
+    /,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[torch.Tensor]:
+    """Part j of dim 0 goes to rank j; the result is what came, in rank order.
+
+    Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
+    ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
+    travel first.
+
+    >>> await ac.all_to_all(torch.tensor([0, 1]) + 10 * rank)
+    tensor([ 0, 10])                                          # r0: shape (2,) -> (2,)
+    tensor([ 1, 11])                                          # r1
+    >>> await ac.all_to_all(torch.arange(3), input_split_sizes=[1, 2])
+    tensor([0, 0])                                            # r0: shape (3,) -> (2,)
+    tensor([1, 2, 1, 2])                                      # r1: shape (3,) -> (4,)
+
+    The gradient is the exchange the other way round. Source:
+    ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
+    """
+    if torch.compiler.is_compiling():
+        return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group)
+    at = _lane(group, lane)
+    return _start(at, _all_to_all, x, input_split_sizes, output_split_sizes, out, timeout)
+
+
+def _all_to_all(
+    at: Lane, x: Any, in_splits: Any, out_splits: Any, out: Any, timeout: float | None
+) -> Work[Any]:
+    return payload.all_to_all(at, x, in_splits, out_splits, out, _timeout(timeout))
+
+
+def permute(
+    x: T,
+    pairs: Iterable[tuple[int, int]],
+    /,
+    *,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """The ``x`` of this rank's source in ``pairs`` of (source, destination); zeros if it has none.
+
+    Every rank of the group passes the same ``pairs`` and an ``x`` of the same shape; each rank is at most
+    once a source and at most once a destination.
+
+    >>> await ac.permute(torch.tensor([rank + 1]), [(0, 1)])
+    tensor([0])                                               # r0: nobody sends to it
+    tensor([1])                                               # r1: shape (1,) -> (1,)
+
+    The gradient is the permutation with the pairs turned round. Source: ``jax.lax.ppermute``.
+    """
+    at = _lane(group, lane)
+    return _start(at, _permute, x, pairs, out, timeout)
+
+
+def _permute(at: Lane, x: Any, pairs: Any, out: Any, timeout: float | None) -> Work[Any]:
+    return payload.permute(at, x, _pairs(at.group, pairs), out, _timeout(timeout))
+
+
+def _pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
+    """Pairs of global ranks as pairs of indices, each end of them used once."""
+    try:
+        listed = [(source, destination) for source, destination in pairs]
+    except (TypeError, ValueError):
+        raise PayloadTypeError(
+            f"permute: pairs must be (source, destination) ranks, got {pairs!r}"
+        ) from None
+    ends = [
+        (group.index(source, "source"), group.index(destination, "destination"))
+        for source, destination in listed
+    ]
+    for role, index in (("source", 0), ("destination", 1)):
+        used = [pair[index] for pair in listed]
+        twice = sorted({rank for rank in used if used.count(rank) > 1})
+        if twice:
+            raise InvalidArgumentError(f"permute: rank {twice[0]} is a {role} more than once in {listed}")
+    return ends
+
+
+def send(
+    x: torch.Tensor,
+    /,
+    *,
+    dst: int,
+    tag: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[None]:
+    """``x`` to rank ``dst``, matched by a ``recv`` there with the same ``tag``, group and lane.
+
+    Ready once the receiver has taken it (on nccl: ordered by the stream). Messages between two ranks
+    with one tag arrive in the order they were sent; different tags do not wait for each other. Has no
+    gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
+    """
+    at = _lane(group, lane)
+    x = payload.require_tensor("send", x)
+    return tensors.start_send(at, x, at.group.index(dst, "dst"), _tag(tag), _timeout(timeout))
+
+
+def recv(
+    like: torch.Tensor,
+    /,
+    *,
+    src: int,
+    tag: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[torch.Tensor]:
+    """The tensor that rank ``src`` sends, shaped as ``like`` (whose content does not matter).
+
+    >>> await ac.recv(torch.empty(2), src=0)                  # r0: ac.send(torch.tensor([1., 2.]), dst=1)
+    tensor([1., 2.])
+
+    Source: ``torch.distributed.irecv``, ``MPI_Irecv``.
+    """
+    at = _lane(group, lane)
+    like = payload.require_tensor("recv", like, "a tensor like the one that is sent")
+    index = at.group.index(src, "src")
+    return tensors.start_recv(at, like, index, _tag(tag), out, _timeout(timeout))
+
+
+def _tag(tag: int) -> int:
+    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
+        return tag
+    raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")
+
+
+def barrier(
+    *, group: Any = None, lane: str | None = None, timeout: float | None = None
+) -> Work[None]:
+    """Ready once every rank of the group has called it.
+
+    Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
+    """
+    at = _lane(group, lane)
+    return _start(at, _barrier, timeout)
+
+
+def _barrier(at: Lane, timeout: float | None) -> Work[None]:
+    return tensors.start_barrier(at, _timeout(timeout))
+
+
+# Objects
+
+
+def all_gather_object(
+    obj: Any,
+    /,
+    *,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[list[Any]]:
+    """Every rank's ``obj``, as a list in rank order, on every rank.
+
+    The default codec carries plain data: None, numbers of any size, strings, bytes, containers, dates,
+    paths, NumPy arrays, tensors (which arrive on the CPU); it decodes without running code.
+    ``codec="pickle"`` carries any picklable object; use it if you trust every rank.
+
+    >>> await ac.all_gather_object({"rank": rank})
+    [{'rank': 0}, {'rank': 1}]
+
+    Source: ``torch.distributed.all_gather_object``.
+    """
+    at = _lane(group, lane)
+    return _start(at, objects.all_gather_object, obj, codec, timeout)
+
+
+def gather_object(
+    obj: Any,
+    /,
+    *,
+    dst: int = 0,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[list[Any] | None]:
+    """As ``all_gather_object`` on ``dst``; None elsewhere.
+
+    >>> await ac.gather_object(f"rank {rank}", dst=0)
+    ['rank 0', 'rank 1']                                      # r0
+    None                                                      # r1
+    """
+    at = _lane(group, lane)
+    return _start(at, objects.gather_object, obj, dst, codec, timeout)
+
+
+def broadcast_object(
+    obj: Any = None,
+    /,
+    *,
+    src: int = 0,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """The ``obj`` of ``src``, on every rank; what the others pass is ignored.
+
+    >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
+    {'lr': 0.1}                                               # both
+    """
+    at = _lane(group, lane)
+    return _start(at, objects.broadcast_object, obj, src, codec, timeout)
+
+
+def scatter_object(
+    objs: Sequence[Any] | None = None,
+    /,
+    *,
+    src: int = 0,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """This rank's object of the n that ``src`` passes; what the others pass is ignored.
+
+    >>> await ac.scatter_object(["a", {"b": 1}] if rank == 0 else None)
+    'a'                                                       # r0
+    {'b': 1}                                                  # r1
+    """
+    at = _lane(group, lane)
+    return _start(at, objects.scatter_object, objs, src, codec, timeout)
+
+
+def explain(name: str, x: Any = None, /, **call: Any) -> Plan:
+    """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
+
+    Takes what the call takes. The plan says which native call runs, how the elements travel, and why.
+    """
+    from asynccoll.explaining import explain_call
+
+    at = _lane(call.pop("group", None), call.pop("lane", None))
+    return explain_call(at, name, x, call)

@@ -1,0 +1,349 @@
+"""``initialize``, ``finalize``, and which context a call runs in.
+
+The current context is looked up, never assumed: the calling context's own (where ranks are threads of
+one process), else the process's, else torch's default group if the user made one (adopted), else the
+embedded world of one, unless a launcher says that this process is one of several.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import warnings
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll import backends
+from asynccoll.backends.serial import SerialBackend
+from asynccoll.context import Context, Identity
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, NotInitializedError
+from asynccoll.group import Group, check_ranks, resolve_group
+from asynccoll.launch.env import detect
+
+__all__ = [
+    "available_backends",
+    "backend",
+    "current",
+    "device",
+    "finalize",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "hostname",
+    "initialize",
+    "is_initialized",
+    "new_group",
+]
+
+#: How long a script that ends with work in flight may take to let it finish.
+EXIT_SECONDS = 10.0
+CHECK_VARIABLE = "ASYNCCOLL_CHECK"
+BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
+_CHECKS = ("off", "local", "full")
+
+_of_thread: ContextVar[Context | None] = ContextVar("asynccoll_context", default=None)
+
+
+class _Process:
+    """What the process as a whole has: never a rank where ranks are threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.context: Context | None = None  # initialized here
+        self.adopted: tuple[Any, Context] | None = None  # torch's default group, and ours on it
+        self.embedded: Context | None = None  # the world of one
+        self.finalized = False
+        self.thread_ranks = 0
+        self.hooked = False
+
+
+_process = _Process()
+
+
+def _forget_parent() -> None:
+    """A forked child starts uninitialised: the parent's connections are not its own."""
+    global _process
+    _process = _Process()
+    _of_thread.set(None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
+
+
+def current() -> Context:
+    """The context a call runs in; ``NotInitializedError`` if there is none."""
+    context = _of_thread.get()
+    if context is not None and not context.closed:
+        return context
+    context = _process.context
+    return context if context is not None else _implicit(_process)
+
+
+def _implicit(process: _Process) -> Context:
+    if process.thread_ranks:
+        raise NotInitializedError(
+            "ranks are threads of this process, and this thread is none of them: call from the thread "
+            "that called ac.initialize, or from a task or thread that inherits its context "
+            "(contextvars.copy_context().run)"
+        )
+    if dist.is_available() and dist.is_initialized():
+        return _adopt(process)
+    if process.finalized:
+        raise NotInitializedError(
+            "asynccoll was finalized; call ac.initialize() again before any collective"
+        )
+    info = detect(os.environ)
+    if info.world_size > 1:
+        raise NotInitializedError(
+            f"this is rank {info.rank} of {info.world_size} ({info.launcher} started it), but "
+            "ac.initialize() was not called; call it at the start of the program"
+        )
+    with process.lock:
+        if process.embedded is None:
+            process.embedded = Context(SerialBackend(), Identity(), check="off")
+        return process.embedded
+
+
+def _adopt(process: _Process) -> Context:
+    """A context on the default group that the user made with torch; ours to use, theirs to destroy."""
+    native = dist.distributed_c10d._get_default_group()
+    with process.lock:
+        if process.adopted is not None and process.adopted[0] is native:
+            return process.adopted[1]
+        store = dist.distributed_c10d._get_default_store()
+        context = backends.adopt(
+            dist.get_backend(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
+        )
+        process.adopted = (native, context)
+        _install_exit_hook(process)
+        return context
+
+
+def initialize(
+    backend: str | None = None,
+    *,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float = 1800.0,
+    check: str | None = None,
+    **backend_options: Any,
+) -> None:
+    """Join the world; every rank calls it, and from then on collectives go to the others.
+
+    Without arguments it does what the launcher's environment says (torchrun, ``asynccoll run``, SLURM,
+    mpiexec, horovodrun), and makes a world of one where there is no launcher.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, ``"serial"``, ... (in any case), or torch's
+            ``"cpu:gloo,cuda:nccl"``. None chooses: nccl with a GPU for each local rank, else gloo.
+        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``, as in
+            ``torch.distributed.init_process_group``.
+        store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a
+            ``HashStore``, which lives in one process, ranks are taken to be threads of it.
+        rank, world_size: this process's place; from the environment if not given.
+        timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``.
+        check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
+            ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
+            ``ASYNCCOLL_CHECK`` sets the default.
+        backend_options: what the chosen backend takes besides; unknown ones are refused.
+
+    Raises:
+        InvalidArgumentError: called twice, or arguments that contradict each other.
+        BackendNotFoundError: an unknown backend, or its package is missing (with the line to install it).
+        LaunchEnvironmentError: the launcher's variables are incomplete or contradict each other.
+        CollectiveTimeoutError: the other ranks did not come.
+    """
+    process = _process
+    mode = _check_mode(check)
+    if not timeout > 0:
+        raise InvalidArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    with process.lock:
+        if _of_thread.get() is not None or process.context is not None:
+            raise InvalidArgumentError(
+                f"asynccoll is already initialized ({current()!r}); call ac.finalize() first"
+            )
+        if backend is None:
+            backend = os.environ.get(BACKEND_VARIABLE) or None
+    context = backends.create(
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        check=mode,
+        options=backend_options,
+    )
+    with process.lock:
+        if context.thread_rank:
+            process.thread_ranks += 1
+            _of_thread.set(context)
+        else:
+            process.context = context
+        process.finalized = False
+        _install_exit_hook(process)
+
+
+def _check_mode(check: str | None) -> str:
+    mode = check if check is not None else os.environ.get(CHECK_VARIABLE, "local")
+    if mode not in _CHECKS:
+        raise InvalidArgumentError(f"check must be one of {', '.join(map(repr, _CHECKS))}, got {mode!r}")
+    return mode
+
+
+def finalize(*, abort: bool = False) -> None:
+    """Leave the world: wait for what is outstanding, then close everything this package opened.
+
+    Every rank calls it. With ``abort=True`` nothing is waited for: outstanding works fail with
+    ``AbortedError`` here, and the peers' with ``PeerLostError``. A process group that the user made is
+    left alone. Does nothing if there is nothing to finalize.
+
+    Raises:
+        CollectiveTimeoutError: work was still out after the context's timeout; it was then aborted.
+    """
+    process = _process
+    context = _of_thread.get()
+    if context is None:
+        context = process.context or (process.adopted[1] if process.adopted else None)
+    if context is None:
+        return
+    stuck = [] if abort else context.drain(context.timeout)
+    try:
+        context.close(abort=abort or bool(stuck))
+    finally:
+        _forget(process, context)
+    if stuck:
+        raise CollectiveTimeoutError(f"finalize aborted what was still out: {stuck}")
+
+
+def _forget(process: _Process, context: Context) -> None:
+    with process.lock:
+        if context.thread_rank:
+            _of_thread.set(None)
+            process.thread_ranks -= 1
+        elif process.context is context:
+            process.context = None
+            process.finalized = True
+        elif process.adopted is not None and process.adopted[1] is context:
+            process.adopted = None
+
+
+def _install_exit_hook(process: _Process) -> None:
+    if not process.hooked:
+        process.hooked = True
+        atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """Let work finish, or abort it: no process stays behind because a script ended or died."""
+    process = _process
+    contexts = [process.context, process.adopted[1] if process.adopted else None]
+    died = getattr(sys, "last_value", None) is not None
+    for context in contexts:
+        if context is None or context.closed:
+            continue
+        out = context.outstanding()
+        if out and not died:
+            out = context.drain(EXIT_SECONDS)
+        if out:
+            print(
+                f"asynccoll: rank {context.rank} ends with {len(out)} operations in flight, which are "
+                f"aborted: {out[0]!r}",
+                file=sys.stderr,
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            context.close(abort=bool(out) or died)
+        _forget(process, context)
+
+
+# Where am I
+
+
+def is_initialized() -> bool:
+    """Whether ``initialize`` was called (and ``finalize`` not since), or a torch group is there to adopt."""
+    process = _process
+    if _of_thread.get() is not None or process.context is not None:
+        return True
+    return not process.thread_ranks and dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """This rank's index in ``group`` (the world by default); -1 outside of it."""
+    context = current()
+    return context.rank if group is None else resolve_group(context, group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks in ``group`` (the world by default); -1 outside of it."""
+    context = current()
+    if group is None:
+        return context.world_size
+    resolved = resolve_group(context, group)
+    return resolved.size if resolved.rank >= 0 else -1
+
+
+def get_local_rank() -> int:
+    """This rank's index among those of its node."""
+    return current().identity.local_rank
+
+
+def get_nproc_per_node() -> int:
+    """The number of ranks on this node."""
+    return current().identity.nproc_per_node
+
+
+def get_nnodes() -> int:
+    """The number of nodes."""
+    return current().identity.nnodes
+
+
+def get_node_rank() -> int:
+    """The index of this node."""
+    return current().identity.node_rank
+
+
+def device() -> torch.device:
+    """The device this rank's tensors live on: its GPU with nccl, the CPU with gloo and mpi."""
+    return current().backend.device
+
+
+def backend() -> str:
+    """The name of the backend in use: ``"gloo"``, ``"nccl"``, ``"serial"``, ..."""
+    return current().backend.name
+
+
+def hostname() -> str:
+    """The name of this node."""
+    return socket.gethostname()
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that ``initialize`` can load here, sorted."""
+    return backends.available()
+
+
+def new_group(ranks: Any) -> Group:
+    """The group of the global ``ranks`` (sorted, as torch does). Called by every rank, in the same order.
+
+    Members then pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same
+    ranks gives the same group.
+    """
+    context = current()
+    group = context.add_group(check_ranks(context, ranks))
+    prepare = getattr(context.backend, "prepare_group", None)
+    if prepare is not None:
+        prepare(group)
+    return group

@@ -1,0 +1,126 @@
+"""Pytrees: dicts, lists, tuples, named tuples and dataclasses of payloads, flattened and put back.
+
+Dictionary keys are sorted, never taken in insertion order: two ranks that fill a dict in different
+order must reduce the same leaves with each other. ``None`` is structure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["TreeSpec", "flatten", "is_tree", "unflatten"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """The shape of a tree: what kind of node, with which names, over which children."""
+
+    kind: str
+    make: Callable[[Sequence[Any]], Any] | None = dataclasses.field(compare=False, repr=False)
+    names: tuple[str, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
+
+    @property
+    def leaves(self) -> int:
+        return 1 if self.kind == "*" else sum(child.leaves for child in self.children)
+
+    def __str__(self) -> str:
+        if self.kind in ("*", "None"):
+            return self.kind
+        inside = ", ".join(
+            f"{name}: {child}" if name else str(child)
+            for name, child in zip(self.names or [""] * len(self.children), self.children, strict=True)
+        )
+        return f"{self.kind}({inside})"
+
+
+_LEAF = TreeSpec("*", None)
+_NONE = TreeSpec("None", None)
+
+
+def is_tree(x: Any) -> bool:
+    """Whether ``x`` is a container (or None) and not a leaf."""
+    return x is None or isinstance(x, (dict, list, tuple)) or _is_dataclass(x)
+
+
+def _is_dataclass(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of ``tree`` from left to right, and how to put them back."""
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves, ())
+
+
+def _flatten(x: Any, leaves: list[Any], path: tuple[int, ...]) -> TreeSpec:
+    if x is None:
+        return _NONE
+    if not is_tree(x):
+        leaves.append(x)
+        return _LEAF
+    if id(x) in path:
+        raise InvalidArgumentError(f"a {type(x).__name__} contains itself; pass a tree")
+    kind, names, children, make = _node(x)
+    below = (*path, id(x))
+    return TreeSpec(kind, make, names, tuple(_flatten(child, leaves, below) for child in children))
+
+
+def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]:
+    cls = type(x)
+    if isinstance(x, dict):
+        keys = sorted(x, key=_key_order)
+        return cls.__name__, tuple(map(repr, keys)), [x[key] for key in keys], _dict_maker(x, keys)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return cls.__name__, tuple(x._fields), list(x), lambda values: cls(*values)
+    if isinstance(x, (list, tuple)):
+        make = (lambda values: list(values)) if isinstance(x, list) else (lambda values: tuple(values))
+        return cls.__name__, (), list(x), make
+    names = tuple(field.name for field in dataclasses.fields(x))
+    return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
+
+
+def _key_order(key: Any) -> tuple[str, Any]:
+    """Keys of one type by value, types by name; the same on every rank."""
+    return (type(key).__name__, key if isinstance(key, (str, int, float, bytes, tuple)) else repr(key))
+
+
+def _dict_maker(x: dict[Any, Any], keys: list[Any]) -> Callable[[Sequence[Any]], Any]:
+    order = list(x)
+
+    def make(values: Sequence[Any]) -> Any:
+        by_key = dict(zip(keys, values, strict=True))
+        plain = {key: by_key[key] for key in order}
+        if type(x) is dict:
+            return plain
+        rebuilt = x.copy()
+        rebuilt.update(plain)
+        return rebuilt
+
+    return make
+
+
+def _dataclass_maker(x: Any, names: tuple[str, ...]) -> Callable[[Sequence[Any]], Any]:
+    # Not dataclasses.replace: it runs __init__, which may refuse or recompute.
+    def make(values: Sequence[Any]) -> Any:
+        made = object.__new__(type(x))
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return make
+
+
+def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
+    """The tree of ``spec`` with new ``leaves``."""
+    return _unflatten(spec, iter(leaves))
+
+
+def _unflatten(spec: TreeSpec, leaves: Any) -> Any:
+    if spec.make is None:
+        return next(leaves) if spec.kind == "*" else None
+    return spec.make([_unflatten(child, leaves) for child in spec.children])
