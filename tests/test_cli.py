@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import asynccoll
+from asynccoll.cli import main
 from asynccoll.launch import commands, report
 from asynccoll.launch.report import Failure
 
@@ -145,12 +146,12 @@ ARGUMENTS = ["a b", "--help", "-n", "3", "", "--", "-m"]
     [
         ([], [], "program.py"),
         ([], [], "folder/../program.py"),
-        (["-m"], ["-m"], "program"),
         (["-m"], ["-m"], "package.inner"),
-        (["-m"], ["-m"], "package"),
-        ([], [], "package"),
+        pytest.param(["-m"], ["-m"], "program", marks=pytest.mark.slow),
+        pytest.param(["-m"], ["-m"], "package", marks=pytest.mark.slow),
+        pytest.param([], [], "package", marks=pytest.mark.slow),
     ],
-    ids=["script", "script-elsewhere", "module", "submodule", "package", "directory"],
+    ids=["script", "script-elsewhere", "submodule", "module", "package", "directory"],
 )
 def test_a_program_finds_itself_as_under_plain_python(tmp_path, start, script, flags, plain, name):
     script(SHOW_SELF)
@@ -165,6 +166,7 @@ def test_a_program_finds_itself_as_under_plain_python(tmp_path, start, script, f
     assert [json.loads(line) for line in output.splitlines()] == [expected] * 2
 
 
+@pytest.mark.slow
 def test_multiprocessing_finds_the_functions_of_the_script(start, script):
     script("""
         import multiprocessing
@@ -192,6 +194,7 @@ def test_whole_lines_come_out_and_the_environment_is_made_for_one_host(start, sc
     assert job.wait() == (0, "", "")
 
 
+@pytest.mark.slow
 def test_what_the_user_set_wins(start, script):
     script("""
         import os
@@ -285,13 +288,14 @@ def test_the_first_failure_is_shown_not_what_followed_from_it(tmp_path, start, s
         open("first-lives").read()  # returns when rank 1 is gone
         raise ConnectionError("peer is gone")
     """)
-    code, _, errors = start("run", "-n", 2, "--monitor-interval", 2, "program.py").wait()
+    code, _, errors = start("run", "-n", 2, "--monitor-interval", 1, "program.py").wait()
     assert code == 1
     assert errors.count("Traceback") == 1
     assert "ValueError: the reason" in errors
     assert "rank 0 failed after it: ConnectionError: peer is gone" in errors
 
 
+@pytest.mark.slow
 def test_a_module_that_fails_is_shown_alike(start, script):
     script("1 / 0")
     code, _, errors = start("run", "-n", 1, "-m", "program").wait()
@@ -301,6 +305,7 @@ def test_a_module_that_fails_is_shown_alike(start, script):
     assert "child.py" not in errors
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_compile_is_shown_alike(start, script):
     script("x = = 1")
     code, _, errors = start("run", "-n", 1, "program.py").wait()
@@ -313,10 +318,12 @@ def test_a_script_that_does_not_compile_is_shown_alike(start, script):
     ("leave", "code", "said"),
     [
         ("sys.exit(7)", 7, "exit code 7"),
-        ("sys.exit('no more')", 1, "no more"),
-        ("os._exit(9)", 9, "exit code 9"),
+        pytest.param("sys.exit('no more')", 1, "no more", marks=pytest.mark.slow),
+        pytest.param("os._exit(9)", 9, "exit code 9", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "killed by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 128 + 15, "killed by SIGTERM"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGTERM)", 143, "killed by SIGTERM", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_exit_code_is_the_failing_ranks(start, script, leave, code, said):
@@ -349,6 +356,7 @@ def test_a_crash_in_native_code_shows_where_python_was(start, script):
     assert "child.py" not in errors
 
 
+@pytest.mark.slow
 def test_a_hook_of_the_script_prints_instead_of_the_launcher(start, script):
     script("""
         import sys
@@ -412,8 +420,19 @@ def waiting_script(script, wait):
 @on_linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 @pytest.mark.parametrize("to_group", [False, True], ids=["launcher", "group"])
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_a_stop_signal_leaves_nobody_and_no_wall_of_text(start, script, number, to_group, wait):
+def test_a_stop_signal_leaves_nobody_and_no_wall_of_text(start, script, number, to_group):
+    check_stop(start, script, number, to_group, WAITS["asleep"])
+
+
+@on_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("wait", ["deaf-to-interrupts", "slow-to-clean-up"])
+def test_a_stop_signal_reaches_those_too_who_do_not_end_at_once(start, script, number, wait):
+    check_stop(start, script, number, False, WAITS[wait])
+
+
+def check_stop(start, script, number, to_group, wait):
     waiting_script(script, wait)
     job = start("run", "-n", 2, "program.py")
     assert job.lines(2) == ["r", "r"]
@@ -471,6 +490,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path, start, script):
     assert list(made.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_logs_are_kept_where_the_user_wants_them(tmp_path, start, script):
     script("print('to a file')")
     job = start("run", "-n", 1, "--log-dir", "logs", "--redirects", 3, "program.py")
@@ -481,50 +501,90 @@ def test_logs_are_kept_where_the_user_wants_them(tmp_path, start, script):
 
 # --- usage ----------------------------------------------------------------------------------
 
+WRONG = {
+    "no-script": (["run", "-n", "2", "nowhere.py"], "no 'nowhere.py'"),
+    "mpi": (["run", "--backend", "mpi", __file__], "mpiexec"),
+    "horovod": (["run", "--backend", "Horovod", __file__], "horovodrun"),
+    "no-program": (["run"], "required: program"),
+    "unknown-flag": (["run", "--nprocs", "2", __file__], "unrecognized arguments: --nprocs"),
+    "word-for-number": (["run", "-n", "two", __file__], "two"),
+    "nodes-backwards": (["run", "--nnodes", "2:1", __file__], "min_nodes"),
+    "word-for-restarts": (["run", "--max-restarts", "x", __file__], "--max-restarts"),
+    "no-command": ([], "required: COMMAND"),
+    "unknown-command": (["walk"], "invalid choice: 'walk'"),
+    "unknown-operation": (["explain", "all_reduse"], "'all_reduse'.*all_reduce"),
+    "unknown-dtype": (["explain", "all_reduce", "--dtype", "float31"], "'float31'"),
+    "unknown-backend": (["explain", "all_reduce", "--backend", "glue"], "'glue'.*gloo"),
+    "meaningless": (["explain", "all_reduce", "--dtype", "int64", "--op", "avg"], "no meaning"),
+    "bad-shape": (["explain", "all_reduce", "--shape", "4,x"], "shape '4,x'"),
+    "negative-shape": (["explain", "all_reduce", "--shape=-4"], "shape '-4'"),
+    "empty-world": (["explain", "all_reduce", "--world-size", "0"], "world size 0"),
+}
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["run", "-n", 2, "nowhere.py"], "no 'nowhere.py'"),
-        (["run", "--backend", "mpi", __file__], "mpiexec"),
-        (["run", "--backend", "Horovod", __file__], "horovodrun"),
-        (["run"], "required: program"),
-        (["run", "--nprocs", "2", __file__], "required: program|unrecognized"),
-        (["run", "-n", "two", __file__], "two"),
-        (["run", "--nnodes", "2:1", __file__], "2:1|min_nodes"),
-        ([], "required: COMMAND"),
-        (["walk"], "invalid choice: 'walk'"),
-    ],
-    ids=lambda value: (
-        "-".join(map(str, value[:3])).replace(__file__, "f") or "none"
-        if isinstance(value, list)
-        else ""
-    ),
-)
-def test_a_wrong_command_line_is_told_in_a_line_and_ends_with_2(start, arguments, said):
-    code, output, errors = start(*arguments).wait()
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_command_line_is_told_and_ends_with_2(capsys, monkeypatch, arguments, said):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "1")  # which keeps `run` from setting it in this process
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # argparse's way
+        code = stop.code
+    output, errors = capsys.readouterr()
     assert (code, output) == (2, "")
-    assert re.search(said, errors)
+    assert re.search(said, errors, re.DOTALL)
     assert "Traceback" not in errors
 
 
-def test_help_tells_the_flags_in_one_spelling(start):
-    code, output, _ = start("run", "--help").wait()
-    assert code == 0
+def test_a_wrong_command_line_ends_with_2_for_the_shell_too(start):
+    code, output, errors = start("run", "nowhere.py").wait()
+    assert (code, output) == (2, "")
+    assert errors == "asynccoll run: there is no 'nowhere.py' to run\n"
+
+
+def test_help_tells_the_flags_in_one_spelling(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help"])
+    assert stop.value.code == 0
+    output = capsys.readouterr().out
     assert "--nproc-per-node" in output
     assert "--rdzv-endpoint" in output
     assert "--nproc_per_node" not in output
 
 
-def test_info_tells_versions_and_who_launched(start):
-    code, output, _ = start("info", "--json", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2").wait()
-    assert code == 0
-    found = json.loads(output)
-    assert found["torch"]
-    assert found["launcher"] == "torchrun: rank 1 of 2, node 0 of 1"
-    code, output, _ = start("info", RANK="1").wait()
-    assert code == 0
-    assert re.search(r"^launcher +error: .*missing LOCAL_RANK", output, re.MULTILINE)
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """This process without any launcher's variables."""
+    for name in os.environ:
+        if _INHERITED.search(name):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_info_tells_versions_backends_and_who_launched(capsys, unlaunched):
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"].startswith("2.")
+    assert "gloo" in found["backends"]
+    assert found["launcher"] == "serial: rank 0 of 1, node 0 of 1"
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        unlaunched.setenv(name, value)
+    assert main(["info"]) == 0
+    assert re.search(r"^launcher +torchrun: rank 1 of 2", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_info_tells_what_is_wrong_with_the_environment(capsys, unlaunched):
+    unlaunched.setenv("RANK", "1")
+    assert main(["info"]) == 0
+    assert "missing LOCAL_RANK" in capsys.readouterr().out
+
+
+def test_explain_prints_the_plan_and_why(capsys):
+    arguments = ["explain", "reduce_scatter", "--shape", "4,4", "--dtype", "int16"]
+    assert main([*arguments, "--backend", "gloo", "--world-size", "4"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("reduce_scatter on gloo: ")
+    assert "  - " in output
 
 
 # --- the report, without processes ----------------------------------------------------------
