@@ -186,9 +186,7 @@ def _info(given: argparse.Namespace) -> int:
 
 
 def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "explain", help="show what a collective would do on a backend, and why"
-    )
+    parser = commands.add_parser("explain", help="show what a collective would do on a backend, and why")
     parser.add_argument("operation", help="all_reduce, all_gather, reduce_scatter ...")
     parser.add_argument("--shape", default="", metavar="N,N,...", help="empty: a single number")
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="default float32")

@@ -1,9 +1,11 @@
-"""The API page lists what is public, all of it and nothing else."""
+"""What is public is documented: on the API page, and where it is defined."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 import asynccoll
 
@@ -14,3 +16,10 @@ def test_every_public_name_is_on_the_api_page():
     text = API.read_text()
     listed = re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE)
     assert sorted(listed) == sorted(asynccoll.__all__)
+
+
+@pytest.mark.parametrize("name", asynccoll.__all__)
+def test_every_public_name_says_what_it_is(name):
+    text = getattr(asynccoll, name).__doc__
+    assert text
+    assert text.split("\n\n")[0].strip().endswith((".", ":", "``"))

@@ -167,9 +167,7 @@ def _set_excepthook(*, quiet: bool) -> None:
     """Have the uncaught exception printed without our frames, or not at all."""
     before = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not quiet:
             users = _own_frames_removed(trace)
             before(kind, error.with_traceback(users), users)

@@ -47,7 +47,7 @@ def _version(package: str) -> str:
 def _or_why_not(ask: Callable[[], str]) -> str:
     try:
         return ask()
-    except Exception as error:  # noqa: BLE001 - a broken driver is news, not a reason to stop
+    except Exception as error:  # a broken driver is news, not a reason to stop
         return f"unknown ({type(error).__name__}: {error})"
 
 

@@ -22,9 +22,7 @@ __all__ = ["LaunchInfo", "detect"]
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
-def detect(
-    environ: Mapping[str, str], *, expand_hosts: ExpandHosts = expand_hostlist
-) -> LaunchInfo:
+def detect(environ: Mapping[str, str], *, expand_hosts: ExpandHosts = expand_hostlist) -> LaunchInfo:
     """The launcher that started this process and the place it gave it.
 
     ``expand_hosts`` turns a SLURM host list into names; pass
@@ -188,9 +186,7 @@ def _from_launcher(launcher: _Launcher, variables: Variables) -> LaunchInfo:
         for names in (launcher.local_rank, launcher.local_world_size)
     )
     names: tuple[str, ...] = (launcher.rank, launcher.world_size, local_rank, local_world_size)
-    variables.require(
-        launcher.name, names, f"{launcher.command} sets all of them; unset the stale ones"
-    )
+    variables.require(launcher.name, names, f"{launcher.command} sets all of them; unset the stale ones")
     info = blockwise(launcher.name, *(variables.integer(name) for name in names))
     if launcher.node_rank and launcher.nnodes:
         nodes = (launcher.node_rank, launcher.nnodes)

@@ -93,9 +93,7 @@ def _node_of(rank: int, tasks: Sequence[int]) -> int:
     return len(tasks)
 
 
-def _with_slurm_master(
-    info: LaunchInfo, variables: Variables, expand_hosts: ExpandHosts
-) -> LaunchInfo:
+def _with_slurm_master(info: LaunchInfo, variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
     """Meet on the first host of the step, at a port that all tasks derive from the job's number."""
     address, port = info.master_addr, info.master_port
     if address is None:
