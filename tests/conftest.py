@@ -59,15 +59,19 @@ def _close_worlds() -> Iterator[None]:
 
 def _world_fixture(sizes: list[int]) -> list[object]:
     return [
-        pytest.param((backend, size), id=f"{backend}-{size}")
-        for backend in worlds.BACKENDS
-        for size in sizes
+        pytest.param((backend, size), id=f"{backend}-{size}") for backend in worlds.BACKENDS for size in sizes
     ]
 
 
 @pytest.fixture(scope="session", params=_world_fixture(worlds.WORLD_SIZES))
 def world(request: pytest.FixtureRequest) -> worlds.World:
     """Every backend under test at every world size."""
+    return worlds.world(*request.param)
+
+
+@pytest.fixture(scope="session", params=_world_fixture([n for n in worlds.WORLD_SIZES if n > 1]))
+def several(request: pytest.FixtureRequest) -> worlds.World:
+    """Every backend under test at every world size with peers."""
     return worlds.world(*request.param)
 
 

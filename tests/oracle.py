@@ -254,20 +254,16 @@ def reduce_scatter(inputs: Sequence[Tensor], op: str, dim: int = 0) -> list[Tens
     return parts(reduced(inputs, op), len(inputs), dim)
 
 
-def all_to_all(
-    inputs: Sequence[Tensor], splits: Sequence[Sequence[int]] | None = None
-) -> list[Tensor]:
+def all_to_all(inputs: Sequence[Tensor], splits: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
     """Rank r gets the r-th piece of every rank's tensor; `splits[a][b]` rows go from a to b."""
     size = len(inputs)
     if splits is None:
         splits = [[len(x) // size] * size for x in inputs]
     pieces = [
-        np.split(to_bytes(x), np.cumsum(row)[:-1], axis=0)
-        for x, row in zip(inputs, splits, strict=True)
+        np.split(to_bytes(x), np.cumsum(row)[:-1], axis=0) for x, row in zip(inputs, splits, strict=True)
     ]
     return [
-        from_bytes(np.concatenate([pieces[a][b] for a in range(size)]), inputs[0].dtype)
-        for b in range(size)
+        from_bytes(np.concatenate([pieces[a][b] for a in range(size)]), inputs[0].dtype) for b in range(size)
     ]
 
 
@@ -383,9 +379,7 @@ def tree_map(fn: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
         return type(first)(tree_map(fn, list(one)) for one in zip(*trees, strict=True))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        return type(first)(
-            **{name: tree_map(fn, [getattr(tree, name) for tree in trees]) for name in names}
-        )
+        return type(first)(**{name: tree_map(fn, [getattr(tree, name) for tree in trees]) for name in names})
     return fn(list(trees))
 
 

@@ -45,6 +45,26 @@ def _nothing_lacking(_name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     return False
 
 
+@dataclass
+class Caught:
+    """The error that `raising` was waiting for."""
+
+    error: BaseException | None = None
+
+
+@contextlib.contextmanager
+def raising(error: type[BaseException] | tuple[type[BaseException], ...], *says: str) -> Iterator[Caught]:
+    """The block must raise this error, with every one of `says` in its text."""
+    caught = Caught()
+    try:
+        yield caught
+    except error as raised:
+        caught.error = raised
+    assert caught.error is not None, f"nothing raised: expected {error}"
+    missing = [word for word in says if word not in str(caught.error)]
+    assert not missing, f"{missing} not in the error's text: {caught.error}"
+
+
 @dataclass(frozen=True)
 class Place:
     """Which rank of which world."""
@@ -129,15 +149,10 @@ class Rank:
     ) -> None:
         """`call(*args)` raises this typed error, whose text contains every one of `says`."""
         with self.case(label):
-            refusal: BaseException | None = None
-            try:
+            with raising(error, *says) as caught:
                 got = await self.get(call(*args, **kwargs))
-            except error as raised:
-                refusal = raised
-            assert refusal is not None, f"not refused: returned {got!r}"
-            assert isinstance(refusal, ac.AsyncCollError), f"untyped: {refusal!r}"
-            missing = [word for word in says if word not in str(refusal)]
-            assert not missing, f"{missing} not in the error's text: {refusal}"
+                raise AssertionError(f"not refused: returned {got!r}")
+            assert isinstance(caught.error, ac.AsyncCollError), f"untyped: {caught.error!r}"
 
 
 async def _wait(work: Any) -> Any:

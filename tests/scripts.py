@@ -89,9 +89,7 @@ def _end(
     )
 
 
-def _interrupt(
-    directory: Path, processes: list[subprocess.Popen[bytes]], line: str, deadline: float
-) -> None:
+def _interrupt(directory: Path, processes: list[subprocess.Popen[bytes]], line: str, deadline: float) -> None:
     for rank, process in enumerate(processes):
         while line not in directory.joinpath(f"out-{rank}").read_text():
             assert process.poll() is None, directory.joinpath(f"err-{rank}").read_text()

@@ -99,9 +99,7 @@ async def uneven(me: Rank) -> None:
     for name, shapes in UNEVEN.items():
         for dtype in (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64):
             inputs = [oracle.moving(rank, shapes[rank], dtype) for rank in range(me.size)]
-            await me.check(
-                f"{name} {dtype}", ac.all_gather, inputs[me.rank], uneven=True, expect=inputs
-            )
+            await me.check(f"{name} {dtype}", ac.all_gather, inputs[me.rank], uneven=True, expect=inputs)
 
 
 def test_uneven_gives_the_list_of_all(world: World, runner: str) -> None:
@@ -173,9 +171,7 @@ def test_any_shape_and_dim(world: World, shape: tuple[int, ...], dim: int, name:
 async def one_uneven(me: Rank, lengths: list[int], tail: tuple[int, ...], name: str) -> None:
     dtype = oracle.DTYPES[name]
     inputs = [oracle.moving(rank, (lengths[rank], *tail), dtype) for rank in range(me.size)]
-    await me.check(
-        f"{name} {lengths} {tail}", ac.all_gather, inputs[me.rank], uneven=True, expect=inputs
-    )
+    await me.check(f"{name} {lengths} {tail}", ac.all_gather, inputs[me.rank], uneven=True, expect=inputs)
 
 
 @pytest.mark.slow
@@ -184,8 +180,6 @@ async def one_uneven(me: Rank, lengths: list[int], tail: tuple[int, ...], name: 
     tail=st.lists(st.integers(0, 3), max_size=2).map(tuple),
     name=st.sampled_from(sorted(oracle.DTYPES)),
 )
-def test_any_uneven_lengths(
-    world: World, lengths: list[int], tail: tuple[int, ...], name: str
-) -> None:
+def test_any_uneven_lengths(world: World, lengths: list[int], tail: tuple[int, ...], name: str) -> None:
     """Whatever each rank's length, everybody gets every tensor."""
     world.run(one_uneven, lengths, tail, name)

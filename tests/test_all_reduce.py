@@ -61,9 +61,7 @@ async def meaningless(me: Rank) -> None:
         for op in oracle.refusals(dtype):
             await me.refuses(f"{op} of {name}", MEANINGLESS, ac.all_reduce, x, op=op, says=(op,))
         inputs = oracle.by_rank(oracle.counting, me.size, (3,), dtype)
-        await me.check(
-            f"afterwards {name}", ac.all_reduce, x, op="sum", expect=oracle.reduced(inputs, "sum")
-        )
+        await me.check(f"afterwards {name}", ac.all_reduce, x, op="sum", expect=oracle.reduced(inputs, "sum"))
 
 
 def test_refuses_what_means_nothing(world: World, runner: str) -> None:
@@ -166,12 +164,9 @@ async def extremes(me: Rank) -> None:
     for name in ("float16", "bfloat16", "float32", "float64"):
         dtype = oracle.FLOATS[name]
         rows = [
-            torch.tensor([inf, -inf, nan if rank == 0 else 1.0, -0.0], dtype=dtype)
-            for rank in range(me.size)
+            torch.tensor([inf, -inf, nan if rank == 0 else 1.0, -0.0], dtype=dtype) for rank in range(me.size)
         ]
-        await me.check(
-            name, ac.all_reduce, rows[me.rank], expect=oracle.reduced(rows, "sum"), value=True
-        )
+        await me.check(name, ac.all_reduce, rows[me.rank], expect=oracle.reduced(rows, "sum"), value=True)
 
 
 def test_infinities_and_nan(world: World) -> None:
@@ -213,9 +208,7 @@ async def numbers(me: Rank) -> None:
             label, mine = f"{op} of {name}", values[me.rank]
             if op in oracle.MEANINGFUL[row]:
                 expect = oracle.reduced_number(values, op)
-                await me.check(
-                    label, ac.all_reduce, mine, op=op, expect=expect, value=True, rtol=1e-15
-                )
+                await me.check(label, ac.all_reduce, mine, op=op, expect=expect, value=True, rtol=1e-15)
             else:
                 await me.refuses(label, MEANINGLESS, ac.all_reduce, mine, op=op)
 
@@ -249,9 +242,7 @@ async def float_bits(me: Rank) -> None:
         if type(values[0]) is float and me.size == 1:
             await me.check(name, ac.all_reduce, values[0], expect=values[0])
         elif type(values[0]) is float and name != "largest":
-            await me.check(
-                name, ac.all_reduce, values[me.rank], expect=sum(values), value=True, rtol=1e-15
-            )
+            await me.check(name, ac.all_reduce, values[me.rank], expect=sum(values), value=True, rtol=1e-15)
 
 
 def test_floats_keep_their_64_bits(world: World) -> None:
@@ -338,9 +329,7 @@ def test_out_of_another_make_is_refused(pair: World) -> None:
 
 
 async def in_flight(me: Rank) -> None:
-    inputs = [
-        oracle.by_rank(oracle.counting, me.size, (k + 1,), torch.float32, seed=k) for k in range(40)
-    ]
+    inputs = [oracle.by_rank(oracle.counting, me.size, (k + 1,), torch.float32, seed=k) for k in range(40)]
     works = [ac.all_reduce(one[me.rank]) for one in inputs]
     for k in reversed(range(40)):
         with me.case(f"number {k}"):

@@ -69,9 +69,7 @@ def test_uneven_pieces(world: World, runner: str) -> None:
 async def layouts(me: Rank) -> None:
     for name, layout in oracle.LAYOUTS.items():
         inputs = [layout(oracle.moving(r, (2 * me.size, 3), torch.int16)) for r in range(me.size)]
-        await me.check(
-            name, ac.all_to_all, inputs[me.rank], expect=oracle.all_to_all(inputs)[me.rank]
-        )
+        await me.check(name, ac.all_to_all, inputs[me.rank], expect=oracle.all_to_all(inputs)[me.rank])
 
 
 def test_every_layout(world: World, runner: str) -> None:
@@ -120,9 +118,7 @@ async def refused(me: Rank) -> None:
         "length", ValueError, call, x, input_split_sizes=[2] * (size + 1), says=("split", str(size))
     )
     negative = [2 * size + 1, *[-1] * (size - 1)] if size > 1 else [-1]
-    await me.refuses(
-        "negative", ValueError, call, x, input_split_sizes=negative, says=("split", "-1")
-    )
+    await me.refuses("negative", ValueError, call, x, input_split_sizes=negative, says=("split", "-1"))
     await me.refuses("0-d", (ValueError, TypeError), call, torch.ones(()))
     await me.refuses("text", (ValueError, TypeError), call, "text", says=("str",))
     await me.check("afterwards", call, x, expect=x)
@@ -154,9 +150,7 @@ async def there_and_back(me: Rank, splits: list[list[int]], name: str) -> None:
     x = oracle.moving(me.rank, (sum(sent),), oracle.DTYPES[name])
     with me.case(f"{name} {splits}"):
         there = await me.get(ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=received))
-        back = await me.get(
-            ac.all_to_all(there, input_split_sizes=received, output_split_sizes=sent)
-        )
+        back = await me.get(ac.all_to_all(there, input_split_sizes=received, output_split_sizes=sent))
         oracle.same(back, x)
 
 

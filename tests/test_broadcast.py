@@ -41,9 +41,7 @@ async def layouts(me: Rank) -> None:
             inputs = [layout(oracle.moving(r, (4, 3), dtype)) for r in range(me.size)]
             await me.check(f"{name} {dtype}", ac.broadcast, inputs[me.rank], expect=inputs[0])
     lazy = [oracle.counting(r, (4,), torch.complex64).conj() for r in range(me.size)]
-    await me.check(
-        "conjugated", ac.broadcast, lazy[me.rank], expect=lazy[0].resolve_conj(), value=True
-    )
+    await me.check("conjugated", ac.broadcast, lazy[me.rank], expect=lazy[0].resolve_conj(), value=True)
 
 
 def test_every_layout(world: World, runner: str) -> None:
@@ -55,9 +53,7 @@ async def values(me: Rank) -> None:
     for src in range(me.size):
         for name, make in payloads.MOVABLE.items():
             inputs = payloads.of_all(make, me.size)
-            await me.check(
-                f"{name} from {src}", ac.broadcast, inputs[me.rank], src=src, expect=inputs[src]
-            )
+            await me.check(f"{name} from {src}", ac.broadcast, inputs[me.rank], src=src, expect=inputs[src])
 
 
 def test_numbers_and_text(world: World, runner: str) -> None:
@@ -129,9 +125,7 @@ def test_out_is_filled_and_returned(world: World, runner: str) -> None:
 
 
 async def refused(me: Rank) -> None:
-    await me.refuses(
-        "src", ValueError, ac.broadcast, torch.ones(1), src=me.size, says=(str(me.size),)
-    )
+    await me.refuses("src", ValueError, ac.broadcast, torch.ones(1), src=me.size, says=(str(me.size),))
     await me.refuses("type", TypeError, ac.broadcast, object(), says=("object",))
     await me.check("afterwards", ac.broadcast, me.rank, expect=0)
 

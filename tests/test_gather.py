@@ -75,9 +75,7 @@ async def trees(me: Rank) -> None:
         inputs = payloads.of_all(make, me.size)
         whole = oracle.tree_map(oracle.gathered_leaf, inputs)
         dst = me.size - 1
-        await me.check(
-            name, ac.gather, inputs[me.rank], dst=dst, expect=whole if me.rank == dst else None
-        )
+        await me.check(name, ac.gather, inputs[me.rank], dst=dst, expect=whole if me.rank == dst else None)
 
 
 def test_trees(world: World, runner: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ def total(ranks: list[int]) -> int:
     return sum(10**rank for rank in ranks)
 
 
+def entries(name: str) -> int:
+    """How many threads ("task") or descriptors ("fd") this process has."""
+    return len(list(Path("/proc/self", name).iterdir()))
+
+
 async def halves(me: Rank) -> None:
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2], [3], [3, 1, 0]):
         group = ac.new_group(ranks)
@@ -29,9 +34,7 @@ async def halves(me: Rank) -> None:
             assert ac.get_rank(group) == want, f"rank {ac.get_rank(group)}"
             assert ac.get_world_size(group) == (len(ranks) if inside else -1)
         if inside:
-            await me.check(
-                f"sum in {ranks}", ac.all_reduce, 10**me.rank, group=group, expect=total(ranks)
-            )
+            await me.check(f"sum in {ranks}", ac.all_reduce, 10**me.rank, group=group, expect=total(ranks))
         else:
             await me.refuses(
                 f"sum outside {ranks}",
@@ -95,13 +98,13 @@ def test_ranks_are_global_in_every_collective(four: World, runner: str) -> None:
 async def cached(me: Rank) -> None:
     ranks = [0, 1] if me.rank < 2 else [2, 3]
     await me.get(ac.all_reduce(1, group=ranks))
-    threads, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = entries("task"), entries("fd")
     for turn in range(1000):
         order = ranks if turn % 2 else ranks[::-1]
         got = await me.get(ac.all_reduce(turn, group=order))
         assert got == 2 * turn, f"turn {turn}: {got}"
-    assert len(os.listdir("/proc/self/task")) <= threads + 1
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    assert entries("task") <= threads + 1
+    assert entries("fd") <= descriptors + 2
     assert ac.new_group([0, 1]) is ac.new_group((1, 0))
 
 
@@ -128,9 +131,7 @@ async def native(me: Rank) -> None:
     theirs = dist.new_group([0, 2])
     if me.rank in (0, 2):
         await me.check("native", ac.all_reduce, 10**me.rank, group=theirs, expect=total([0, 2]))
-    await me.check(
-        "default", ac.all_reduce, 10**me.rank, group=dist.group.WORLD, expect=total([0, 1, 2, 3])
-    )
+    await me.check("default", ac.all_reduce, 10**me.rank, group=dist.group.WORLD, expect=total([0, 1, 2, 3]))
     x = torch.ones(2)
     dist.all_reduce(x)
     oracle.same(x, torch.full((2,), 4.0))

@@ -91,9 +91,7 @@ class Trap:
 
 async def safe(me: Rank) -> None:
     for name, value in {"class": Custom("a", 1), "trap": Trap(), "function": len}.items():
-        await me.refuses(
-            name, (TypeError, ValueError), ac.all_gather_object, value, says=("pickle",)
-        )
+        await me.refuses(name, (TypeError, ValueError), ac.all_gather_object, value, says=("pickle",))
     await me.check("afterwards", ac.all_gather_object, me.rank, expect=list(range(me.size)))
 
 
@@ -103,14 +101,10 @@ def test_the_default_codec_refuses_classes(world: World) -> None:
 
 
 async def refused(me: Rank) -> None:
-    await me.refuses(
-        "codec", ValueError, ac.all_gather_object, 1, codec="xml", says=("xml", "pickle")
-    )
+    await me.refuses("codec", ValueError, ac.all_gather_object, 1, codec="xml", says=("xml", "pickle"))
     await me.refuses("dst", ValueError, ac.gather_object, 1, dst=me.size, says=(str(me.size),))
     await me.refuses("src", ValueError, ac.broadcast_object, 1, src=-1, says=("-1",))
-    await me.refuses(
-        "unpicklable", (TypeError, ValueError), ac.all_gather_object, lambda: 0, codec="pickle"
-    )
+    await me.refuses("unpicklable", (TypeError, ValueError), ac.all_gather_object, lambda: 0, codec="pickle")
     await me.check("afterwards", ac.all_gather_object, me.rank, expect=list(range(me.size)))
 
 

@@ -29,9 +29,7 @@ async def dtypes(me: Rank) -> None:
                 rtol=oracle.epsilon(dtype) if op == "avg" else 0.0,
             )
         for op in oracle.refusals(dtype):
-            await me.refuses(
-                f"{op} of {name}", MEANINGLESS, ac.reduce, inputs[me.rank], op=op, says=(op,)
-            )
+            await me.refuses(f"{op} of {name}", MEANINGLESS, ac.reduce, inputs[me.rank], op=op, says=(op,))
 
 
 def test_every_dtype_and_reduction(world: World, runner: str) -> None:

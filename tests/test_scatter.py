@@ -118,13 +118,9 @@ async def refused(me: Rank) -> None:
             mine = value if me.rank == src else None
             if me.rank == src:
                 label = f"{name} from {src}"
-                await me.refuses(
-                    label, (ValueError, TypeError), ac.scatter, mine, src=src, says=says
-                )
+                await me.refuses(label, (ValueError, TypeError), ac.scatter, mine, src=src, says=says)
             else:
-                await me.refuses(
-                    f"{name} from {src}", ac.PeerRefusedError, ac.scatter, mine, src=src
-                )
+                await me.refuses(f"{name} from {src}", ac.PeerRefusedError, ac.scatter, mine, src=src)
     await me.refuses("nothing", (ValueError, TypeError), ac.scatter, None, src=me.rank)
     await me.refuses("src", ValueError, ac.scatter, None, src=size, says=(str(size),))
     pieces = list(range(size)) if me.rank == 0 else None

@@ -257,9 +257,7 @@ class World:
             if not ready:
                 late = sorted(process.rank for process in waiting.values())
                 for process in waiting.values():
-                    process.failures.append(
-                        f"not done in time, at {process.at!r}\n{process.stacks()}"
-                    )
+                    process.failures.append(f"not done in time, at {process.at!r}\n{process.stacks()}")
                 self._give_up(f"{name} on {self}: ranks {late} hang", self._ranks)
             for connection in ready:
                 process = waiting[connection]

@@ -1,0 +1,178 @@
+"""How scripts end: with work in flight, by an error, by Ctrl-C; nothing stays behind.
+
+`scripts.run` fails if a script is not done in time or leaves a process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import scripts
+
+ENDS_IN_FLIGHT = """
+    import torch, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 0:
+        stuck = ac.all_reduce(torch.ones(1000))
+        stuck.detach()
+    print("end of script")
+"""
+
+
+def test_a_script_that_ends_with_work_in_flight(tmp_path: Path) -> None:
+    """The peer never joins: both end by themselves, and the one with the work says so."""
+    first, second = scripts.run(tmp_path, ENDS_IN_FLIGHT, ranks=2)
+    assert "end of script" in first.out
+    assert "end of script" in second.out
+    assert second.code == 0
+    assert "all_reduce" in first.err
+    assert "in flight" in first.err
+    assert first.code >= 0, f"died of signal {-first.code}\n{first.err}"
+
+
+RAISES = """
+    import torch, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 0:
+        stuck = ac.all_reduce(torch.ones(1000))
+        raise LookupError("of my own")
+    try:
+        ac.all_reduce(torch.ones(1000)).wait()
+    except ac.CollectiveError as error:
+        print(type(error).__name__)
+    else:
+        print("a result")
+"""
+
+
+def test_a_script_that_raises_with_work_in_flight(tmp_path: Path) -> None:
+    """Its traceback is shown, its exit code is 1, and it does not hang."""
+    first, second = scripts.run(tmp_path, RAISES, ranks=2)
+    assert first.code == 1
+    assert "LookupError: of my own" in first.err
+    assert second.code == 0, second.err
+    assert second.out.split() in (["PeerLostError"], ["a", "result"])
+
+
+FORGETS = """
+    import asynccoll as ac
+    ac.initialize("gloo")
+    print(ac.all_reduce(ac.get_rank() + 1).wait())
+    print(ac.all_reduce(1, lane="other").wait())
+"""
+
+
+def test_a_script_that_forgets_finalize(tmp_path: Path) -> None:
+    """It ends cleanly with exit code 0 on every rank."""
+    for ended in scripts.run(tmp_path, FORGETS, ranks=4):
+        assert ended.out.split() == ["10", "4"]
+        assert ended.code == 0, ended.err
+        assert "Traceback" not in ended.err
+
+
+INTERRUPTED = """
+    import torch, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    print("waiting", flush=True)
+    if ac.get_rank() == 0:
+        ac.all_reduce(torch.ones(4)).wait()
+    else:
+        ac.recv(torch.ones(4), src=0).wait()
+"""
+
+
+def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
+    """KeyboardInterrupt gets through to a blocking wait, and the process ends."""
+    for ended in scripts.run(tmp_path, INTERRUPTED, ranks=2, interrupt_at="waiting"):
+        assert "KeyboardInterrupt" in ended.err
+        assert ended.code != 0
+
+
+ASYNC_INTERRUPTED = """
+    import {loop}, torch, asynccoll as ac
+    async def main():
+        await ac.all_reduce(1)
+        print("waiting", flush=True)
+        if ac.get_rank() == 0:
+            await ac.all_reduce(torch.ones(4))
+        else:
+            await ac.recv(torch.ones(4), src=0)
+    ac.initialize("gloo")
+    {loop}.run(main{call})
+"""
+
+
+@pytest.mark.parametrize(("loop", "call"), [("asyncio", "()"), ("trio", "")])
+def test_ctrl_c_while_awaiting(tmp_path: Path, loop: str, call: str) -> None:
+    """Also out of an event loop."""
+    source = ASYNC_INTERRUPTED.format(loop=loop, call=call)
+    for ended in scripts.run(tmp_path, source, ranks=2, interrupt_at="waiting"):
+        assert "KeyboardInterrupt" in ended.err
+        assert ended.code != 0
+
+
+DROPS = """
+    import warnings
+    warnings.simplefilter("always")
+    import torch, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(torch.ones(1))
+    ac.barrier().wait()
+"""
+
+
+def test_a_dropped_handle_is_heard_in_a_plain_script(tmp_path: Path) -> None:
+    """The warning is on stderr with the script's line."""
+    for ended in scripts.run(tmp_path, DROPS, ranks=2):
+        assert ended.code == 0
+        assert "script.py:6" in ended.err
+        assert "UnawaitedWorkWarning" in ended.err
+
+
+FORKS = """
+    import os, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            ac.all_reduce(1)
+        except ac.NotInitializedError:
+            os._exit(7)
+        os._exit(8)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(ac.all_reduce(1).wait())
+"""
+
+
+def test_a_forked_child_starts_uninitialised(tmp_path: Path) -> None:
+    """The child's call is NotInitializedError; the parent goes on."""
+    for ended in scripts.run(tmp_path, FORKS, ranks=2):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["7", "2"]
+
+
+FINALIZES = """
+    import asynccoll as ac
+    for turn in range(3):
+        import os
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        ac.initialize("gloo")
+        assert ac.all_reduce(turn).wait() == 4 * turn
+        ac.finalize()
+    print("done")
+"""
+
+
+@pytest.mark.slow
+def test_four_ranks_end_without_an_abort(tmp_path: Path) -> None:
+    """Initialize and finalize thrice, five times over: no signal ends a process."""
+    for _ in range(5):
+        for ended in scripts.run(tmp_path, FINALIZES, ranks=4):
+            assert ended.code == 0, ended.err
+            assert ended.out.split() == ["done"]

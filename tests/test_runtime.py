@@ -1,0 +1,368 @@
+"""initialize and finalize: every way to meet, whose world it is, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank, raising
+from worlds import World
+
+
+@pytest.fixture(scope="session")
+def bare() -> World:
+    """Two processes that have not called initialize."""
+    return worlds.world("gloo", 2, bare=True)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """These variables, for a while."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def launched(me: Rank, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        "RANK": str(me.rank),
+        "LOCAL_RANK": str(me.rank),
+        "WORLD_SIZE": str(me.size),
+        "LOCAL_WORLD_SIZE": str(me.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def works(me: Rank) -> None:
+    """The world that was just initialized is the right one, and can be left."""
+    try:
+        assert ac.is_initialized()
+        assert ac.get_rank() == me.rank
+        assert ac.get_world_size() == me.size
+        assert ac.backend() == "gloo"
+        assert ac.device() == torch.device("cpu")
+        assert ac.all_reduce(10**me.rank).wait() == 11
+        oracle.same(ac.all_gather(torch.tensor([me.rank])).wait(), torch.tensor([0, 1]))
+        assert ac.all_reduce(1, lane="another").wait() == 2
+    finally:
+        ac.finalize()
+    assert not ac.is_initialized()
+    assert not dist.is_initialized(), "finalize leaves torch's default group"
+
+
+# ---------------------------------------------------------------- ways to meet
+
+
+def by_env(me: Rank, port: int) -> None:
+    with environment(**launched(me, port)):
+        ac.initialize("gloo")
+        works(me)
+        ac.initialize("gloo", init_method="env://")
+        works(me)
+
+
+def by_tcp(me: Rank, port: int) -> None:
+    method = f"tcp://127.0.0.1:{port}"
+    ac.initialize("gloo", init_method=method, rank=me.rank, world_size=me.size)
+    works(me)
+
+
+def by_file(me: Rank, path: str) -> None:
+    ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=me.size)
+    works(me)
+
+
+def by_tcp_store(me: Rank, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, me.size, is_master=me.rank == 0)
+    ac.initialize("gloo", store=store, rank=me.rank, world_size=me.size)
+    works(me)
+    prefixed = dist.PrefixStore("second", store)
+    ac.initialize("gloo", store=prefixed, rank=me.rank, world_size=me.size)
+    works(me)
+
+
+def by_file_store(me: Rank, path: str) -> None:
+    store = dist.FileStore(path, me.size)
+    ac.initialize("gloo", store=store, rank=me.rank, world_size=me.size)
+    works(me)
+
+
+def test_meets_by_environment(bare: World) -> None:
+    """env://, said or not, with a launcher's variables; twice in one process."""
+    bare.run(by_env, worlds.free_port())
+
+
+def test_meets_by_tcp(bare: World) -> None:
+    """tcp://host:port with rank and world_size."""
+    bare.run(by_tcp, worlds.free_port())
+
+
+def test_meets_by_file(bare: World, tmp_path: Path) -> None:
+    """file:// with rank and world_size."""
+    bare.run(by_file, str(tmp_path / "meet"))
+
+
+def test_meets_by_tcp_store(bare: World) -> None:
+    """A TCPStore of the user's, and a PrefixStore on it."""
+    bare.run(by_tcp_store, worlds.free_port())
+
+
+def test_meets_by_file_store(bare: World, tmp_path: Path) -> None:
+    """A FileStore of the user's."""
+    bare.run(by_file_store, str(tmp_path / "store"))
+
+
+def spelled(me: Rank, port: int) -> None:
+    for turn, name in enumerate(["GLOO", "Gloo", "cpu:gloo"]):
+        method = f"tcp://127.0.0.1:{port + turn}"
+        ac.initialize(name, init_method=method, rank=me.rank, world_size=me.size)
+        works(me)
+
+
+def test_backend_names_in_any_spelling(bare: World) -> None:
+    """Any case, and torch's own "cpu:gloo"."""
+    bare.run(spelled, worlds.free_port())
+
+
+def places(me: Rank, port: int) -> None:
+    one_node = launched(me, port)
+    with environment(**one_node):
+        ac.initialize("gloo")
+        got = (ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes(), ac.get_node_rank())
+        assert got == (me.rank, 2, 1, 0), got
+        assert ac.hostname() == socket.gethostname()
+        ac.finalize()
+    two_nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(me.rank)}
+    with environment(**{**one_node, **two_nodes, "MASTER_PORT": str(port + 1)}):
+        ac.initialize("gloo")
+        got = (ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes(), ac.get_node_rank())
+        assert got == (0, 1, 2, me.rank), got
+        ac.finalize()
+
+
+def test_local_rank_and_its_siblings(bare: World) -> None:
+    """As the launcher says: two ranks on one node, or one on each of two."""
+    bare.run(places, worlds.free_port())
+
+
+# ---------------------------------------------------------------- whose world it is
+
+
+def adopting(me: Rank, port: int) -> None:
+    method = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=method, rank=me.rank, world_size=me.size)
+    try:
+        assert ac.is_initialized()
+        assert ac.get_rank() == me.rank
+        assert ac.all_reduce(10**me.rank).wait() == 11
+        ours = [ac.all_reduce(torch.full((3,), float(k))) for k in range(5)]
+        x = torch.full((3,), 100.0)
+        dist.all_reduce(x)
+        oracle.same(x, torch.full((3,), 200.0))
+        for k, work in enumerate(ours):
+            oracle.same(work.wait(), torch.full((3,), 2.0 * k))
+        ac.finalize()
+        assert dist.is_initialized(), "finalize destroys the user's group"
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        oracle.same(x, torch.full((1,), 2.0))
+        assert ac.all_reduce(1).wait() == 2, "cannot be adopted again"
+        ac.finalize()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_adopts_a_group_that_the_user_made(bare: World) -> None:
+    """It works without initialize, does not mix with dist.*, and stays the user's."""
+    bare.run(adopting, worlds.free_port())
+
+
+def for_torch(me: Rank, port: int) -> None:
+    method = f"tcp://127.0.0.1:{port}"
+    ac.initialize("gloo", init_method=method, rank=me.rank, world_size=me.size)
+    assert dist.is_initialized(), "initialize sets no default group for torch"
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    out = ac.all_reduce(torch.ones(4))
+    model(torch.full((1, 3), float(me.rank))).sum().backward()
+    oracle.same(model.module.weight.grad, torch.full((1, 3), 0.5))
+    oracle.same(out.wait(), torch.full((4,), 2.0))
+    works(me)
+
+
+def test_torch_code_works_beside_ours(bare: World) -> None:
+    """initialize sets torch's default group: DDP trains on it while ours are in flight."""
+    bare.run(for_torch, worlds.free_port())
+
+
+def forgotten(me: Rank, port: int) -> None:
+    with environment(**launched(me, port)):
+        with raising(ac.NotInitializedError, "initialize", str(me.size)):
+            ac.all_reduce(1)
+        with raising(ac.NotInitializedError):
+            ac.get_rank()
+        assert not ac.is_initialized()
+        ac.initialize("gloo")
+        works(me)
+        with raising(ac.NotInitializedError, "initialize"):
+            ac.all_reduce(1)
+    with raising(ac.NotInitializedError, "finalized"):
+        ac.all_reduce(1)
+
+
+def test_a_forgotten_initialize_is_an_error(bare: World) -> None:
+    """Under a launcher, and after finalize: never silently a world of one."""
+    bare.run(forgotten, worlds.free_port())
+
+
+def called_wrongly(me: Rank, port: int) -> None:
+    place: dict[str, Any] = {"rank": me.rank, "world_size": me.size}
+    method = f"tcp://127.0.0.1:{port}"
+    with raising(ac.BackendNotFoundError, "carrier-pigeon", "gloo", "serial") as caught:
+        ac.initialize("carrier-pigeon", init_method=method, **place)
+    assert isinstance(caught.error, ImportError)
+    with raising(ac.InvalidArgumentError, "check", "'some'", "full"):
+        ac.initialize("gloo", init_method=method, check="some", **place)
+    with raising(ac.InvalidArgumentError, "timeout", "-1"):
+        ac.initialize("gloo", init_method=method, timeout=-1, **place)
+    with raising(ac.InvalidArgumentError, "rank", "7"):
+        ac.initialize("gloo", init_method=method, rank=7, world_size=2)
+    with raising(ac.InvalidArgumentError, "world_size"):
+        ac.initialize("gloo", init_method=method, rank=me.rank)
+    with raising(ac.InvalidArgumentError, "store"):
+        ac.initialize("gloo", store=dist.HashStore())
+    with raising(ac.InvalidArgumentError, "speed", "gloo"):
+        ac.initialize("gloo", init_method=method, speed=11, **place)
+    with raising(ac.InvalidArgumentError, "nowhere"):
+        ac.initialize("gloo", init_method="nowhere://x", **place)
+    with (
+        environment(RANK="0"),
+        raising(ac.LaunchEnvironmentError, "RANK", "WORLD_SIZE"),
+    ):
+        ac.initialize()
+    ac.initialize("gloo", init_method=method, **place)
+    with raising(ac.InvalidArgumentError, "already"):
+        ac.initialize("gloo", init_method=method, **place)
+    works(me)
+    ac.finalize()  # does nothing
+
+
+def test_wrong_arguments(bare: World) -> None:
+    """Each is a typed error that names it, and initialize works afterwards."""
+    bare.run(called_wrongly, worlds.free_port())
+
+
+# ---------------------------------------------------------------- alone
+
+
+def alone(me: Rank) -> None:
+    assert not ac.is_initialized()
+    assert ac.backend() == "serial"
+    assert (ac.get_rank(), ac.get_world_size()) == (0, 1)
+    assert (ac.get_local_rank(), ac.get_nproc_per_node()) == (0, 1)
+    assert (ac.get_node_rank(), ac.get_nnodes()) == (0, 1)
+    x = torch.arange(3)
+    oracle.same(ac.all_reduce(x).wait(), torch.arange(3))
+    assert ac.all_reduce(x).wait() is not x
+    oracle.same(ac.all_gather(torch.tensor(5)).wait(), torch.tensor([5]))
+    assert ac.all_gather("é").wait() == ["é"]
+    assert ac.all_reduce(1, group=[0]).wait() == 1
+    with raising(ac.InvalidArgumentError, "1"):
+        ac.all_reduce(1, group=[0, 1])
+    assert not dist.is_initialized(), "a world of one made a process group"
+    assert {"gloo", "serial"} <= set(ac.available_backends())
+
+
+@pytest.fixture(scope="session")
+def one_bare() -> World:
+    """One process that has not called initialize."""
+    return worlds.world("gloo", 1, bare=True)
+
+
+def test_a_script_runs_unlaunched(one_bare: World) -> None:
+    """Without a launcher the world is one, with no process group; other groups are errors."""
+    one_bare.run(alone)
+
+
+def initialized_alone(me: Rank) -> None:
+    ac.initialize()
+    assert ac.is_initialized()
+    assert (ac.backend(), ac.get_world_size()) == ("serial", 1)
+    assert ac.all_reduce(3).wait() == 3
+    ac.finalize()
+
+
+def test_initialize_without_a_launcher(one_bare: World) -> None:
+    """initialize() alone makes a world of one."""
+    one_bare.run(initialized_alone)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def drained(me: Rank, port: int) -> None:
+    method = f"tcp://127.0.0.1:{port}"
+    ac.initialize("gloo", init_method=method, rank=me.rank, world_size=me.size)
+    works = [ac.all_reduce(torch.full((100_000,), float(k))) for k in range(10)]
+    ac.finalize()
+    for k, work in enumerate(works):
+        assert work.done(), "finalize did not wait"
+        oracle.same(work.wait()[:2], torch.full((2,), 2.0 * k))
+
+
+def test_finalize_waits_for_what_is_outstanding(bare: World) -> None:
+    """After finalize every work is done and has its result."""
+    bare.run(drained, worlds.free_port())
+
+
+def aborted(me: Rank, port: int) -> None:
+    method = f"tcp://127.0.0.1:{port}"
+    ac.initialize("gloo", init_method=method, rank=me.rank, world_size=me.size)
+    assert ac.all_reduce(1).wait() == 2
+    if me.rank == 0:
+        stuck = ac.all_reduce(torch.ones(10))
+        assert not stuck.done()
+        ac.finalize(abort=True)
+        with raising(ac.CollectiveError):
+            stuck.wait(timeout=10)
+        me.show("aborted")
+    else:
+        me.see("aborted")
+        ac.finalize(abort=True)
+    assert not ac.is_initialized()
+
+
+def test_finalize_aborts_when_told_to(bare: World) -> None:
+    """A stuck operation fails with a typed error and finalize(abort=True) does not wait."""
+    bare.run(aborted, worlds.free_port())
+
+
+def too_late(me: Rank, port: int) -> None:
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            method = f"tcp://127.0.0.1:{port}"
+            ac.initialize("gloo", init_method=method, rank=0, world_size=2, timeout=1.0)
+            ac.all_reduce(1).wait()
+        if ac.is_initialized():
+            ac.finalize(abort=True)
+
+
+def test_a_rank_that_nobody_joins_times_out(bare: World) -> None:
+    """initialize, or at the latest the first operation, raises after its timeout."""
+    bare.run(too_late, worlds.free_port())
