@@ -24,8 +24,8 @@ quick: ## the inner loop: tests that are not slow, on the checkout (under three 
 	@$(TEST) python -m pytest -q -x -m "not slow" $(ARGS)
 
 lint: ## formatting and lint rules
-	@$(TEST) ruff format --check
-	@$(TEST) ruff check
+	@$(TEST) ruff format --check --output-format concise
+	@$(TEST) ruff check --output-format concise
 
 fix: ## let the formatter and the linter repair what they can
 	@$(TEST) ruff format

@@ -76,17 +76,20 @@ def ensure(row: Environment) -> Path:
     """The interpreter of the environment, which is built first where it is absent."""
     path = directory(row)
     if not is_complete(path):
-        with locked(path.with_name(path.name + ".lock")):
+        with _locked(path.with_name(path.name + ".lock")) as lock_file:
             if not is_complete(path):
                 _delete_stale(row, keep=path)
-                _build(row, path)
+                _build(row, path, lock_file)
     os.utime(path / _MARKER)
     return path / "bin" / "python"
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system takes back when its holder dies."""
+def _locked(path: Path) -> Iterator[int]:
+    """Hold a lock that the system takes back when its holder dies, and give its descriptor.
+
+    Children that inherit the descriptor hold the lock too: an orphaned pip still keeps others out.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -94,10 +97,10 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             say(f"another process is building {path.stem}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
-def _build(row: Environment, path: Path) -> None:
+def _build(row: Environment, path: Path, lock_file: int) -> None:
     if sys.version_info[:2] < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         given = platform.python_version()
@@ -107,18 +110,21 @@ def _build(row: Environment, path: Path) -> None:
     began = time.monotonic()
     shutil.rmtree(path, ignore_errors=True)
     pins, *requirements = row.files()
-    _check([sys.executable, "-m", "venv", str(path)], "python3-venv may have to be installed")
+    venv = [sys.executable, "-m", "venv", str(path)]
+    _check(venv, "python3-venv may have to be installed", lock_file)
     install = [str(path / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-input"]
     install += ["--disable-pip-version-check", "-c", str(pins)]
     for file in requirements:
         install += ["-r", str(file)]
-    _check(install, "what pip said is above; a second try continues from its download cache")
+    advice = "what pip said is above; a second try continues from its download cache"
+    _check(install, advice, lock_file)
     (path / _MARKER).write_text(json.dumps({"built": time.time(), "groups": row.groups}))
     say(f"built '{row.name}' in {time.monotonic() - began:.0f} s")
 
 
-def _check(command: list[str], advice: str) -> None:
-    code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+def _check(command: list[str], advice: str, lock_file: int) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, pass_fds=(lock_file,), check=False)
+    code = done.returncode
     if code:
         raise SystemExit(f"envs: '{' '.join(command[:4])} ...' ended with {code}: {advice}")
 

@@ -48,6 +48,7 @@ def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
     if wheel:
         site = wheels.ensure(python)
         search.insert(0, str(site / "bin"))
+        variables["ASYNCCOLL_TESTED_WHEEL"] = str(site)  # which a test checks
         os.chdir(wheels.empty_directory(python))
     else:
         site = envbuild.ROOT
