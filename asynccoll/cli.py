@@ -193,7 +193,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--reduce-op", "--op", default="sum", metavar="NAME", help="default sum")
     parser.add_argument("--backend", default="gloo", metavar="NAME", help="default gloo")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="default 2")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="default cpu")
+    parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, else cpu")
     parser.add_argument("--check", action="store_true", help="with check='full'")
     parser.set_defaults(carry_out=_explain)
 
@@ -207,7 +207,7 @@ def _explain(given: argparse.Namespace) -> int:
         world_size=_at_least_one(given.world_size),
         shape=_shape(given.shape),
         dtype=given.dtype,
-        device=given.device,
+        device=given.device or ("cuda" if given.backend.lower() == "nccl" else "cpu"),
         op=given.reduce_op,
         check=given.check,
     )

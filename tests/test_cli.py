@@ -292,7 +292,7 @@ def test_the_first_failure_is_shown_not_what_followed_from_it(tmp_path, start, s
     assert code == 1
     assert errors.count("Traceback") == 1
     assert "ValueError: the reason" in errors
-    assert "rank 0 failed after it: ConnectionError: peer is gone" in errors
+    assert "rank 0 failed too: ConnectionError: peer is gone" in errors
 
 
 @pytest.mark.slow

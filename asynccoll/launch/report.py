@@ -108,7 +108,7 @@ def report(failures: Sequence[Failure], *, program: str = "asynccoll run") -> st
             stopped.append(str(failure.rank))
         else:
             told = _shortened(failure.message) or failure.how
-            lines.append(f"{program}: rank {failure.rank} failed after it: {told}")
+            lines.append(f"{program}: rank {failure.rank} failed too: {told}")
     if stopped:
         lines.append(f"{program}: stopped rank{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
     return "\n".join(lines)
