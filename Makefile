@@ -21,7 +21,7 @@ test: lint types docs ## everything: lint, types, docs, then all tests on a buil
 	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
-	@$(TEST) python -m pytest -q -x -m "not slow" $(ARGS)
+	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)
 
 lint: ## formatting and lint rules
 	@$(TEST) ruff format --check --output-format concise
