@@ -276,11 +276,24 @@ async def one_refuses(me: Rank, culprit: int, kind: str) -> None:
     bad, good, reason = KINDS[kind]
     if me.rank == culprit:
         await me.refuses("culprit", (ValueError, TypeError), bad)
+    elif kind == "root":  # a broadcast may reach its receivers without the culprit
+        await right_or_refused(me, "peer", good, torch.ones(2))
     else:
         says = (f"rank {culprit}", reason)
         await me.refuses("peer", ac.PeerRefusedError, good, says=says)
-    await me.check("afterwards", ac.all_reduce, 7, expect=7 * me.size)
-    await me.check("and again", ac.all_reduce, 8, expect=8 * me.size)
+    for turn in range(2):
+        await right_or_refused(me, f"behind {turn}", lambda: ac.all_reduce(7), 7 * me.size)
+    await me.check("afterwards", ac.all_reduce, 8, expect=8 * me.size)
+
+
+async def right_or_refused(me: Rank, label: str, call: Callable[[], Any], want: Any) -> None:
+    """The call gives what it should, or the typed error that says it was withdrawn."""
+    with me.case(label):
+        try:
+            got = await me.get(call())
+        except ac.PeerRefusedError:
+            return
+        oracle.same(got, want)
 
 
 def test_one_rank_refuses(several: World, runner: str) -> None:
@@ -322,6 +335,21 @@ async def refused_amid_others(me: Rank) -> None:
 def test_a_refusal_amid_operations_in_flight(several: World, runner: str) -> None:
     """What is around a refused call is right or a typed error on every rank, never wrong."""
     several.run(refused_amid_others, runner=runner, timeout=30)
+
+
+async def refused_in_turn(me: Rank) -> None:
+    for turn in range(2 * me.size):
+        if turn % me.size == me.rank:
+            await me.refuses(f"culprit {turn}", (ValueError, TypeError), bad_avg)
+        else:
+            says = (f"rank {turn % me.size}",)
+            await me.refuses(f"peer {turn}", ac.PeerRefusedError, good_reduce, says=says)
+    await me.check("afterwards", ac.all_reduce, 5, expect=5 * me.size)
+
+
+def test_ranks_refuse_in_turn(several: World, runner: str) -> None:
+    """One refusal follows the other at once, each by another rank: all are told apart."""
+    several.run(refused_in_turn, runner=runner, timeout=40)
 
 
 async def all_refuse(me: Rank) -> None:

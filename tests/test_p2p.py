@@ -29,6 +29,20 @@ def test_send_and_recv_every_dtype(several: World, runner: str) -> None:
     several.run(dtypes, runner=runner)
 
 
+async def to_oneself(me: Rank) -> None:
+    for turn in range(3):
+        x = oracle.moving(me.rank, (turn, 2), torch.int16)
+        sending = ac.send(x, dst=me.rank, tag=turn)
+        got = await me.get(ac.recv(torch.zeros_like(x), src=me.rank, tag=turn))
+        oracle.same(got, x)
+        await me.get(sending)
+
+
+def test_a_message_to_oneself(world: World, runner: str) -> None:
+    """A rank may send to itself, alone too."""
+    world.run(to_oneself, runner=runner)
+
+
 async def ring(me: Rank) -> None:
     following, previous = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     for turn in range(20):
@@ -103,14 +117,13 @@ async def refused(me: Rank) -> None:
     x = torch.ones(2)
     await me.refuses("dst", ValueError, ac.send, x, dst=me.size, says=(str(me.size),))
     await me.refuses("src", ValueError, ac.recv, x, src=-1, says=("-1",))
-    await me.refuses("self", ValueError, ac.send, x, dst=me.rank, says=(str(me.rank),))
     await me.refuses("tag", ValueError, ac.send, x, dst=1 - me.rank, tag=-1, says=("tag", "-1"))
     await me.refuses("type", TypeError, ac.send, object(), dst=1 - me.rank, says=("object",))
     await me.check("afterwards", ac.all_reduce, 1, expect=2)
 
 
 def test_bad_messages_are_refused(pair: World) -> None:
-    """Ranks that are not there, oneself, odd tags and payloads; the lane goes on."""
+    """Ranks that are not there, odd tags and payloads; the lane goes on."""
     pair.run(refused)
 
 

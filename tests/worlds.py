@@ -328,6 +328,7 @@ class World:
         """Let the ranks finalize and end by themselves; it is a failure if they do not."""
         try:
             for process in self._ranks:
+                process.failures = []
                 if process.popen.poll() is None and process.connection is not None:
                     process.connection.send_bytes(b"")
             self._ended()

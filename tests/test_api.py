@@ -1,0 +1,178 @@
+"""The public face: complete, sorted, documented, and with the promised signatures."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import asynccoll as ac
+
+TAIL = ("group=None", "lane=None", "timeout=None")
+OUT = (*TAIL, "out=None")
+#: name -> positional parameters, then the keyword-only ones with their defaults.
+SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "all_reduce": (("x",), {"op='sum'", *OUT}),
+    "reduce": (("x",), {"dst=0", "op='sum'", *OUT}),
+    "broadcast": (("x",), {"src=0", "safe_mode=False", *OUT}),
+    "all_gather": (("x",), {"dim=0", "uneven=False", *OUT}),
+    "gather": (("x",), {"dst=0", "dim=0", *OUT}),
+    "scatter": (("x",), {"src=0", *OUT}),
+    "reduce_scatter": (("x",), {"op='sum'", "dim=0", *OUT}),
+    "all_to_all": (("x",), {"input_split_sizes=None", "output_split_sizes=None", *OUT}),
+    "permute": (("x", "pairs"), {*OUT}),
+    "send": (("x",), {"dst", "tag=0", *TAIL}),
+    "recv": (("like",), {"src", "tag=0", *OUT}),
+    "barrier": ((), {*TAIL}),
+    "all_gather_object": (("obj",), {"codec=None", *TAIL}),
+    "gather_object": (("obj",), {"dst=0", "codec=None", *TAIL}),
+    "broadcast_object": (("obj",), {"src=0", "codec=None", *TAIL}),
+    "scatter_object": (("obj",), {"src=0", "codec=None", *TAIL}),
+    "initialize": (
+        ("backend=None",),
+        {
+            "init_method=None",
+            "store=None",
+            "rank=None",
+            "world_size=None",
+            "timeout=1800.0",
+            "check=None",
+        },
+    ),
+    "finalize": ((), {"abort=False"}),
+    "is_initialized": ((), set()),
+    "get_rank": (("group=None",), set()),
+    "get_world_size": (("group=None",), set()),
+    "get_local_rank": ((), set()),
+    "get_nproc_per_node": ((), set()),
+    "get_nnodes": ((), set()),
+    "get_node_rank": ((), set()),
+    "device": ((), set()),
+    "backend": ((), set()),
+    "hostname": ((), set()),
+    "available_backends": ((), set()),
+    "new_group": (("ranks",), set()),
+    "wait_all": (("works",), set()),
+}
+WORK = (
+    "wait",
+    "done",
+    "result",
+    "exception",
+    "map",
+    "add_done_callback",
+    "on_host",
+    "detach",
+    "as_future",
+)
+ALSO_PUBLIC = {"Work", "as_completed", "create_task_group", "explain", "lane", "scope"}
+ERRORS = {
+    "AsyncCollError",
+    "BackendNotFoundError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "InvalidArgumentError",
+    "LaneOrderError",
+    "LaunchEnvironmentError",
+    "NotInitializedError",
+    "PayloadTypeError",
+    "PeerLostError",
+    "PeerRefusedError",
+    "UnawaitedWorkWarning",
+    "UnsupportedOpError",
+    "WorkNotDoneError",
+}
+
+
+def shown(parameter: inspect.Parameter) -> str:
+    """`name` or `name=default`."""
+    if parameter.default is inspect.Parameter.empty:
+        return parameter.name
+    return f"{parameter.name}={parameter.default!r}"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    """Positional parameters come first, all else is by keyword, with the documented defaults."""
+    positional, keywords = SIGNATURES[name]
+    parameters = inspect.signature(getattr(ac, name)).parameters.values()
+    kinds = inspect.Parameter
+    by_place = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    got = tuple(shown(one) for one in parameters if one.kind in by_place)
+    if name == "broadcast_object":  # only src has something to give
+        got = tuple(one.removesuffix("=None") for one in got)
+    assert got == positional
+    assert {shown(one) for one in parameters if one.kind is kinds.KEYWORD_ONLY} == keywords
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, keywords) in SIGNATURES.items() if "lane=None" in keywords]
+)
+def test_payload_is_positional_only(name: str) -> None:
+    """The tensor has no keyword name, so that it can be renamed."""
+    parameters = list(inspect.signature(getattr(ac, name)).parameters.values())
+    expected = len(SIGNATURES[name][0])
+    only = [one for one in parameters if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    assert len(only) == expected
+
+
+def test_all_is_sorted_and_complete() -> None:
+    """`__all__` is a sorted tuple of what there is, and everything promised is in it."""
+    names = ac.__all__
+    assert isinstance(names, tuple)
+    assert list(names) == sorted(names)
+    assert len(set(names)) == len(names)
+    assert {*SIGNATURES, *ALSO_PUBLIC, *ERRORS} <= set(names)
+    assert [name for name in names if not hasattr(ac, name)] == []
+
+
+def test_everything_public_is_in_all() -> None:
+    """No function or class of ours is importable from the package without being public."""
+    ours = {
+        name
+        for name, value in vars(ac).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and str(getattr(value, "__module__", "")).startswith("asynccoll")
+    }
+    assert ours - set(ac.__all__) == set()
+
+
+@pytest.mark.parametrize("name", ac.__all__)
+def test_everything_public_is_documented(name: str) -> None:
+    """Each has a docstring of its own whose first line is a sentence."""
+    value = getattr(ac, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        first = (value.__doc__ or "").strip().splitlines()
+        assert first, f"{name} has no docstring"
+        assert len(first[0]) > 15, f"{name}: {first[0]!r}"
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_work_has_its_methods(name: str) -> None:
+    """Each method of the handle exists and says what it gives."""
+    assert (getattr(ac.Work, name).__doc__ or "").strip()
+
+
+def test_version() -> None:
+    """The package knows its version."""
+    assert ac.__version__.split(".")[0].isdigit()
+
+
+LAZY = """
+import sys
+import asynccoll
+heavy = {"mpi4py", "horovod", "torch_xla", "rich", "matplotlib", "trio", "pandas"}
+print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_import_loads_no_optional_package() -> None:
+    """`import asynccoll` takes neither backends' packages nor the command line's."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

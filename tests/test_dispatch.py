@@ -1,0 +1,205 @@
+"""The planner: a pure function of frozen values, tested without any process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import asynccoll as ac
+import oracle
+from asynccoll import dispatch
+from asynccoll.spec import (
+    Capabilities,
+    Op,
+    Plan,
+    Policy,
+    ReduceOp,
+    TensorSpec,
+    Topology,
+    Wire,
+)
+
+ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+#: A backend that has everything for float32 and int64, and can copy those and bytes.
+FULL = Capabilities(
+    backend="full",
+    ops=frozenset(Op),
+    reduce=(
+        (torch.float32, ARITHMETIC | {ReduceOp.AVG}),
+        (torch.int32, ARITHMETIC),
+        (torch.int64, ARITHMETIC),
+        (torch.uint8, ARITHMETIC),
+    ),
+    move=frozenset({torch.float32, torch.int64, torch.uint8}),
+)
+#: One that can only move bytes around.
+MOVER = Capabilities(
+    backend="mover",
+    ops=frozenset({Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST, Op.BARRIER}),
+    reduce=(),
+    move=frozenset({torch.uint8}),
+)
+
+
+def plan(
+    op: Op,
+    dtype: torch.dtype = torch.float32,
+    *,
+    known: Capabilities = FULL,
+    reduce: str | None = None,
+    shape: tuple[int, ...] = (4,),
+    device: str = "cpu",
+    check: bool = False,
+) -> Plan:
+    """The plan for four ranks."""
+    spec = TensorSpec(dtype, shape, device)
+    parsed = ReduceOp.parse(reduce) if reduce else None
+    return dispatch.plan(op, spec, Topology(known, 4), Policy(check), parsed)
+
+
+def test_what_is_native_is_called_directly() -> None:
+    """Nothing to encode, stage or compose: the tensor goes as it is."""
+    chosen = plan(Op.ALL_REDUCE, reduce="sum")
+    assert chosen.direct
+    assert (chosen.native, chosen.via, chosen.wire) == ("all_reduce", "native", Wire.SAME)
+    assert plan(Op.BROADCAST).direct
+
+
+@pytest.mark.parametrize("name", oracle.DTYPES)
+def test_every_dtype_moves(name: str) -> None:
+    """What the wire does not know travels as bytes."""
+    dtype = oracle.DTYPES[name]
+    chosen = plan(Op.ALL_GATHER, dtype)
+    if dtype in FULL.move:
+        assert chosen.wire is Wire.SAME
+    else:
+        assert (chosen.wire, chosen.wire_dtype) == (Wire.VIEW, torch.uint8)
+
+
+@pytest.mark.parametrize("name", oracle.DTYPES)
+@pytest.mark.parametrize("op", oracle.OPS)
+def test_what_means_nothing_is_refused(name: str, op: str) -> None:
+    """Exactly the meaningless pairs of dtype and reduction raise, naming both."""
+    dtype = oracle.DTYPES[name]
+    for collective in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER):
+        if op in oracle.reductions(dtype):
+            assert plan(collective, dtype, reduce=op).reduce is ReduceOp(op)
+        else:
+            with pytest.raises(ac.PayloadTypeError) as caught:
+                plan(collective, dtype, reduce=op)
+            assert op in str(caught.value)
+            assert name in str(caught.value)
+
+
+def test_a_backend_without_arithmetic_gathers_and_reduces_locally() -> None:
+    """Reductions are composed of movements where the wire cannot compute."""
+    assert plan(Op.ALL_REDUCE, known=MOVER, reduce="sum").via == "all_gather"
+    assert plan(Op.REDUCE_SCATTER, known=MOVER, reduce="sum").via == "all_to_all"
+
+
+def test_what_cannot_be_composed_is_refused() -> None:
+    """The error names the operation and the backend that lacks it."""
+    for collective, reduce in ((Op.SEND, None), (Op.GATHER, None), (Op.REDUCE, "sum")):
+        with pytest.raises(ac.UnsupportedOpError) as caught:
+            plan(collective, known=MOVER, reduce=reduce)
+        assert collective.value in str(caught.value)
+        assert "mover" in str(caught.value)
+
+
+def test_compose_overrides_native() -> None:
+    """A native call that is slower or cannot be awaited is not used."""
+    known = dataclasses.replace(FULL, compose=frozenset({Op.REDUCE_SCATTER}))
+    assert plan(Op.REDUCE_SCATTER, known=known, reduce="sum").via == "all_to_all"
+    assert plan(Op.REDUCE_SCATTER, known=FULL, reduce="sum").via == "native"
+
+
+def test_tensors_elsewhere_are_staged() -> None:
+    """A tensor on a device that the backend does not work on goes through one that it does."""
+    assert plan(Op.ALL_REDUCE, reduce="sum", device="cuda").stage == "cpu"
+    known = dataclasses.replace(FULL, devices=frozenset({"cuda"}))
+    assert plan(Op.ALL_REDUCE, known=known, reduce="sum").stage == "cuda"
+    assert plan(Op.ALL_REDUCE, known=known, reduce="sum", device="cuda").stage is None
+
+
+def test_planning_is_pure_and_cached() -> None:
+    """Equal questions give the same object; plans are frozen and hashable."""
+    first = plan(Op.ALL_REDUCE, torch.int16, reduce="sum")
+    assert plan(Op.ALL_REDUCE, torch.int16, reduce="sum") is first
+    assert hash(first) == hash(dataclasses.replace(first))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.native = "other"  # type: ignore[misc]
+
+
+def test_plans_explain_themselves() -> None:
+    """A printed plan names operation, backend, call and the reasons."""
+    text = str(plan(Op.ALL_REDUCE, torch.float16, reduce="avg", check=True))
+    assert text.splitlines()[0].startswith("all_reduce on full")
+    assert "float16" in text
+    assert "check" in text
+    assert all(line.startswith("  - ") for line in text.splitlines()[1:])
+
+
+def test_explain_is_the_plan_of_the_call() -> None:
+    """ac.explain in the world of one names the serial backend."""
+    chosen = ac.explain("all_reduce", torch.ones(4), op="max")
+    assert isinstance(chosen, Plan)
+    assert chosen.op is Op.ALL_REDUCE
+    assert chosen.reduce is ReduceOp.MAX
+    assert "serial" in str(chosen)
+    with pytest.raises(ac.InvalidArgumentError, match="all_gather"):
+        ac.explain("all_reduction", torch.ones(4))
+
+
+@pytest.mark.parametrize("op", oracle.OPS)
+def test_reductions_are_named_in_any_way(op: str) -> None:
+    """Any case, our enum, torch's ReduceOp."""
+    for spelling in (op, op.upper(), op.title(), ReduceOp(op)):
+        assert ReduceOp.parse(spelling) is ReduceOp(op)
+    if op not in ("and", "or"):
+        assert ReduceOp.parse(getattr(dist.ReduceOp, op.upper())) is ReduceOp(op)
+
+
+@pytest.mark.parametrize("given", ["median", "", 3, None, object()], ids=repr)
+def test_an_unknown_reduction_lists_the_known(given: object) -> None:
+    """The error says what was given and all that there is."""
+    with pytest.raises(ac.InvalidArgumentError) as caught:
+        ReduceOp.parse(given)
+    assert repr(given) in str(caught.value)
+    assert all(op in str(caught.value) for op in oracle.OPS)
+
+
+def test_specs_describe_tensors() -> None:
+    """Shape, dtype, size and contiguity, without the data."""
+    spec = TensorSpec.of(torch.zeros(3, 4, dtype=torch.int16).t())
+    assert (spec.shape, spec.dtype, spec.contiguous) == ((4, 3), torch.int16, False)
+    assert (spec.numel, spec.size_bytes) == (12, 24)
+    assert TensorSpec.of(torch.eye(2).to_sparse()).sparse
+    assert (TensorSpec.of(torch.ones(())).numel, TensorSpec.of(torch.ones(0)).numel) == (1, 0)
+
+
+def test_all_questions_have_an_answer() -> None:
+    """Every operation, dtype and reduction on a full backend: a plan or a typed refusal."""
+    for op, dtype, reduce in itertools.product(Op, oracle.DTYPES.values(), ReduceOp):
+        try:
+            chosen = plan(op, dtype, reduce=reduce.value if op.reduces else None)
+        except (ac.PayloadTypeError, ac.UnsupportedOpError):
+            continue
+        assert chosen.op is op
+
+
+def test_sources_import_no_moving_part() -> None:
+    """dispatch.py and spec.py import only each other and the errors."""
+    for module in (dispatch, sys.modules["asynccoll.spec"]):
+        source = Path(str(module.__file__)).read_text()
+        imported = {
+            line.split()[1]
+            for line in source.splitlines()
+            if line.startswith(("from asynccoll", "import asynccoll"))
+        }
+        assert imported <= {"asynccoll.errors", "asynccoll.spec"}, imported
