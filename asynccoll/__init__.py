@@ -8,6 +8,7 @@
     grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
+from asynccoll import overlap, trace
 from asynccoll.codecs import Codec
 from asynccoll.errors import (
     AbortedError,
@@ -49,6 +50,7 @@ from asynccoll.ops import (
     scatter_object,
     send,
 )
+from asynccoll.overlap import overlap_gradients
 from asynccoll.runtime import (
     available_backends,
     backend,
@@ -120,6 +122,8 @@ __all__ = (
     "is_initialized",
     "lane",
     "new_group",
+    "overlap",
+    "overlap_gradients",
     "permute",
     "recv",
     "reduce",
@@ -128,5 +132,6 @@ __all__ = (
     "scatter_object",
     "scope",
     "send",
+    "trace",
     "wait_all",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,8 @@ class Context:
         self.policy = Policy(check=check == "full" and identity.world_size > 1)
         self.thread_rank = thread_rank
         self.closed = False
+        #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
+        self.observers: tuple[Callable[[Operation, int], object], ...] = ()
         self.store = store if identity.world_size > 1 else None
         self.groups: dict[tuple[int, ...], Group] = {}
         self._lock = threading.Lock()
@@ -122,15 +125,23 @@ class Context:
         """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
         if not isinstance(error, PeerLostError):
             return error
+        lost = self.loss(lane, error)
+        if lost is not None:
+            return lost
+        refused = self.refusals.published(lane)  # asked second: the store may be gone with rank 0
+        if refused is not None:
+            refused.__cause__ = error
+        return refused or error
+
+    def loss(self, lane: Lane, error: CollectiveError | None = None) -> PeerLostError | None:
+        """The error that names the ranks of the lane's group that are gone, if any is."""
         lost = self.liveness.lost(lane.group.ranks)
-        if not lost:  # asked second, for the store may be gone with rank 0
-            refused = self.refusals.published(lane)
-            if refused is not None:
-                refused.__cause__ = error
-            return refused or error
+        if not lost:
+            return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
-        named = PeerLostError(f"{who} is gone; {error}", lost)
-        named.__cause__ = error.__cause__
+        heard = f"; {error}" if error is not None else f": {lane} cannot go on"
+        named = PeerLostError(f"{who} is gone{heard}", lost)
+        named.__cause__ = error.__cause__ if error is not None else None
         return named
 
     def pass_on(self, lane: Lane) -> None:

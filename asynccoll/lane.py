@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import actors
-from asynccoll.completion import Completion, Promise, Ready
+from asynccoll.completion import READY, Completion, Promise, Ready
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
@@ -47,9 +47,12 @@ Program = Callable[[Any], Generator[Completion, None, Completion]]
 class _Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
-    __slots__ = ("generator", "program", "promise", "start", "step")
+    __slots__ = ("generator", "program", "promise", "start", "step", "unopened")
 
-    def __init__(self, start: Start | None, program: Program | None) -> None:
+    def __init__(
+        self, start: Start | None, program: Program | None, *, unopened: bool = False
+    ) -> None:
+        self.unopened = unopened  # needs no communicator
         self.start = start
         self.program = program
         self.promise = Promise()
@@ -77,7 +80,6 @@ class Lane:
         self._active: _Job | None = None
         self._driving = False
         self._kicked = False
-        self._held = False  # a settling of refusals is going on: nothing may be issued
         self._opening = False
         self._retired: list[Communicator] = []
 
@@ -108,7 +110,6 @@ class Lane:
                 and not self._queue
                 and self._active is None
                 and not self._driving
-                and not self._held
             ):
                 completion = start(communicator)
                 return self._record(name, completion, place, size_bytes, timeout, stream)
@@ -181,6 +182,8 @@ class Lane:
         while in_flight and in_flight[0].completion.done():
             in_flight.popleft()
         in_flight.append(operation)
+        for observe in self.group.context.observers:
+            observe(operation, size_bytes)
         return operation
 
     # Issuing what is queued
@@ -196,7 +199,7 @@ class Lane:
             job = self._active
             if job is None:
                 with self._lock:
-                    if self.communicator is not None and self._queue and not self._held:
+                    if self._queue and (self.communicator is not None or self._queue[0].unopened):
                         job = self._active = self._queue.popleft()
                     elif self._rest():
                         return
@@ -234,7 +237,9 @@ class Lane:
         except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
             last = Ready(error)
         if last is not None:
-            self._active = None
+            with self._lock:
+                if self._active is job:  # else the lane was restarted meanwhile
+                    self._active = None
             job.promise.follow(last)
         else:
             assert job.step is not None
@@ -285,26 +290,29 @@ class Lane:
             self._open()
         self._drive()
 
-    def drop_queue(self) -> None:
-        """Forget what was accepted and not issued; whoever calls this fails those operations."""
+    def restart(self) -> None:
+        """Reopen, forgetting what was accepted; whoever calls this fails those operations."""
         with self._lock:
             self._queue.clear()
+            self._active = None
+        self.reopen()
 
-    def hold(self) -> None:
-        """Accept but do not issue, until ``release``."""
-        with self._lock:
-            self._held = True
-
-    def release(self) -> None:
-        with self._lock:
-            self._held = False
-        self._drive()
-
-    def skip(self) -> int:
-        """Use up a place in the order for a call that was refused; its sequence number."""
+    def take_place(self) -> int:
+        """Use up a place in the order, for a call that was refused; its sequence number."""
         with self._lock:
             self.sequence += 1
             return self.sequence
+
+    def pause(self, until: Callable[[], Completion]) -> None:
+        """At this place in the order, issue nothing more until ``until()`` is done."""
+
+        def program(_: Any) -> Generator[Completion, None, Completion]:
+            yield until()
+            return READY
+
+        with self._lock:
+            self._queue.append(_Job(None, program, unopened=True))
+        self._drive()
 
     def break_off(self, error: CollectiveError) -> None:
         """The lane is of no more use: fail what is out, refuse what comes."""
@@ -325,9 +333,13 @@ class Lane:
         error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
         error = self.group.context.diagnose(self, error)
         if isinstance(error, PeerLostError):
-            self.break_off(error)
-            self.group.context.pass_on(self)
+            self.lose(error)
         return error
+
+    def lose(self, error: PeerLostError) -> None:
+        """A rank of the group is gone: give the lane up, and let those who wait for us know."""
+        self.break_off(error)
+        self.group.context.pass_on(self)
 
     def estimate(self, name: str, size_bytes: int) -> Estimate | None:
         """What is known of the duration of such an operation."""
