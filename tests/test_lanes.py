@@ -175,13 +175,16 @@ def test_a_task_may_follow_one_that_has_ended(pair: World, loop: str) -> None:
 
 
 async def in_to_thread(me: Rank) -> None:
-    assert await ac.all_reduce(1) == me.size
-    got = await anyio.to_thread.run_sync(lambda: ac.all_reduce(2).wait())
-    assert got == 2 * me.size
+    with ac.lane("threaded"):
+        for _ in range(3):
+            assert await ac.all_reduce(1) == me.size
+            got = await anyio.to_thread.run_sync(lambda: ac.all_reduce(2).wait())
+            assert got == 2 * me.size
+        assert await ac.all_reduce(3) == 3 * me.size
 
 
-def test_a_thread_started_by_the_owner_may_follow(pair: World, loop: str) -> None:
-    """to_thread carries the descent along: a training step may run in a thread."""
+def test_a_training_step_may_run_in_a_worker_thread(pair: World, loop: str) -> None:
+    """to_thread carries the descent along, and its idle thread does not keep the lane."""
     pair.run(in_to_thread, runner=loop)
 
 
