@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -269,11 +270,14 @@ async def text(me: Rank) -> None:
     for op in ("sum", "product", "max"):
         await me.refuses(op, MEANINGLESS, ac.all_reduce, "text", op=op, says=("str",))
     await me.refuses("in a tree", MEANINGLESS, ac.all_reduce, {"a": 1, "b": "text"})
+    halves = {"a": torch.ones(2), "b": object()}
+    await me.refuses("behind a tensor", MEANINGLESS, ac.all_reduce, halves)
+    gc.collect()  # a handle of a part that was sent before the refusal would be heard here
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
 
 def test_text_cannot_be_reduced(world: World, runner: str) -> None:
-    """A string is refused under every reduction, also inside a tree."""
+    """A string is refused under every reduction, also inside a tree, before any part is sent."""
     world.run(text, runner=runner)
 
 

@@ -10,16 +10,29 @@ import torch
 
 import asynccoll as ac
 import oracle
+import payloads
 from ranks import Rank
 from worlds import World
 
 
 @dataclass
-class Custom:
-    """A class that only pickle can carry."""
+class Record:
+    """Plain data with a name: carried by the default codec."""
 
     name: str
     rank: int
+
+
+class Opaque:
+    """A class that only pickle can carry."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.rank == self.rank
+
+    __hash__ = None
 
 
 PLAIN = {
@@ -31,10 +44,12 @@ PLAIN = {
     "nested": lambda rank: {"a": [rank, (1, "é", None)], 5: {"deep": True}},
     "tensor": lambda rank: {"x": oracle.moving(rank, (rank, 2), torch.float32)},
     "bfloat16": lambda rank: [oracle.moving(rank, (3,), torch.bfloat16)],
+    "dataclass": lambda rank: Record(f"é{rank}", rank),
+    "named tuple": lambda rank: payloads.Point(torch.full((2,), float(rank)), rank),
     "large": lambda rank: ["x" * 100_000] * (rank + 1),
     "large on one": lambda rank: list(range(30_000)) if rank == 0 else [],
 }
-PICKLED = {**PLAIN, "custom": lambda rank: Custom(f"é{rank}", rank), "set": lambda rank: {rank}}
+PICKLED = {**PLAIN, "class": Opaque, "set": lambda rank: {rank}}
 
 
 async def exchange(me: Rank, codec: str | None) -> None:
@@ -90,7 +105,7 @@ class Trap:
 
 
 async def safe(me: Rank) -> None:
-    for name, value in {"class": Custom("a", 1), "trap": Trap(), "function": len}.items():
+    for name, value in {"class": Opaque(1), "trap": Trap(), "function": len}.items():
         await me.refuses(name, (TypeError, ValueError), ac.all_gather_object, value, says=("pickle",))
     await me.check("afterwards", ac.all_gather_object, me.rank, expect=list(range(me.size)))
 

@@ -30,17 +30,16 @@ def test_send_and_recv_every_dtype(several: World, runner: str) -> None:
 
 
 async def to_oneself(me: Rank) -> None:
-    for turn in range(3):
-        x = oracle.moving(me.rank, (turn, 2), torch.int16)
-        sending = ac.send(x, dst=me.rank, tag=turn)
-        got = await me.get(ac.recv(torch.zeros_like(x), src=me.rank, tag=turn))
-        oracle.same(got, x)
-        await me.get(sending)
+    x = torch.ones(2)
+    says = (f"={me.rank}", "itself")
+    await me.refuses("send", ValueError, ac.send, x, dst=me.rank, says=says)
+    await me.refuses("recv", ValueError, ac.recv, x, src=me.rank, says=says)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
 
-def test_a_message_to_oneself(world: World, runner: str) -> None:
-    """A rank may send to itself, alone too."""
-    world.run(to_oneself, runner=runner)
+def test_a_message_to_oneself_is_refused(world: World) -> None:
+    """Messages go to another rank; the error says so, and the lane goes on."""
+    world.run(to_oneself)
 
 
 async def ring(me: Rank) -> None:

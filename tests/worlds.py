@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import starters_mpi
+
 HERE = Path(__file__).parent
 START_SECONDS = 120.0
 CLOSE_SECONDS = 20.0
@@ -158,7 +160,10 @@ class Starter:
     options: Callable[[], dict[str, Any]]
 
 
-STARTERS = {"gloo": Starter(_start_processes, _tcp)}
+STARTERS = {
+    "gloo": Starter(_start_processes, _tcp),
+    "mpi": Starter(starters_mpi.start, starters_mpi.options),
+}
 
 
 # ---------------------------------------------------------------- a world

@@ -1,0 +1,130 @@
+"""Ranks under mpiexec: how they are started, looked after and told from their launcher.
+
+Each rank runs under a shell that writes down its process and how it ended, and that mpiexec sees in
+its place: the end of one rank is then the test's to judge, not the launcher's to clean up after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.launch import mpiexec
+
+if TYPE_CHECKING:
+    from worlds import World
+
+HERE = Path(__file__).parent
+_GUARD = r"""
+trap : USR1  # how mpich tells that another rank has ended
+sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$1/pid-$2" "${@:3}" < /dev/null
+code=$?
+echo $code > "$1/code-$2.tmp"; mv "$1/code-$2.tmp" "$1/code-$2"
+"""
+#: A rank that ended early must not take the others along before the test has looked at them.
+_KEEP = {"mpich": ["-disable-auto-cleanup"], "openmpi": ["--enable-recovery"]}
+
+
+class MpiRank:
+    """One rank as ``subprocess.Popen`` would show it, though mpiexec is its parent."""
+
+    def __init__(self, directory: Path, rank: int, launcher: subprocess.Popen[bytes]) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._launcher = launcher
+        self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return int(self._directory.joinpath(f"pid-{self._rank}").read_text())
+
+    def poll(self) -> int | None:
+        """The rank's exit code as Popen counts it, once it has ended."""
+        if self.returncode is None:
+            ended = self._launcher.poll()
+            with contextlib.suppress(FileNotFoundError):
+                code = int(self._directory.joinpath(f"code-{self._rank}").read_text())
+                ended = 128 - code if code > 128 else code
+            self.returncode = ended
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or 60.0)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank {self._rank}", timeout or 60.0)
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the rank, then the launcher: it has no other to look after for long."""
+        self.send_signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(5.0)
+
+
+class LastMpiRank(MpiRank):
+    """The rank that answers for the launcher, too."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or 60.0)
+        code = super().wait(timeout)
+        launcher = self._launcher.wait(max(0.1, deadline - time.monotonic()))
+        return code or (launcher if not self.killed else 0)
+
+    killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+        super().kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(2.0)
+        self._launcher.kill()
+        self._launcher.wait()
+
+
+def start(world: World, address: str) -> list[Any]:
+    """All ranks by one mpiexec of this environment; what they and it say goes to stderr-0, -1, ..."""
+    from worlds import _Process, rank_environment
+
+    found = mpiexec.find()
+    programs = []
+    for rank in range(world.size):
+        said = world.directory / f"stderr-{rank}"
+        said.touch()
+        program = [sys.executable, str(HERE / "ranks.py"), address, str(rank), world.backend]
+        program += [str(world.directory / f"stacks-{rank}")]
+        shell = f'exec >> "{said}" 2>&1\n{_GUARD}'
+        programs.append(["bash", "-c", shell, "bash", str(world.directory), str(rank), *program])
+    line = found.command(programs)
+    line[1:1] = _KEEP[found.family]
+    with world.directory.joinpath("stderr-0").open("ab") as stderr:
+        launcher = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            env=found.environment(rank_environment()),
+        )
+    kinds = [MpiRank] * (world.size - 1) + [LastMpiRank]
+    return [
+        _Process(rank, kind(world.directory, rank, launcher), world.directory)  # type: ignore[arg-type]
+        for rank, kind in enumerate(kinds)
+    ]
+
+
+def options() -> dict[str, Any]:
+    """What `initialize` is told: mpiexec has said the rest."""
+    return {"timeout": 60.0}

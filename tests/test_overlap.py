@@ -1,0 +1,575 @@
+"""Gradients reduced while backward runs: the same numbers as one blocking all_reduce a parameter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import asynccoll as ac
+import oracle
+import threads
+from ranks import Rank, raising
+from worlds import World
+
+#: Several buckets even for models as small as these.
+SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+
+
+class Heads(nn.Module):
+    """A trunk and three heads, of which a forward uses those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        trunk = torch.tanh(self.trunk(x))
+        return torch.stack([self.heads[index](trunk) for index in used]).square().mean()
+
+
+def alike(model: nn.Module) -> nn.Module:
+    """The same numbers on every rank, also where ranks share torch's generator."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def network() -> nn.Module:
+    layers = [nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 3)]
+    return alike(nn.Sequential(*layers))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def close(got: Tensor | None, want: Tensor | None) -> bool:
+    """The same, to the rounding of a sum in another order."""
+    if got is None or want is None:
+        return got is want
+    return got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def averages(model: nn.Module, size: int, backward: Callable[[nn.Module, int], None]) -> list[Any]:
+    """The mean over ranks of the gradients, computed here alone; None where nobody has one."""
+    by_rank = []
+    for rank in range(size):
+        twin = copy.deepcopy(model)
+        twin.zero_grad()
+        backward(twin, rank)
+        by_rank.append([parameter.grad for parameter in twin.parameters()])
+    means: list[Tensor | None] = []
+    for gradients in zip(*by_rank, strict=True):
+        there = [gradient for gradient in gradients if gradient is not None]
+        means.append(sum(there) / size if there else None)  # type: ignore[arg-type]
+    return means
+
+
+def check_gradients(model: nn.Module, want: list[Any]) -> None:
+    named = list(model.named_parameters())
+    wrong = [n for (n, p), mean in zip(named, want, strict=True) if not close(p.grad, mean)]
+    assert not wrong, f"wrong gradients of {wrong}"
+
+
+# ---------------------------------------------------------------- equal to the blocking twin
+
+
+async def against_blocking(me: Rank, in_thread: bool) -> None:
+    ours, twin = network(), network()
+    steps = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, twin)]
+    with ac.overlap_gradients(ours, **SMALL) as gradients:
+        for step in range(6):
+            x = batch(me.rank, step)
+            steps[0].zero_grad()
+            loss = loss_of(ours, x)
+            if in_thread:
+                await anyio.to_thread.run_sync(loss.backward)
+            else:
+                loss.backward()
+            await me.get(gradients)
+            steps[0].step()
+
+            steps[1].zero_grad()
+            loss_of(twin, x).backward()
+            for parameter in twin.parameters():
+                parameter.grad = ac.all_reduce(parameter.grad, op="avg").wait()
+            steps[1].step()
+    for mine, its in zip(ours.parameters(), twin.parameters(), strict=True):
+        assert close(mine, its)
+        if me.size <= 2:  # a sum of two does not depend on its order
+            oracle.same(mine.detach(), its.detach())
+
+
+def test_same_parameters_as_a_blocking_run(world: World, runner: str) -> None:
+    """After some steps with momentum, bit for bit on one and two ranks."""
+    world.run(against_blocking, False, runner=runner)
+
+
+def test_backward_in_a_thread(world: World, loop: str) -> None:
+    """Backward runs off the event loop, on whichever thread is free; the lane takes it."""
+    world.run(against_blocking, True, runner=loop)
+
+
+def test_between_threads(runner: str) -> None:
+    """Also where the ranks are threads of one process."""
+    threads.run(2, against_blocking, False, runner=runner)
+
+
+async def against_ddp(me: Rank) -> None:
+    ours, theirs = network(), DistributedDataParallel(network(), bucket_cap_mb=1e-3)
+    with ac.overlap_gradients(ours, **SMALL) as gradients:
+        for step in range(3):
+            for model in (ours, theirs):
+                model.zero_grad()
+                loss_of(model, batch(me.rank, step)).backward()
+            await me.get(gradients)
+            for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+                oracle.same(mine.grad, its.grad)
+
+
+def test_same_gradients_as_ddp(pair: World, runner: str) -> None:
+    """Bit for bit on two ranks."""
+    pair.run(against_ddp, runner=runner)
+
+
+async def of_dtypes(me: Rank) -> None:
+    torch.manual_seed(5)
+    tensors = [torch.randn(7, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    tensors += [torch.randn((), dtype=torch.float32), torch.randn(3, 0), torch.randn(2, 3).t()]
+    parameters = [nn.Parameter(x) for x in tensors]
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    for op, total in (("sum", me.size * (me.size + 1) / 2), ("avg", (me.size + 1) / 2)):
+        with ac.overlap_gradients([*parameters, frozen], op=op, **SMALL) as gradients:
+            sum(p.double().sum() for p in parameters).mul(me.rank + 1).backward()
+            await me.get(gradients)
+        for parameter in parameters:
+            oracle.same(parameter.grad, torch.full_like(parameter, total).detach(), rtol=1e-2)
+            parameter.grad = None
+        assert frozen.grad is None
+
+
+def test_dtypes_shapes_and_ops(world: World, runner: str) -> None:
+    """One model of several dtypes, with scalars, empty and strided parameters; sums and averages."""
+    world.run(of_dtypes, runner=runner)
+
+
+async def in_a_group(me: Rank) -> None:
+    group = ac.new_group([0, 2])
+    model = network()
+    if me.rank not in (0, 2):
+        with raising(ac.InvalidArgumentError, f"rank {me.rank}"):
+            ac.overlap_gradients(model, group=group)
+        return
+    with ac.overlap_gradients(model, group=group, **SMALL) as gradients:
+        loss_of(model, batch(me.rank, 0)).backward()
+        await me.get(gradients)
+    want = averages(model, 2, lambda twin, index: loss_of(twin, batch(2 * index, 0)).backward())
+    check_gradients(model, want)
+
+
+def test_in_a_group(four: World, runner: str) -> None:
+    """Averaged over the members alone."""
+    four.run(in_a_group, runner=runner)
+
+
+# ---------------------------------------------------------------- it overlaps
+
+
+class Look(torch.autograd.Function):
+    """The identity; its backward looks at what has happened by then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.look()
+        return gradient, None
+
+
+async def leaves_early(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    seen: list[str] = []
+    with ac.trace.recording() as timeline, ac.overlap_gradients(model, **SMALL) as gradients:
+        x = Look.apply(model[0](torch.ones(3, 8)), lambda: seen.append(repr(gradients)))
+        model[2](model[1](x)).sum().backward()
+        assert repr(gradients).endswith("3 of 3 buckets sent>")
+        await me.get(gradients)
+        assert repr(gradients).endswith("0 of 3 buckets sent>")
+    assert seen[0].endswith("2 of 3 buckets sent>"), "backward of the first layer was still to come"
+    sent = [span for span in timeline.spans if span.is_operation]
+    assert {span.row for span in sent} == {"gradients/backward"}
+    # In reverse order, with a flag for each parameter.
+    counts = [16 * 4 + 4 + 2, 16 * 16 + 16 + 2, 16 * 8 + 16 + 2]
+    assert [span.size_bytes for span in sent] == [4 * count for count in counts]
+
+
+def test_buckets_leave_during_backward(world: World, runner: str) -> None:
+    """When backward comes to the first layer, the buckets of the others have been sent."""
+    world.run(leaves_early, runner=runner)
+
+
+async def in_order(me: Rank) -> None:
+    model = alike(Heads())
+    with ac.trace.recording() as timeline:
+        with ac.overlap_gradients(model, bucket_bytes=1, first_bucket_bytes=1) as gradients:
+            # The ranks use their heads in another order, and none the last one.
+            model(rows(me.rank, 0), [0, 1] if me.rank % 2 else [1, 0]).backward()
+            assert "0 of 8 buckets" in repr(gradients), "what is before them has not left"
+            await me.get(gradients)
+    sizes = [p.numel() + 1 for p in model.parameters()]
+    assert [span.size_bytes for span in timeline.spans] == [4 * size for size in reversed(sizes)]
+
+
+def test_buckets_leave_in_order(pair: World, runner: str) -> None:
+    """A full bucket waits for those before it, so that all ranks send the same."""
+    pair.run(in_order, runner=runner)
+
+
+# ---------------------------------------------------------------- unused parameters
+
+
+async def unused(me: Rank, steps: int) -> None:
+    model = alike(Heads())
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        for step in range(steps):
+            used = [[0], [0, 1], [1]][step % 3] if me.rank else [0]
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(rows(me.rank, step), used).backward()
+            await me.get(gradients)
+
+            def backward(twin: nn.Module, rank: int, step: int = step) -> None:
+                twin(rows(rank, step), [[0], [0, 1], [1]][step % 3] if rank else [0]).backward()
+
+            want = averages(model, me.size, backward)
+            if step % 2:  # zeroed and not dropped: they were there before this backward
+                want = [
+                    torch.zeros_like(p) if mean is None and p.grad is not None else mean
+                    for p, mean in zip(model.parameters(), want, strict=True)
+                ]
+            check_gradients(model, want)
+            assert model.heads[2].weight.grad is None, "nobody used it"
+
+
+def test_unused_parameters(world: World, runner: str) -> None:
+    """Zeros from those that used it not, None where nobody did; the buffers are reused rightly."""
+    world.run(unused, 6, runner=runner)
+
+
+async def without_data(me: Rank) -> None:
+    model = network()
+    busy = me.size - 1  # the last rank alone has data
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        if me.rank == busy:
+            loss_of(model, batch(me.rank, 0)).backward()
+        await me.get(gradients)
+
+    def backward(twin: nn.Module, rank: int) -> None:
+        if rank == busy:
+            loss_of(twin, batch(rank, 0)).backward()
+
+    check_gradients(model, averages(model, me.size, backward))
+
+
+def test_a_rank_without_data(world: World, runner: str) -> None:
+    """It awaits, contributes zeros, and gets the average as everybody."""
+    world.run(without_data, runner=runner)
+
+
+async def nobody_has_data(me: Rank) -> None:
+    model = network()
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        await me.get(gradients)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_rank_has_data(pair: World, runner: str) -> None:
+    """An await without a backward anywhere leaves the gradients None."""
+    pair.run(nobody_has_data, runner=runner)
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+async def accumulated(me: Rank, to_none: bool) -> None:
+    model = network()
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        for turn in range(3):
+            model.zero_grad(set_to_none=to_none)
+            with gradients.no_sync():
+                loss_of(model, batch(me.rank, turn)).backward()
+                loss_of(model, batch(me.rank, turn + 10)).backward()
+                assert "0 of" in repr(gradients)
+            loss_of(model, batch(me.rank, turn + 20)).backward()
+            await me.get(gradients)
+
+            def backward(twin: nn.Module, rank: int, turn: int = turn) -> None:
+                for part in (0, 10, 20):
+                    loss_of(twin, batch(rank, turn + part)).backward()
+
+            check_gradients(model, averages(model, me.size, backward))
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
+def test_accumulation(world: World, runner: str, to_none: bool) -> None:
+    """What gathers under no_sync travels with the next backward."""
+    world.run(accumulated, to_none, runner=runner)
+
+
+async def gathered_and_then_unused(me: Rank) -> None:
+    model = alike(Heads())
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        with gradients.no_sync():
+            model(rows(me.rank, 0), [1]).backward()
+        model(rows(me.rank, 1), [0]).backward()
+        await me.get(gradients)
+
+    def backward(twin: nn.Module, rank: int) -> None:
+        twin(rows(rank, 0), [1]).backward()
+        twin(rows(rank, 1), [0]).backward()
+
+    check_gradients(model, averages(model, me.size, backward))
+
+
+def test_accumulated_and_then_unused(world: World, runner: str) -> None:
+    """A gradient that gathered is not lost because the last backward did not touch it."""
+    world.run(gathered_and_then_unused, runner=runner)
+
+
+# ---------------------------------------------------------------- when something goes wrong
+
+
+class StopError(Exception):
+    """What a layer raises in backward."""
+
+
+def stop() -> None:
+    raise StopError
+
+
+async def stopped(me: Rank, failing: list[int]) -> None:
+    model = alike(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.full((2, 8), float(me.rank + 1))
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        fails = me.rank in failing
+        first = Look.apply(model[0](x), stop if fails else lambda: None)
+        loss = model[2](model[1](first)).sum()
+        with raising(StopError) if fails else contextlib.nullcontext():
+            loss.backward()
+        await me.get(gradients)  # a bucket of each rank is out: the step ends on all of them
+
+        model.zero_grad()
+        loss_of(model, x).backward()
+        await me.get(gradients)
+
+    def backward(twin: nn.Module, rank: int) -> None:
+        loss_of(twin, torch.full((2, 8), float(rank + 1))).backward()
+
+    check_gradients(model, averages(model, me.size, backward))
+    oracle.same(dict(model.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["everywhere", "on one rank"])
+def test_an_exception_in_the_middle_of_backward(pair: World, runner: str, failing: list[int]) -> None:
+    """Caught and awaited, it leaves the ranks in step: the next gradients are right."""
+    pair.run(stopped, failing, runner=runner)
+
+
+async def raised_through(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    with raising(StopError):
+        async with ac.overlap_gradients(model, **SMALL):
+            model[1](Look.apply(model[0](torch.ones(2, 8)), stop)).sum().backward()
+    model.zero_grad()
+    with ac.overlap_gradients(model, **SMALL) as again:  # the lane and the parameters are free
+        model(torch.ones(2, 8)).sum().backward()
+        await me.get(again)
+
+
+def test_an_exception_that_leaves_the_block(pair: World, runner: str) -> None:
+    """It is not masked, nothing is waited for, and all is free for another reducer."""
+    pair.run(raised_through, runner=runner)
+
+
+async def twice(me: Rank) -> None:
+    model = network()
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        loss_of(model, batch(me.rank, 0)).backward()
+        with raising(ac.InvalidArgumentError, "await", "no_sync"):
+            loss_of(model, batch(me.rank, 1)).backward()
+        await me.get(gradients)
+        model.zero_grad()
+        loss_of(model, batch(me.rank, 2)).backward()
+        await me.get(gradients)
+    want = averages(model, me.size, lambda twin, rank: loss_of(twin, batch(rank, 2)).backward())
+    check_gradients(model, want)
+
+
+def test_a_second_backward_before_the_await(pair: World, runner: str) -> None:
+    """Refused, for it would add to what is being sent; the next step is right again."""
+    pair.run(twice, runner=runner)
+
+
+async def cancelled(me: Rank) -> None:
+    model = network()
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        for step in range(2):
+            model.zero_grad()
+            if me.rank == 0:
+                loss_of(model, batch(0, step)).backward()
+                with anyio.move_on_after(0.05) as limit:
+                    await gradients
+                assert limit.cancelled_caught, "nobody else has sent anything"
+                with raising(ac.CollectiveTimeoutError):
+                    gradients.wait(timeout=0.05)
+                me.show(f"gave up {step}")
+            else:
+                await anyio.to_thread.run_sync(me.see, f"gave up {step}")
+                loss_of(model, batch(me.rank, step)).backward()
+            await gradients
+
+            def backward(twin: nn.Module, rank: int, step: int = step) -> None:
+                loss_of(twin, batch(rank, step)).backward()
+
+            check_gradients(model, averages(model, me.size, backward))
+
+
+def test_a_cancelled_await_is_taken_up_again(pair: World, loop: str) -> None:
+    """Cancelled or out of time, the step is as before; the next await ends it."""
+    pair.run(cancelled, runner=loop)
+
+
+async def sparse(me: Rank) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    with ac.overlap_gradients(model), raising(ac.PayloadTypeError, "sparse=False"):
+        model(torch.tensor([me.rank])).sum().backward()
+
+
+def test_sparse_gradients_are_refused(pair: World) -> None:
+    pair.run(sparse)
+
+
+REFUSED = {
+    "nothing to reduce": (lambda: ac.overlap_gradients([torch.ones(2)]), "requires_grad"),
+    "op": (lambda: ac.overlap_gradients(network(), op="max"), "'max'"),
+    "size": (lambda: ac.overlap_gradients(network(), bucket_bytes=0), "bucket_bytes"),
+    "lane": (lambda: ac.overlap_gradients(network(), lane=""), "lane"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """Before anything is sent, by a typed error that says what is wrong."""
+    call, says = REFUSED[name]
+    with pytest.raises(ac.InvalidArgumentError, match=says):
+        call()
+
+
+def test_two_reducers_share_neither_lane_nor_parameters() -> None:
+    """Refused with what to do; close() or another lane is the cure."""
+    model, other = network(), network()
+    with ac.overlap_gradients(model) as gradients:
+        with pytest.raises(ac.InvalidArgumentError, match="lane="):
+            ac.overlap_gradients(other)
+        with pytest.raises(ac.InvalidArgumentError, match="close"):
+            ac.overlap_gradients(model, lane="another")
+        with ac.overlap_gradients(other, lane="another"):
+            assert "'gradients/backward'" in repr(gradients)
+    ac.overlap_gradients(other).close()
+
+
+# ---------------------------------------------------------------- leaving
+
+
+def test_closed_it_leaves_backward_alone() -> None:
+    """No hook of it is left, and gradients are what they would be without it."""
+    model = network()
+    with ac.overlap_gradients(model, **SMALL):
+        pass
+    loss_of(model, batch(0, 0)).backward()
+    want = averages(model, 1, lambda twin, _: loss_of(twin, batch(0, 0)).backward())
+    check_gradients(model, want)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_dropped_it_takes_its_hooks_along() -> None:
+    """A reducer that nobody holds is gone at once, with its buckets and hooks."""
+    model = network()
+    gc.disable()
+    try:
+        gone = weakref.ref(ac.overlap_gradients(model))
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+async def from_source(me: Rank) -> None:
+    torch.manual_seed(me.rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(me.rank)
+    model[1].num_batches_tracked.fill_(me.rank)
+    kept = [parameter.data_ptr() for parameter in model.parameters()]
+    await me.get(ac.overlap.broadcast_parameters(model, src=me.size - 1))
+    torch.manual_seed(me.size - 1)
+    oracle.same(model[0].weight.detach(), nn.Linear(4, 4).weight.detach())
+    assert model[1].running_mean.tolist() == [me.size - 1] * 4
+    assert model[1].num_batches_tracked.item() == me.size - 1
+    assert kept == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_broadcast_parameters(world: World, runner: str) -> None:
+    """Parameters and buffers are those of the source, in the tensors that were there."""
+    world.run(from_source, runner=runner)
+
+
+async def alongside(me: Rank) -> None:
+    models = {"a": network(), "b": network()}
+
+    async def train(name: str) -> None:
+        model = models[name]
+        with ac.overlap_gradients(model, lane=name, **SMALL) as gradients:
+            for step in range(5):
+                model.zero_grad()
+                loss = loss_of(model, batch(me.rank, step)) * ord(name)
+                await asyncio.to_thread(loss.backward)
+                await gradients
+
+        def backward(twin: nn.Module, rank: int) -> None:
+            (loss_of(twin, batch(rank, 4)) * ord(name)).backward()
+
+        check_gradients(model, averages(model, me.size, backward))
+
+    names = ["a", "b"]
+    async with anyio.create_task_group() as tasks:
+        for name in names if me.rank % 2 else reversed(names):
+            tasks.start_soon(train, name)
+
+
+def test_two_models_train_side_by_side(pair: World) -> None:
+    """Each on a lane of its own, started in another order on each rank."""
+    pair.run(alongside)
