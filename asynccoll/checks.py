@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from asynccoll.completion import Completion
+from asynccoll.completion import READY, Completion
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.place import caller
+from asynccoll.work import Work
 
-__all__ = ["checked", "signature"]
+__all__ = ["checked", "compare", "signature"]
 
 _DIGEST_BYTES = 16
 _ROW_BYTES = 512
@@ -28,6 +29,14 @@ def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, de
     """What a call is, as one line: ``all_reduce sum float32[4, 8]``."""
     tensor = dtype + (str(list(shape)) if shape is not None else "")
     return " ".join(part for part in (name, detail, tensor) if part)
+
+
+def compare(lane: Lane, text: str) -> Work[None]:
+    """With ``check="full"``, a comparison with nothing behind it; else a work that is done."""
+    if not lane.group.context.policy.check:
+        return Work((), lambda: None)
+    operation = lane.run("check", checked(lane, text, lambda _: READY))
+    return Work((operation,), lambda: None)
 
 
 def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:

@@ -9,12 +9,15 @@ runs code which the sender chose.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime
 import decimal
+import enum
 import fractions
 import io
 import pathlib
 import pickle
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +86,13 @@ class _SafePickler(pickle.Pickler):
             return _from_tensor(obj)
         if isinstance(obj, torch.dtype):
             return ("dtype", str(obj))
+        if isinstance(obj, enum.Enum):
+            return ("enum", *_name_of(obj), obj.name)
+        if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+            values = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+            return ("dataclass", *_name_of(obj), values)
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return ("namedtuple", *_name_of(obj), tuple(obj))
         if isinstance(obj, (np.ndarray, np.generic)) and obj.dtype.kind in "biufcSUMm":
             array = np.ascontiguousarray(obj)
             return ("numpy", obj.dtype.str, obj.shape, array.tobytes(), isinstance(obj, np.generic))
@@ -99,6 +109,39 @@ class _SafePickler(pickle.Pickler):
             f"the default codec does not carry {kind.__module__}.{kind.__qualname__} (it decodes without "
             'running code); send plain data, or pass codec="pickle" if you trust every rank'
         )
+
+
+def _name_of(obj: Any) -> tuple[str, str]:
+    return type(obj).__module__, type(obj).__qualname__
+
+
+def _known_type(module: str, name: str, fits: Callable[[Any], bool]) -> Any:
+    """A type that this process has imported already: nothing is imported, let alone run, for a sender."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and fits(found)):
+        raise CollectiveError(
+            f"an object of type {module}.{name} came, which this rank has not imported (or which is not "
+            "plain data here); import it on every rank"
+        )
+    return found
+
+
+def _to_dataclass(module: str, name: str, values: dict[str, Any]) -> Any:
+    made = object.__new__(_known_type(module, name, dataclasses.is_dataclass))
+    for field, value in values.items():
+        object.__setattr__(made, field, value)
+    return made
+
+
+def _to_namedtuple(module: str, name: str, values: tuple[Any, ...]) -> Any:
+    fits = lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields")  # noqa: E731
+    return tuple.__new__(_known_type(module, name, fits), values)
+
+
+def _to_enum(module: str, name: str, member: str) -> Any:
+    return _known_type(module, name, lambda kind: issubclass(kind, enum.Enum))[member]
 
 
 def _from_tensor(x: torch.Tensor) -> tuple[Any, ...]:
@@ -139,6 +182,9 @@ _LOAD: dict[str, Callable[..., Any]] = {
     "tensor": _to_tensor,
     "numpy": _to_numpy,
     "dtype": lambda name: _DTYPES[name],
+    "enum": _to_enum,
+    "dataclass": _to_dataclass,
+    "namedtuple": _to_namedtuple,
 }
 
 

@@ -135,7 +135,8 @@ class Context:
 
     def loss(self, lane: Lane, error: CollectiveError | None = None) -> PeerLostError | None:
         """The error that names the ranks of the lane's group that are gone, if any is."""
-        lost = self.liveness.lost(lane.group.ranks)
+        # Without an error this is a routine question; with one, somebody has just gone or closed.
+        lost = self.liveness.lost(lane.group.ranks, patience=0.3 if error is not None else 0.0)
         if not lost:
             return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)

@@ -151,6 +151,8 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
     known = topology.capabilities
     wire, dtype, on_wire, divide, why = _wire_arithmetic(spec.dtype, reduce, known)
     native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
+    if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
+        native = False  # the product of complex numbers is not that of their parts
     transport = op if native else _EXCHANGE[op]
     if transport not in known.ops:
         raise UnsupportedOpError(
@@ -200,7 +202,7 @@ def _wire_arithmetic(
     if reduce is ReduceOp.AVG:
         wire, wire_dtype, on_wire, _, why = _wire_arithmetic(dtype, ReduceOp.SUM, known)
         return wire, wire_dtype, on_wire, True, (*why, "average as a sum, divided afterwards")
-    if dtype in _REAL and reduce is ReduceOp.SUM:
+    if dtype in _REAL:
         return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} travels as pairs of reals",)
     if dtype is torch.uint64:
         ordered = reduce in (ReduceOp.MIN, ReduceOp.MAX)
@@ -210,7 +212,7 @@ def _wire_arithmetic(
     if wider is not None:
         why = (f"{known.backend} cannot reduce {name}: it travels as {dtype_name(wider)}",)
         return Wire.CAST, wider, reduce, False, why
-    if dtype in _REAL or dtype in _LOCAL:
+    if dtype in _LOCAL:
         return Wire.SAME, dtype, reduce, False, ()
     raise UnsupportedOpError(f"{reduce.value} of {name} is not supported: convert it to float32 first")
 

@@ -38,6 +38,9 @@ def _view(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x.view(dtype)``, for 0-d and empty tensors too; the last dimension grows or shrinks."""
     if x.dtype is dtype:
         return x
+    if not x.numel():  # torch checks the strides of what is not there
+        last = x.shape[-1] * x.element_size() // dtype.itemsize
+        return x.new_empty((*x.shape[:-1], last), dtype=dtype)
     if x.dim() == 0:
         x = x.reshape(1)
     return x.view(dtype)

@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 import threading
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["Liveness"]
 
 #: How long an unreachable host may keep us from naming it.
 PROBE_SECONDS = 0.5
+_AGAIN_SECONDS = 0.01
 
 
 class Liveness:
@@ -58,10 +59,19 @@ class Liveness:
                     host, port, name, pid = json.loads(store.get(f"asynccoll/beacon/{rank}"))
                     self._peers[rank] = (host, port, name, pid)
 
-    def lost(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` whose process is gone."""
+    def lost(self, ranks: tuple[int, ...], *, patience: float = 0.0) -> tuple[int, ...]:
+        """Those of ``ranks`` whose process is gone.
+
+        A process that dies closes its sockets one by one: within ``patience`` seconds of a lost
+        connection its beacon is closed, too.
+        """
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
-        return tuple(sorted(rank for rank, alive in _probe(asked).items() if not alive))
+        until = monotonic() + patience
+        while True:
+            gone = tuple(sorted(rank for rank, alive in _probe(asked).items() if not alive))
+            if gone or monotonic() >= until:
+                return gone
+            sleep(_AGAIN_SECONDS)
 
     def describe(self, rank: int) -> str:
         """``rank 2 (host n1, pid 71)``."""

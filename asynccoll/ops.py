@@ -232,6 +232,7 @@ def gather(
     dim: int = 0,
     group: Any = None,
     lane: str | None = None,
+    out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
     """As ``all_gather`` on ``dst``; None elsewhere. Has no gradient.
@@ -243,11 +244,13 @@ def gather(
     Source: ``torch.distributed.gather``, ``MPI_Igather``.
     """
     at = _lane(group, lane)
-    return _start(at, _gather, x, dst, dim, timeout)
+    return _start(at, _gather, x, dst, dim, out, timeout)
 
 
-def _gather(at: Lane, x: Any, dst: int, dim: int, timeout: float | None) -> Work[Any]:
-    return payload.gather(at, x, at.group.index(dst, "dst"), dim, _timeout(timeout))
+def _gather(
+    at: Lane, x: Any, dst: int, dim: int, out: Any, timeout: float | None
+) -> Work[Any]:
+    return payload.gather(at, x, at.group.index(dst, "dst"), dim, out, _timeout(timeout))
 
 
 def scatter(
@@ -419,7 +422,7 @@ def send(
     """
     at = _lane(group, lane)
     x = payload.require_tensor("send", x)
-    return tensors.start_send(at, x, at.group.index(dst, "dst"), _tag(tag), _timeout(timeout))
+    return tensors.start_send(at, x, _peer(at, dst, "dst"), _tag(tag), _timeout(timeout))
 
 
 def recv(
@@ -442,8 +445,16 @@ def recv(
     """
     at = _lane(group, lane)
     like = payload.require_tensor("recv", like, "a tensor like the one that is sent")
-    index = at.group.index(src, "src")
+    index = _peer(at, src, "src")
     return tensors.start_recv(at, like, index, _tag(tag), out, _timeout(timeout))
+
+
+def _peer(at: Lane, rank: int, role: str) -> int:
+    """The index of another rank."""
+    index = at.group.index(rank, role)
+    if index == at.group.rank:
+        raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to another one")
+    return index
 
 
 def _tag(tag: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from asynccoll import autograd, tensors
+from asynccoll.checks import compare, signature
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.fusion import buckets, pack, unpack
 from asynccoll.lane import Lane
@@ -62,6 +63,7 @@ def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
 
 
 def _over_tree(
+    lane: Lane,
     name: str,
     x: Any,
     of_tensors: Callable[[list[torch.Tensor]], list[Work[Any]]],
@@ -74,13 +76,14 @@ def _over_tree(
         if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
             raise refuse(name, leaf)
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    works: list[Work[Any]] = [None] * len(leaves)  # type: ignore[list-item]  # filled below
+    compared = compare(lane, signature(name, detail=f"of the tree {spec}"))
+    works: list[Work[Any]] = [compared] * len(leaves)
     for i, work in zip(positions, of_tensors([leaves[i] for i in positions]), strict=True):
         works[i] = work
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             works[i] = of_value(leaf)
-    return combine(works, lambda: unflatten(spec, [work.result() for work in works]))
+    return combine([compared, *works], lambda: unflatten(spec, [work.result() for work in works]))
 
 
 def _fused(
@@ -112,6 +115,7 @@ def all_reduce(
     x = as_number(x)
     if is_tree(x):
         return _over_tree(
+            lane,
             "all_reduce",
             x,
             lambda xs: _fused(xs, lambda flat: all_reduce_tensor(lane, flat, op, None, timeout)),
@@ -148,6 +152,7 @@ def reduce(
     if not is_tree(x):
         return _reduce_number(lane, x, dst, op, timeout)
     whole = _over_tree(
+        lane,
         "reduce",
         x,
         lambda xs: [_reduce_tensor(lane, leaf, dst, op, None, timeout) for leaf in xs],
@@ -196,6 +201,7 @@ def reduce_scatter(
     if is_tree(x):
         _no_out("reduce_scatter", out)
         return _over_tree(
+            lane,
             "reduce_scatter",
             x,
             lambda xs: [reduce_scatter(lane, leaf, op, dim, None, timeout) for leaf in xs],
@@ -257,6 +263,7 @@ def all_gather(
     x = as_number(x)
     if is_tree(x):
         return _over_tree(
+            lane,
             "all_gather",
             x,
             lambda xs: [all_gather(lane, leaf, dim, uneven, None, timeout) for leaf in xs],
@@ -286,8 +293,7 @@ def _device_of(lane: Lane, x: Any) -> torch.device:
 def _all_gather_tensor(
     lane: Lane, x: torch.Tensor, dim: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
-    dim = 0 if x.dim() == 0 and dim in (0, -1) else normal_dim("all_gather", x, dim)
-    size = lane.group.size
+    dim, shape = _gathered_shape("all_gather", lane, x, dim)
     if out is None and autograd.tracked(x):
         # The local rearrangement is autograd's own; record it whatever the waiter's grad mode is.
         def joined(rows: torch.Tensor) -> torch.Tensor:
@@ -295,36 +301,62 @@ def _all_gather_tensor(
                 return join_rows(rows, dim)
 
         return autograd.all_gather(lane, x, timeout).map(joined)
-    shape = list(x.shape)
-    if shape:
-        shape[dim] *= size
-    tensors.check_out(out, x, shape or [size])
+    tensors.check_out(out, x, shape)
     work = tensors.start_all_gather(lane, x, out if dim == 0 else None, timeout)
     if out is None:
         return work.map(lambda rows: join_rows(rows, dim))
     return work.map(lambda rows: tensors.deliver(join_rows(rows, dim), out))
 
 
-def gather(lane: Lane, x: Any, dst: int, dim: int, timeout: float | None) -> Work[Any]:
+def gather(
+    lane: Lane, x: Any, dst: int, dim: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[Any]:
     here = lane.group.rank == dst
     if isinstance(x, torch.Tensor):
-        dim = 0 if x.dim() == 0 and dim in (0, -1) else normal_dim("gather", x, dim)
-        work = tensors.start_gather(lane, x, dst, timeout).map(
-            lambda rows: None if rows is None else join_rows(rows, dim)
-        )
+        work = _gather_tensor(lane, x, dst, dim, out, timeout)
         return _no_gradient(work, x, "gather", "all_gather")
+    _no_out("gather", out)
     x = as_number(x)
     if is_tree(x):
         whole = _over_tree(
+            lane,
             "gather",
             x,
-            lambda xs: [gather(lane, leaf, dst, dim, timeout) for leaf in xs],
-            lambda leaf: gather(lane, leaf, dst, dim, timeout),
+            lambda xs: [gather(lane, leaf, dst, dim, None, timeout) for leaf in xs],
+            lambda leaf: gather(lane, leaf, dst, dim, None, timeout),
         )
         return whole if here else whole.map(lambda _: None)
     kind = _message_kind("gather", x)
     rows = gather_messages(lane, "gather", to_message(x), dst, timeout, detail=f"{kind} dst={dst}")
     return rows.map(lambda found: _values(lane, found) if here else None)
+
+
+def _gather_tensor(
+    lane: Lane,
+    x: torch.Tensor,
+    dst: int,
+    dim: int,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[Any]:
+    dim, shape = _gathered_shape("gather", lane, x, dim)
+    tensors.check_out(out, x, shape)
+    return tensors.start_gather(lane, x, dst, timeout).map(
+        lambda rows: None if rows is None else tensors.deliver(join_rows(rows, dim), out)
+    )
+
+
+def _gathered_shape(
+    name: str, lane: Lane, x: torch.Tensor, dim: int
+) -> tuple[int, list[int]]:
+    """``dim`` from the front, and the shape of all ranks' ``x`` joined along it."""
+    size = lane.group.size
+    if x.dim() == 0 and dim in (0, -1):
+        return 0, [size]
+    dim = normal_dim(name, x, dim)
+    shape = list(x.shape)
+    shape[dim] *= size
+    return dim, shape
 
 
 # Spreading
@@ -347,6 +379,7 @@ def broadcast(
     x = as_number(x)
     if is_tree(x):
         return _over_tree(
+            lane,
             "broadcast",
             x,
             lambda xs: _fused(xs, lambda flat: broadcast_tensor(lane, flat, src, None, timeout)),
@@ -490,6 +523,7 @@ def permute(
     if is_tree(x):
         _no_out("permute", out)
         return _over_tree(
+            lane,
             "permute",
             x,
             lambda xs: [permute(lane, leaf, pairs, None, timeout) for leaf in xs],

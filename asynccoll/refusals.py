@@ -21,6 +21,7 @@ import threading
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from asynccoll.completion import Completion, Promise
 from asynccoll.errors import CollectiveTimeoutError, PeerRefusedError
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ _POLL_SECONDS = 0.02
 class _Ledger:
     """What this rank knows of the refusals on one lane."""
 
-    __slots__ = ("mine", "seen", "theirs", "unsettled")
+    __slots__ = ("known", "mine", "seen", "theirs", "unsettled")
 
     def __init__(self) -> None:
         self.mine: set[int] = set()  # places refused by this rank
         self.seen = 0  # how many published refusals were read
-        self.theirs: dict[int, PeerRefusedError] = {}  # refused by a peer, not acted upon yet
-        self.unsettled: list[int] = []  # mine, where the others' side is not known yet
+        self.unsettled: set[int] = set()  # those where the others' side is not known yet
+        self.known: set[int] = set()  # places that peers refused, each acted upon once
+        self.theirs: dict[int, PeerRefusedError] = {}  # those not acted upon yet
 
 
 class Refusals:
@@ -53,7 +55,6 @@ class Refusals:
         self._store = store.clone() if store is not None else None
         self._rank = rank
         self._store_lock = threading.Lock()  # one store client serves one request at a time
-        self._lock = threading.Lock()
         self._ledgers: dict[Lane, _Ledger] = {}
 
     def _key(self, lane: Lane, *parts: object) -> str:
@@ -68,41 +69,38 @@ class Refusals:
         """Publish that this rank's next call on ``lane`` is refused for ``reason``."""
         if self._store is None or lane.group.size == 1 or lane.broken is not None:
             return
-        self._publish(lane, lane.skip(), f"{type(reason).__name__}: {reason}")
+        self._publish(lane, lane.take_place(), f"{type(reason).__name__}: {reason}")
 
     def _publish(self, lane: Lane, sequence: int, why: str) -> None:
+        """Tell the others, and let the lane go on only when they have told what they did there."""
         store = self._store
         assert store is not None
         entry = json.dumps({"rank": self._rank, "sequence": sequence, "why": why})
+        ledger = self._ledger(lane)
+        ledger.mine.add(sequence)
+        ledger.unsettled.add(sequence)
         with self._store_lock:
             store.set(self._key(lane, "did", sequence, self._rank), "refused")
             place = store.add(self._key(lane, "count"), 1)
             store.set(self._key(lane, "entry", place), entry)
-        with self._lock:
-            ledger = self._ledger(lane)
-            ledger.mine.add(sequence)
-            ledger.unsettled.append(sequence)
-            if len(ledger.unsettled) > 1:
-                return
-            lane.hold()
-        threading.Thread(
-            target=self._settle, args=(lane, ledger), name="asynccoll-settle", daemon=True
-        ).start()
+        lane.pause(lambda: self._settle(lane, sequence))
 
-    def _settle(self, lane: Lane, ledger: _Ledger) -> None:
-        """Learn what the others did at each refused place, in order; then let the lane go on."""
-        while True:
+    def _settle(self, lane: Lane, sequence: int) -> Completion:
+        """Learn what the others did at a place that this rank refused; done once it is known."""
+        known = Promise()
+
+        def ask() -> None:
             try:
-                if self._somebody_issued(lane, ledger.unsettled[0]):
+                if self._somebody_issued(lane, sequence):
                     lane.reopen()
             except Exception as error:  # the store is gone, or a peer never came
                 text = f"{lane}: after a refused call the other ranks were not heard of ({error})"
                 lane.break_off(CollectiveTimeoutError(text))
-            with self._lock:
-                ledger.unsettled.pop(0)
-                if not ledger.unsettled:
-                    lane.release()
-                    return
+            self._ledger(lane).unsettled.discard(sequence)
+            known.settle()
+
+        threading.Thread(target=ask, name="asynccoll-settle", daemon=True).start()
+        return known
 
     def _somebody_issued(self, lane: Lane, sequence: int) -> bool:
         store = self._store
@@ -131,10 +129,13 @@ class Refusals:
         ledger = self._read(lane)
         for sequence in sorted(ledger.theirs):
             if sequence > lane.sequence:
-                continue  # not there yet: this rank may refuse it, too
-            error = ledger.theirs.pop(sequence)
+                return  # not there yet: this rank may refuse it, too
             if sequence not in ledger.mine:
-                self._give_up(lane, sequence, error)
+                before = {op.sequence for op in lane.outstanding()} | ledger.unsettled
+                if any(0 < place < sequence for place in before):
+                    return  # what is before it comes first, and decides the epoch it ran in
+                self._give_up(lane, sequence, ledger.theirs[sequence])
+            del ledger.theirs[sequence]
 
     def _read(self, lane: Lane) -> _Ledger:
         """This rank's knowledge, brought up to date."""
@@ -148,8 +149,10 @@ class Refusals:
             while ledger.seen < published:
                 ledger.seen += 1
                 entry = json.loads(store.get(self._key(lane, "entry", ledger.seen)))
-                if entry["rank"] != self._rank:
-                    ledger.theirs.setdefault(entry["sequence"], self._error(lane, entry))
+                sequence = entry["sequence"]
+                if entry["rank"] != self._rank and sequence not in ledger.known:
+                    ledger.known.add(sequence)
+                    ledger.theirs[sequence] = self._error(lane, entry)
         return ledger
 
     def _error(self, lane: Lane, entry: dict[str, Any]) -> PeerRefusedError:
@@ -163,13 +166,13 @@ class Refusals:
         assert self._store is not None
         with self._store_lock:
             self._store.set(self._key(lane, "did", sequence, self._rank), "issued")
+        reached = lane.sequence
         out = [op for op in lane.outstanding() if op.sequence >= sequence]
-        lane.drop_queue()
-        lane.reopen()
+        lane.restart()
         for operation in out:
             if operation.sequence == sequence:
                 operation.fail(error)
-        for behind in range(sequence + 1, lane.sequence + 1):
+        for behind in range(sequence + 1, reached + 1):
             self._withdraw(lane, behind, [op for op in out if op.sequence == behind])
 
     def _withdraw(self, lane: Lane, sequence: int, operations: list[Any]) -> None:

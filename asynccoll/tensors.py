@@ -21,7 +21,7 @@ from asynccoll.encoding import decode, encode, reduce_chunks
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.operation import Operation
-from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, dtype_name
+from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.waiting import in_loop
 from asynccoll.work import Work
 
@@ -224,14 +224,20 @@ def _all_reduce_gathered(
         detail=plan_detail(plan),
         shape=x.shape,
     )
-    assert plan.wire_reduce is not None
-    wire_op = plan.wire_reduce
+    return Work(
+        (operation,), lambda: deliver(_reduce_rows(rows, plan, x).view(x.shape), out)
+    )
 
-    def finish() -> torch.Tensor:
-        total = reduce_chunks(rows.unbind(0), wire_op)
-        return deliver(_reduced(total, plan, x, size).view(x.shape), out)
 
-    return Work((operation,), finish)
+def _reduce_rows(
+    rows: torch.Tensor, plan: Plan, x: torch.Tensor, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The local half of a composed reduction: the rows of all ranks, reduced and decoded."""
+    op = plan.wire_reduce or ReduceOp.SUM
+    if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers travelled
+        total = reduce_chunks(torch.view_as_complex(rows).unbind(0), op)
+        return total.div_(len(rows)) if plan.divide else total
+    return _reduced(reduce_chunks(rows.unbind(0), op, into), plan, x, len(rows))
 
 
 def plan_detail(plan: Plan) -> str:
@@ -266,8 +272,7 @@ def start_reduce(
             detail=detail,
             shape=x.shape,
         )
-        wire_op = plan.wire_reduce or op
-        total: Callable[[], torch.Tensor] = lambda: reduce_chunks(parts or [], wire_op)  # noqa: E731
+        total: Callable[[], torch.Tensor] = partial(_reduce_rows, rows, plan, x)
     else:
         buffer, copy = _owned(x, plan, out if here else None)
         operation = issue(
@@ -280,10 +285,10 @@ def start_reduce(
             shape=x.shape,
             before=copy,
         )
-        total = lambda: buffer  # noqa: E731  # the two ways differ only in where the total is
+        total = partial(_reduced, buffer, plan, x, size)
     if not here:
         return Work((operation,), lambda: None)
-    return Work((operation,), lambda: deliver(_reduced(total(), plan, x, size).view(x.shape), out))
+    return Work((operation,), lambda: deliver(total().view(x.shape), out))
 
 
 def start_reduce_scatter(
@@ -301,18 +306,16 @@ def start_reduce_scatter(
         start: Start = lambda communicator: communicator.reduce_scatter(  # noqa: E731
             target.view(-1), wire.view(-1), wire_op
         )
-        total: Callable[[], torch.Tensor] = lambda: target  # noqa: E731
+        total: Callable[[], torch.Tensor] = partial(_reduced, target, plan, rows, size)
     else:
         received = torch.empty_like(wire)
         even = [1] * size
         start = lambda communicator: communicator.all_to_all(received, wire, even, even)  # noqa: E731
-        total = lambda: reduce_chunks(  # noqa: E731
-            received.unbind(0), wire_op, _target(out, wire, wire.shape[1:])
+        total = partial(
+            _reduce_rows, received, plan, rows, _target(out, wire, wire.shape[1:])
         )
     operation = issue(lane, plan, start, wire, timeout, detail=op.value, shape=rows.shape)
-    return Work(
-        (operation,), lambda: deliver(_reduced(total(), plan, rows, size).view(part_shape), out)
-    )
+    return Work((operation,), lambda: deliver(total().view(part_shape), out))
 
 
 # Movement
@@ -414,7 +417,8 @@ def start_all_to_all(
         return _all_to_all_counted(lane, plan, x, wire, in_splits, timeout)
     rows = sum(out_splits)
     check_out(out, x, (rows, *row_shape))
-    received = _target(out, wire, (rows, wire.shape[1]))
+    alias = out is not None and out.data_ptr() == wire.data_ptr()
+    received = _target(None if alias else out, wire, (rows, wire.shape[1]))
     operation = issue(
         lane,
         plan,

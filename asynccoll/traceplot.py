@@ -164,5 +164,5 @@ class _Picture:
             figure = axes.get_figure()
             assert figure is not None
             figure.legend(
-                handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False
+                handles=handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False
             )

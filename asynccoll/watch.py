@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asynccoll.context import Context
+    from asynccoll.lane import Lane
     from asynccoll.operation import Operation
 
 __all__ = ["Watch"]
@@ -64,6 +65,13 @@ class Watch:
                 self._watched = {op for op in self._watched if not op.done()}
                 lanes = {op.lane for op in self._watched if op.started <= late}
             for lane in lanes:
-                # The store goes with rank 0; what that means is told by the operations themselves.
-                with contextlib.suppress(RuntimeError):
-                    self._context.refusals.look(lane)
+                self._ask_after(lane)
+
+    def _ask_after(self, lane: Lane) -> None:
+        """Is a rank gone that this lane waits for, or did one refuse its call?"""
+        lost = self._context.loss(lane)
+        if lost is not None:
+            lane.lose(lost)
+            return
+        with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
+            self._context.refusals.look(lane)

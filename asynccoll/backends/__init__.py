@@ -77,6 +77,11 @@ _TABLE: dict[str, _Entry] = {
         lambda: dist.is_nccl_available() and torch.cuda.is_available(),
         "a torch built with CUDA and NCCL, and a GPU",
     ),
+    "mpi": _Entry(
+        "asynccoll.backends.mpi:create",
+        lambda: _has("mpi4py")() or dist.is_mpi_available(),
+        "mpi4py and an MPI library: pip install asynccoll[mpi]",
+    ),
 }
 
 

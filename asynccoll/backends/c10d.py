@@ -22,7 +22,6 @@ import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
-from asynccoll.backends.mailbox import Mailbox
 from asynccoll.backends.rendezvous import LOOPBACK, locate, matching_launch, rendezvous
 from asynccoll.backends.waiters import Waiters
 from asynccoll.completion import Completion, Promise
@@ -52,7 +51,7 @@ GLOO = Capabilities(
         *((dtype, _ARITHMETIC | _BITWISE) for dtype in (*_INTEGERS, torch.bool)),
         *((d, _ARITHMETIC | ({ReduceOp.AVG} if _GLOO_AVERAGES else set())) for d in _FLOATS),
     ),
-    move=frozenset((*_INTEGERS, *_FLOATS, torch.bool, torch.complex64, torch.complex128)),
+    move=frozenset((*_INTEGERS, *_FLOATS, torch.bool)),
     sparse=True,
     # Its reduce_scatter is built of all_reduces, has no future, and is slower than an exchange.
     compose=frozenset({Op.REDUCE_SCATTER}),
@@ -269,16 +268,11 @@ class _Channels:
         self._pairs: dict[int, Any] = {}
         self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._waiters = Waiters("asynccoll-p2p")
-        self._mailbox = Mailbox()
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        if dst == self._rank:
-            return self._mailbox.send(x, tag)
         return self._start(("send", dst, tag), dst, lambda pair, index: pair.send([x], index, tag))
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        if src == self._rank:
-            return self._mailbox.recv(x, tag)
         return self._start(("recv", src, tag), src, lambda pair, index: pair.recv([x], index, tag))
 
     def _start(
@@ -319,9 +313,12 @@ def _abort(native: Any) -> None:
     with contextlib.suppress(Exception):
         if native.name() != "gloo":
             native.abort()
-        elif native.size() > 1:
-            peer = (native.rank() + 1) % native.size()
-            native.recv([torch.empty(1)], peer, 2**31 - 1).wait(_MILLISECOND)
+            return
+    # A peer that is gone fails at once and closes nothing: ask each.
+    for peer in range(native.size()):
+        if peer != native.rank():
+            with contextlib.suppress(RuntimeError):
+                native.recv([torch.empty(1)], peer, 2**31 - 1).wait(_MILLISECOND)
 
 
 class C10dBackend:

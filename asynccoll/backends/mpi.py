@@ -1,0 +1,228 @@
+"""MPI through mpi4py: nonblocking collectives on the tensors' own memory, on plain wheels.
+
+This module says what the backend can do and joins a world; it loads MPI only when asked to. Where
+mpi4py is not installed and torch was built with its own MPI, the name ``mpi`` means that one, through
+c10d; ``explain`` tells which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.backends.mpi_library import Library, load
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.spec import Capabilities, Op, ReduceOp
+
+if TYPE_CHECKING:
+    from asynccoll.backends import Request
+    from asynccoll.backends.mpi_communicator import MpiCommunicator
+    from asynccoll.context import Context, Identity
+    from asynccoll.group import Group
+
+__all__ = ["MpiBackend"]
+
+_ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+#: Everything is moved as bytes, so that every dtype can be.
+_MOVED = frozenset(
+    {
+        *_INTEGERS,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+    }
+)
+
+
+def _row(devices: frozenset[str]) -> Capabilities:
+    return Capabilities(
+        backend="mpi",
+        ops=frozenset(Op),
+        reduce=(
+            *((dtype, _ORDERED | _BITWISE) for dtype in _INTEGERS),
+            *((dtype, _ORDERED) for dtype in (torch.float32, torch.float64)),
+            *((dtype, frozenset({ReduceOp.SUM, ReduceOp.PRODUCT})) for dtype in _COMPLEX),
+        ),
+        move=_MOVED,
+        devices=devices,
+    )
+
+
+_COMPLEX = (torch.complex64, torch.complex128)
+MPI = _row(frozenset({"cpu"}))
+CUDA_AWARE = _row(frozenset({"cpu", "cuda"}))
+
+#: Names of communicators differ between one ``initialize`` and the next, on every rank alike.
+_worlds = count(1)
+
+
+class MpiBackend:
+    """MPI for one rank."""
+
+    name = "mpi"
+    open_waits = True
+    ad_hoc_groups = True
+    stream_ordered = False
+    #: MPI tells nobody that a rank is gone: what waits too long has to ask.
+    unaware_of_loss = True
+
+    def __init__(self, library: Library, base: Any, store: dist.Store | None, device: torch.device) -> None:
+        from asynccoll.backends.mpi_opening import Opener
+
+        self.library = library
+        self.device = device
+        self._base = base
+        self._opener = Opener(library, base, store, f"asynccoll {next(_worlds)} ")
+
+    def capabilities(self, device: str) -> Capabilities:
+        return CUDA_AWARE if self.library.cuda_aware else MPI
+
+    def open(self, group: Group, lane: str, epoch: int) -> MpiCommunicator:
+        from asynccoll.backends.mpi_communicator import MpiCommunicator
+
+        native = self._opener.open(f"{group.key}/{lane}@{epoch}", group.ranks)
+        library = self.library
+        return MpiCommunicator(
+            native, gate=library.gate, limit=library.limit, on_device=library.cuda_aware
+        )
+
+    def native_group(self, group: Group) -> Any:
+        """The mpi4py communicator of the group's default lane; only collectives in program order."""
+        communicator: Any = group.lane().communicator
+        return communicator.native
+
+    def close(self, *, abort: bool) -> None:
+        self._opener.close()
+        if not abort:
+            with contextlib.suppress(self.library.MPI.Exception):
+                self._base.Free()
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The row for tensors on ``device``."""
+    return MPI
+
+
+# Making one
+
+
+def create(request: Request) -> Context:
+    """Join the world that mpiexec made (of one, where there was none)."""
+    from asynccoll.context import Context
+
+    request.take_options()
+    if request.store is not None or request.init_method not in (None, "env://"):
+        raise InvalidArgumentError(
+            "backend 'mpi' meets through MPI: start the ranks with mpiexec or `asynccoll run --backend "
+            "mpi`, and pass neither store= nor init_method="
+        )
+    library = load()
+    mpi = library.MPI
+    base = mpi.COMM_WORLD.Dup()
+    base.Set_errhandler(mpi.ERRORS_RETURN)
+    _check_place(request, base.Get_rank(), base.Get_size())
+    identity = _locate(mpi, base)
+    timeout = timedelta(seconds=request.timeout)
+    store = _make_store(base, timeout, one_host=identity.nnodes == 1) if base.Get_size() > 1 else None
+    device = _device(library, identity.local_rank)
+    backend = MpiBackend(library, base, store and dist.PrefixStore("asynccoll/mpi", store), device)
+    context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
+    context.world.lane().open()
+    return context
+
+
+def _check_place(request: Request, rank: int, size: int) -> None:
+    """What the caller or another launcher says must be what MPI says."""
+    launch = request.launch
+    said = (request.rank, request.world_size)
+    if request.rank is None and launch is not None and launch.launcher != "serial":
+        said = (launch.rank, launch.world_size)
+    if said[0] is None or said == (rank, size):
+        return
+    who = launch.launcher if launch is not None else "the call"
+    raise LaunchEnvironmentError(
+        f"{who} says rank {said[0]} of {said[1]}, but MPI says rank {rank} of {size}; start the ranks "
+        "with mpiexec (of the MPI library that mpi4py loads) or with `asynccoll run --backend mpi`"
+    )
+
+
+def _locate(mpi: Any, base: Any) -> Identity:
+    """Which ranks share this node, asked of MPI."""
+    from asynccoll.context import Identity
+
+    here = base.Split_type(mpi.COMM_TYPE_SHARED)
+    leaders = base.allgather(here.bcast(base.Get_rank()))
+    nodes = sorted(set(leaders))
+    found = Identity(
+        base.Get_rank(),
+        base.Get_size(),
+        here.Get_rank(),
+        here.Get_size(),
+        nodes.index(leaders[base.Get_rank()]),
+        len(nodes),
+    )
+    here.Free()
+    return found
+
+
+def _make_store(base: Any, timeout: timedelta, *, one_host: bool) -> dist.Store:
+    """A store that rank 0 serves; where, it tells the others by MPI."""
+    address, listener = "", None
+    if base.Get_rank() == 0:
+        host = "127.0.0.1" if one_host else _own_address()
+        listener = socket.create_server((host, 0))
+        address = json.dumps([host, listener.getsockname()[1]])
+    host, port = json.loads(base.bcast(address))
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=listener is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            **({"master_listen_fd": listener.detach()} if listener is not None else {}),
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise CollectiveTimeoutError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
+
+
+def _own_address() -> str:
+    """The address under which other nodes reach this one."""
+    told = os.environ.get("MASTER_ADDR")
+    return told or socket.gethostbyname(socket.gethostname())
+
+
+def _device(library: Library, local_rank: int) -> torch.device:
+    if not library.cuda_aware:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,215 @@
+"""One MPI communicator as the core sees it: nonblocking calls on the tensors' own memory.
+
+Movement travels as bytes, whatever the dtype; arithmetic in MPI's predefined types. Counts that the
+library cannot take are reached by datatypes of many bytes (movement) or by several calls (arithmetic).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from asynccoll.backends.mpi_completion import Fate, Guarded, Many, MpiCompletion, typed
+from asynccoll.backends.mpi_types import (
+    BYTE,
+    OPS,
+    TYPES,
+    address,
+    bytes_of,
+    memory,
+    offsets,
+    run_of_bytes,
+    spread,
+)
+from asynccoll.completion import Completion, Ready
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.spec import ReduceOp
+
+__all__ = ["MpiCommunicator"]
+
+IN_PLACE = MPI.IN_PLACE
+
+
+class MpiCommunicator:
+    """A communicator of our own: of one group, lane and epoch."""
+
+    def __init__(
+        self, native: Any, *, gate: threading.Lock | None, limit: int, on_device: bool
+    ) -> None:
+        self.native = native
+        self._gate = gate
+        self._limit = limit
+        self._on_device = on_device
+        self._fate = Fate()
+        self._rank: int = native.Get_rank()
+        self._size: int = native.Get_size()
+        self._highest_tag: int = native.Get_attr(MPI.TAG_UB)
+
+    def _start(
+        self, call: Callable[..., Any], arguments: Sequence[Any], x: torch.Tensor, keep: object = None
+    ) -> Completion:
+        """Issue ``call``; what it works on is kept until it is over."""
+        if self._on_device:
+            _settle_stream(x)
+        try:
+            if self._gate is None:
+                request = call(*arguments)
+            else:
+                with self._gate:
+                    request = Guarded(call(*arguments), self._gate)
+        except MPI.Exception as error:
+            return Ready(typed(error))
+        return MpiCompletion(request, (x, keep, arguments), x.nbytes, self._fate)
+
+    def _start_parts(
+        self, call: Callable[..., Any], parts: Sequence[Sequence[Any]], x: torch.Tensor, keep: object = None
+    ) -> Completion:
+        """Issue ``call`` once for each of ``parts``, in an order that is the same on every rank."""
+        return self._start(lambda: Many([call(*arguments) for arguments in parts]), (), x, (keep, parts))
+
+    # Arithmetic
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        call = self.native.Iallreduce
+        if x.numel() > self._limit:
+            parts = [(IN_PLACE, _typed(part), OPS[op]) for part in x.view(-1).split(self._limit)]
+            return self._start_parts(call, parts, x)
+        return self._start(call, (IN_PLACE, _typed(x), OPS[op]), x)
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        call = self.native.Ireduce
+        parts = x.view(-1).split(self._limit) if x.numel() > self._limit else (x,)
+        if dst == self._rank:
+            calls = [(IN_PLACE, _typed(part), OPS[op], dst) for part in parts]
+        else:
+            calls = [(_typed(part), None, OPS[op], dst) for part in parts]
+        if len(calls) > 1:
+            return self._start_parts(call, calls, x)
+        return self._start(call, calls[0], x)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if x.numel() > self._limit:
+            return self._reduce_scatter_by_reduces(out, x, op)
+        kind, count = TYPES[x.dtype], out.numel()
+        arguments = ((memory(x), count, kind), (memory(out), count, kind), OPS[op])
+        return self._start(self.native.Ireduce_scatter_block, arguments, x, out)
+
+    def _reduce_scatter_by_reduces(
+        self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
+    ) -> Completion:
+        """Each rank's part by reductions to it: counts per call stay small."""
+        calls = []
+        for rank, row in enumerate(x.view(self._size, -1)):
+            into = out.view(-1).split(self._limit) if rank == self._rank else ()
+            for index, part in enumerate(row.split(self._limit)):
+                target = _typed(into[index]) if into else None
+                calls.append((_typed(part), target, OPS[op], rank))
+        return self._start_parts(self.native.Ireduce, calls, x, out)
+
+    # Movement
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        return self._start(self.native.Ibcast, (bytes_of(x, self._limit), src), x)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        sent = bytes_of(x, self._limit)
+        arguments = (sent, (memory(out), *sent[1:]))
+        return self._start(self.native.Iallgather, arguments, x, out)
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        received = self._parts(out) if out is not None else None
+        arguments = (bytes_of(x, self._limit), received, dst)
+        return self._start(self.native.Igatherv, arguments, x, out)
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        if x is not None and spread(x) > self._limit:
+            x = torch.cat([part.view(-1) for part in x]).view(len(x), -1)
+        sent = self._parts(x) if x is not None else None
+        arguments = (sent, bytes_of(out, self._limit), src)
+        return self._start(self.native.Iscatterv, arguments, out, x)
+
+    def _parts(self, parts: Sequence[torch.Tensor]) -> tuple[Any, list[int], list[int], Any]:
+        """One tensor for each rank, of one size, wherever they lie."""
+        base, places = offsets(parts)
+        size, span = parts[0].nbytes, spread(parts)
+        if span <= self._limit:
+            return address(base, span), [size] * len(parts), places, BYTE
+        # Rows of one tensor, or they would have been brought together: counted in rows.
+        rows = [place // size for place in places]
+        return address(base, span), [1] * len(parts), rows, run_of_bytes(size, self._limit)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        row = x.nbytes // x.shape[0] if x.shape[0] else out.nbytes // max(1, out.shape[0])
+        arguments = (self._rows(x, in_splits, row), self._rows(out, out_splits, row))
+        return self._start(self.native.Ialltoallv, arguments, x, out)
+
+    def _rows(
+        self, x: torch.Tensor, splits: Sequence[int], row: int
+    ) -> tuple[Any, list[int], list[int], Any]:
+        """A tensor cut along dim 0, for a vector call."""
+        unit, kind = row, BYTE
+        if x.nbytes > self._limit:
+            unit, kind = 1, run_of_bytes(row, self._limit)
+        counts = [count * unit for count in splits]
+        places = [0, *accumulate(counts)][: len(counts)]
+        return memory(x), counts, places, kind
+
+    # Messages
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        # Synchronous: over when the receiver has taken it, which is what our callers are promised.
+        arguments = (bytes_of(x, self._limit), dst, self._tag(tag))
+        return self._start(self.native.Issend, arguments, x)
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        arguments = (bytes_of(x, self._limit), src, self._tag(tag))
+        return self._start(self.native.Irecv, arguments, x)
+
+    def _tag(self, tag: int) -> int:
+        if tag > self._highest_tag:
+            raise InvalidArgumentError(
+                f"tag {tag} is above {self._highest_tag}, the highest that this MPI library has"
+            )
+        return tag
+
+    def barrier(self) -> Completion:
+        return self._start(self.native.Ibarrier, (), _NOTHING)
+
+    # The end
+
+    def close(self) -> None:
+        """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
+        if self._fate.abandoned:
+            return
+        with contextlib.suppress(MPI.Exception), self._gate or contextlib.nullcontext():
+            self.native.Free()
+
+    def abort(self) -> None:
+        """Give up what is in flight. MPI cannot take a collective back: its memory is kept for good."""
+        self._fate.abandoned = True
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _typed(x: torch.Tensor) -> tuple[Any, int, Any]:
+    """A contiguous tensor as MPI takes it to be reduced."""
+    return address(x.data_ptr(), x.nbytes), x.numel(), TYPES[x.dtype]
+
+
+def _settle_stream(x: torch.Tensor) -> None:
+    """MPI knows nothing of streams: what fills a device tensor must have run before the call."""
+    if x.device.type == "cuda":
+        torch.cuda.current_stream(x.device).synchronize()

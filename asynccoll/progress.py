@@ -1,0 +1,168 @@
+"""The one progress thread of a process, for operations that can only be polled (mpi, horovod).
+
+An operation is *watched* from its issue on: the thread looks at it once it is ripe, so that what a
+waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
+same. The thread polls tightly for as long as an operation is expected to take, then backs off; with
+nothing to watch it sleeps until something comes.
+
+It must not know what it polls, nor who waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from time import monotonic
+from typing import Protocol
+
+__all__ = ["Pollable", "Progress", "progress"]
+
+#: Looks without sleep at what is overdue, before naps begin.
+YIELDS = 50
+SHORTEST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = 1e-3
+#: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
+#: wake it for each; looking around once a millisecond costs next to nothing.
+LINGER_SECONDS = 50e-3
+
+give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Pollable(Protocol):
+    """An operation that has to be asked whether it is over, from whatever thread."""
+
+    #: over, as far as anybody has noticed
+    finished: bool
+    #: when (``monotonic``) the thread is to look at it first
+    ripe: float
+    #: until when it is expected to be over soon, so that looking again at once is worth it
+    tight: float
+    #: somebody waits for it in place and looks himself
+    attended: bool
+
+    def poll(self) -> bool:
+        """Look; whether it is over. Whoever is to be told has been told then."""
+        ...
+
+
+class Progress:
+    """The thread, and what it watches. It starts with the first operation."""
+
+    def __init__(self) -> None:
+        self._new: deque[Pollable] = deque()
+        self._alarm = threading.Lock()  # released to wake the thread, taken to sleep
+        self._alarm.acquire()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._resting = True  # asleep until the alarm
+        self._stopped = False
+
+    def watch(self, item: Pollable) -> None:
+        """Poll ``item`` until it is over, from when it is ripe."""
+        self._new.append(item)
+        if self._resting:
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Look now: something became ripe earlier than it had said."""
+        if self._thread is None:
+            self._start()
+        try:
+            self._alarm.release()
+        except RuntimeError:
+            pass  # it rings already
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(
+                    target=self._run, name="asynccoll-progress", daemon=True
+                )
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, for good: the library it calls into is about to be finalized."""
+        with self._starting:
+            self._stopped = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self.rouse()
+            thread.join(1.0)
+
+    def _run(self) -> None:
+        watched: list[Pollable] = []
+        rounds = 0
+        busy_until = 0.0
+        while not self._stopped:
+            now = monotonic()
+            if self._new:
+                rounds = 0
+                self._take(watched)
+            before = len(watched)
+            watched = [item for item in watched if not _over(item, now)]
+            if len(watched) < before:
+                rounds = 0  # where one ended, others may be close
+            if watched:
+                busy_until = now + LINGER_SECONDS
+                rounds = self._pause(watched, now, rounds)
+            elif now < busy_until:
+                self._alarm.acquire(timeout=LONGEST_NAP_SECONDS)
+            else:
+                self._rest()
+
+    def _take(self, watched: list[Pollable]) -> None:
+        """Those newly issued that are not over yet: most were finished by their waiter."""
+        new = self._new
+        while new:
+            item = new.popleft()
+            if not item.finished:
+                watched.append(item)
+
+    def _pause(self, watched: list[Pollable], now: float, rounds: int) -> int:
+        """Wait before the next look; how many looks there were since something happened."""
+        mine = [item for item in watched if not item.attended]
+        ripe = [item for item in mine if item.ripe <= now]
+        if any(now < item.tight for item in ripe):
+            give_way()
+            return rounds
+        if ripe:
+            rounds += 1
+            if rounds <= YIELDS:
+                give_way()
+                return rounds
+        nap = SHORTEST_NAP_SECONDS * 2 ** min(rounds - YIELDS, 6) if ripe else LONGEST_NAP_SECONDS
+        for item in mine:
+            if item.ripe > now:
+                nap = min(nap, item.ripe - now)
+        self._alarm.acquire(timeout=min(nap, LONGEST_NAP_SECONDS))
+        return rounds
+
+    def _rest(self) -> None:
+        """Sleep until something is watched."""
+        self._resting = True
+        # Said before this last look: whoever appends after the look has read that we rest.
+        if not self._new and not self._stopped:
+            self._alarm.acquire()
+        self._resting = False
+
+
+def _over(item: Pollable, now: float) -> bool:
+    if item.attended or item.ripe > now:
+        return item.finished
+    return item.poll()
+
+
+progress = Progress()
+
+
+def _forget_parent() -> None:
+    """A forked child has none of the parent's threads, nor its operations."""
+    progress.__init__()  # type: ignore[misc]  # the same object: others hold it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
+atexit.register(progress.stop)
