@@ -1,0 +1,263 @@
+"""Train a small convolutional network on real handwritten digits, its communication hidden.
+
+    asynccoll run -n 2 examples/train_digits.py
+
+A training loop of one's own on every rank:
+
+- gradients leave in buckets while backward still runs (``ac.overlap_gradients``) and are awaited before
+  the optimizer's step;
+- a second task validates at the same time, and gathers its metrics on a lane of its own;
+- the result is checked: the same parameters on every rank, and the same as those of a run that blocks;
+- a step is timed three ways, in turn: blocking, torch's DistributedDataParallel, overlapped;
+- a few steps are recorded and drawn, to see what ran when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import asynccoll as ac
+from digits import Batches, digits, network
+
+Mark = Callable[[str], AbstractContextManager[None]]  # a span of the timeline, or nothing
+Step = Callable[[Tensor, Tensor], Awaitable[None]]
+Advance = Callable[[int, float], None]  # the progress bar: steps more, accuracy now
+
+BUCKETS = {"bucket_bytes": 256 << 10, "first_bucket_bytes": 64 << 10}  # a small model, small buckets
+RECORDED_STEPS = 3
+TOLERANCE = 1e-5
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def unmarked(_: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+# One step, three ways
+
+
+class Overlapped:
+    """Gradients leave as backward makes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = optimizer_for(model)
+        self.gradients = ac.overlap_gradients(model, **BUCKETS)
+        self.mark: Mark = unmarked
+
+    async def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        with self.mark("forward"):
+            loss = cross_entropy(self.model(x), y)
+        with self.mark("backward"):
+            await asyncio.to_thread(loss.backward)  # in a thread: the other tasks go on
+        await self.gradients
+        with self.mark("optimizer"):
+            self.optimizer.step()
+
+
+class Blocking:
+    """One all_reduce for each parameter, waited for where it stands."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = optimizer_for(model)
+
+    async def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(x), y).backward()
+        for parameter in self.model.parameters():
+            ac.all_reduce(parameter.grad, op="avg", out=parameter.grad).wait()
+        self.optimizer.step()
+
+
+class TorchDDP:
+    """torch's own, on torch's default group (which ``ac.initialize`` has set)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.25)
+        self.optimizer = optimizer_for(self.model)
+
+    async def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+
+
+# Training and, beside it, validating
+
+
+class Training:
+    """The loop, what it tells the validating task, and what that tells back."""
+
+    def __init__(self, batches: Batches, epochs: int) -> None:
+        self.batches = batches
+        self.epochs = epochs
+        self.snapshots: asyncio.Queue[nn.Module | None] = asyncio.Queue()
+        self.accuracy = 0.0
+        self.mark: Mark = unmarked
+        self.timeline: ac.trace.Timeline | None = None
+
+    async def train(self, way: Overlapped, advance: Advance) -> None:
+        for epoch in range(self.epochs):
+            batches = self.batches.of(epoch)
+            if epoch == self.epochs // 2:
+                with self.recording(way):
+                    for x, y in itertools.islice(batches, RECORDED_STEPS):
+                        await way.step(x, y)
+                advance(RECORDED_STEPS, self.accuracy)
+            for x, y in batches:
+                await way.step(x, y)
+                advance(1, self.accuracy)
+            await self.snapshots.put(copy.deepcopy(way.model))
+        await self.snapshots.put(None)
+
+    @contextlib.contextmanager
+    def recording(self, way: Overlapped) -> Iterator[None]:
+        """Keep on a timeline what both tasks do."""
+        with ac.trace.recording() as timeline:
+            way.mark = lambda name: timeline.span(name, row="training")
+            self.mark = lambda name: timeline.span(name, row="validation")
+            yield
+        way.mark = self.mark = unmarked
+        self.timeline = timeline
+
+    async def validate(self, x: Tensor, y: Tensor, advance: Advance) -> None:
+        """Judge each snapshot on this rank's share of the test data; every rank learns the whole."""
+        while (model := await self.snapshots.get()) is not None:
+            with self.mark("validate"):
+                right = await asyncio.to_thread(count_right, model, x, y)
+            total = await ac.all_reduce({"right": right, "seen": len(y)})
+            self.accuracy = total["right"] / total["seen"]
+            advance(0, self.accuracy)
+
+
+@torch.no_grad()
+def count_right(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    return int((model(x).argmax(1) == y).sum())
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Advance]:
+    """A progress bar on rank 0, if rich is installed."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    except ImportError:
+        yield lambda _steps, _accuracy: None
+        return
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn())
+    with Progress(*columns, "{task.fields[note]}", disable=ac.get_rank() != 0) as bar:
+        task = bar.add_task("training", total=total, note="")
+
+        def advance(steps: int, accuracy: float) -> None:
+            note = f"test accuracy {accuracy:.1%}" if accuracy else ""
+            bar.update(task, advance=steps, note=note)
+
+        yield advance
+
+
+# Checking and timing
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+async def same_on_all_ranks(model: nn.Module) -> bool:
+    mine = flat(model)
+    least, most = await ac.wait_all([ac.all_reduce(mine, op="min"), ac.all_reduce(mine, op="max")])
+    return torch.equal(least, most)
+
+
+async def time_steps(ways: dict[str, Step], batches: Batches, steps: int) -> dict[str, list[float]]:
+    """Seconds of each step, the ways taking turns so that all see the same machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(steps + 3):
+        x, y = next(batches.of(number))
+        for name, step in ways.items():
+            await ac.barrier()
+            began = time.perf_counter()
+            await step(x, y)
+            if number >= 3:  # the first ones open connections
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def table(seconds: dict[str, list[float]]) -> str:
+    lines = [f"{'a step, in ms':>14} {'median':>8} {'fastest tenth':>14} {'against DDP':>12}"]
+    reference = statistics.median(seconds.get("DDP", seconds["blocking"]))
+    for name, values in seconds.items():
+        median, tenth = statistics.median(values), sorted(values)[len(values) // 10]
+        lines.append(f"{name:>14} {1e3 * median:8.1f} {1e3 * tenth:14.1f} {median / reference:12.2f}")
+    return "\n".join(lines)
+
+
+# All of it
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    ac.initialize()
+    say = print if ac.get_rank() == 0 else (lambda *_: None)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the ranks share this machine
+    data = digits(ac.get_rank(), ac.get_world_size())
+    batches = Batches(data.train, max(1, arguments.batch // ac.get_world_size()))
+    start = network()
+    await ac.overlap.broadcast_parameters(start)
+
+    training = Training(batches, arguments.epochs)
+    overlapped = Overlapped(copy.deepcopy(start))
+    with progress(arguments.epochs * batches.per_epoch) as advance:
+        async with ac.create_task_group() as tasks:
+            tasks.start_soon(training.train, overlapped, advance, name="training")
+            tasks.start_soon(training.validate, *data.test, advance, name="validation")
+    say(f"test accuracy {training.accuracy:.2%} after {arguments.epochs} epochs")
+    assert training.accuracy >= 0.95, training.accuracy
+    assert await same_on_all_ranks(overlapped.model), "the ranks have drifted apart"
+    say(f"the {ac.get_world_size()} ranks hold the same parameters, bit for bit")
+
+    blocking = Blocking(copy.deepcopy(start))
+    for epoch in range(arguments.epochs):
+        for x, y in batches.of(epoch):
+            await blocking.step(x, y)
+    apart = (flat(overlapped.model) - flat(blocking.model)).abs().max().item()
+    assert apart <= TOLERANCE, apart
+    say(f"so does a run that blocks, to within {apart:.1g}")
+
+    overlapped.gradients.close()
+    again = Overlapped(copy.deepcopy(start))
+    ways: dict[str, Step] = {"blocking": Blocking(copy.deepcopy(start)).step}
+    if dist.is_initialized():  # not in the world of one without a launcher
+        ways["DDP"] = TorchDDP(copy.deepcopy(start)).step
+    ways["overlapped"] = again.step
+    say(table(await time_steps(ways, batches, arguments.steps)))
+    if ac.get_rank() == 0:
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+        say(f"what ran when: {training.timeline.plot(arguments.picture).resolve()}")
+    ac.finalize()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train on handwritten digits, communication hidden.")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=128, help="samples of a step, on all ranks")
+    parser.add_argument("--steps", type=int, default=30, help="how many steps to time each way")
+    parser.add_argument("--picture", type=Path, default=Path("build/timeline.png"))
+    asyncio.run(main(parser.parse_args()))
