@@ -1,8 +1,9 @@
 """Who is calling: an asyncio task, a trio task, or a plain thread, and whom it descends from.
 
 A lane belongs to the actor that issued on it last; this module answers whether another may follow.
-The tables used here are the event loops' own; a context variable alone is no identity, for children
-inherit it, and that inheritance is just what tells descent.
+Tasks are looked up in the event loops' own tables. A thread is stood for by an object that lives in
+its context: the worker of a pool, which never ends, runs each job in a copy of the submitter's
+context, and with that copy its actor ends.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import threading
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-__all__ = ["Actor", "ancestry", "current_actor", "ended", "label"]
+__all__ = ["Actor", "Descent", "current", "descends", "ended", "label", "left", "trio_task"]
 
-Actor = Any  # an asyncio.Task, a trio.lowlevel.Task or a threading.Thread: compared by identity
+Actor = Any  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop
 # Before 3.12 asyncio.current_task is Python and three times dearer than the table it reads.
@@ -24,7 +25,17 @@ _asyncio_task = (
     if sys.version_info >= (3, 12)
     else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
-_current_thread = threading.current_thread
+
+
+class _ThreadActor:
+    """A thread, or one job of a pooled thread: alive as long as its context is."""
+
+    __slots__ = ("__weakref__", "ident", "name", "thread")
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = thread
+        self.ident = threading.get_ident()
+        self.name = thread.name
 
 
 class Descent(NamedTuple):
@@ -48,24 +59,23 @@ def trio_task() -> Any:
         return None
 
 
-def current_actor() -> Actor:
-    """The task that is running, else the thread."""
-    loop = _running_loop()
-    if loop is not None:
-        task = _asyncio_task(loop)
-        if task is not None:
-            return task
-    return trio_task() or _current_thread()
-
-
-def ancestry(actor: Actor) -> Descent:
-    """The line of actors that ``actor`` descends from, itself first; records it for its children."""
+def current() -> Descent:
+    """The running actor, and the line it descends from; recorded for its children to inherit."""
     node = _descent.get()
-    if node is None or node.actor is not actor:
+    loop = _running_loop()
+    task = _asyncio_task(loop) if loop is not None else None
+    if task is None and "trio" in sys.modules:
+        task = trio_task()
+    if node is not None:
+        actor = node.actor
+        if actor is task:
+            return node
+        if task is None and type(actor) is _ThreadActor and actor.ident == threading.get_ident():
+            return node
         while node is not None and ended(node.actor):
             node = node.parent  # the line is kept as long as it matters, not as long as it was
-        node = Descent(actor, node)
-        _descent.set(node)
+    node = Descent(task if task is not None else _ThreadActor(threading.current_thread()), node)
+    _descent.set(node)
     return node
 
 
@@ -80,8 +90,8 @@ def descends(node: Descent | None, ancestor: Actor) -> bool:
 
 def ended(actor: Actor) -> bool:
     """Whether ``actor`` can issue nothing more."""
-    if isinstance(actor, threading.Thread):
-        return not actor.is_alive()
+    if isinstance(actor, _ThreadActor):
+        return not actor.thread.is_alive()
     done = getattr(actor, "done", None)
     if done is not None:
         return bool(done())
@@ -89,9 +99,22 @@ def ended(actor: Actor) -> bool:
     return coroutine is None or getattr(coroutine, "cr_frame", None) is None
 
 
+def left(actor: Actor, file: str) -> bool:
+    """Whether ``actor`` is a thread that no longer runs anything of ``file``, where it issued.
+
+    A pool may keep a job's context until the next one comes; its stack tells that the job is over.
+    """
+    if not isinstance(actor, _ThreadActor):
+        return False
+    frame = sys._current_frames().get(actor.ident)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is None
+
+
 def label(actor: Actor) -> str:
     """``task 'Task-3'`` or ``thread 'MainThread'``, for messages."""
-    if isinstance(actor, threading.Thread):
+    if isinstance(actor, _ThreadActor):
         return f"thread {actor.name!r}"
     name = actor.get_name() if hasattr(actor, "get_name") else getattr(actor, "name", "?")
     return f"task {name!r}"

@@ -165,7 +165,10 @@ def broadcast(lane: Lane, x: torch.Tensor, src: int, timeout: float | None) -> W
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         total = _all_reduce(_backward(lane), grad, ReduceOp.SUM, timeout).wait()
-        return total if lane.group.rank == src else torch.zeros_like(total)
+        if lane.group.rank == src:
+            return total
+        # Zeros that still hang on the total: every rank must join a second backward.
+        return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
 
     return _record(
         x, x.shape, lambda x, out: tensors.start_broadcast(lane, x, src, out, timeout), adjoint

@@ -12,8 +12,10 @@ What a lane must not know: what the operations mean, and which backend runs them
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import actors
@@ -73,7 +75,8 @@ class Lane:
         self.plans: dict[Any, Plan] = {}
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._in_flight: deque[Operation] = deque()
-        self._owners: dict[object, tuple[actors.Actor, Place]] = {}
+        self._owners: dict[object, tuple[weakref.ref[actors.Actor], Place]] = {}
+        self._together = False  # what is accepted now shares one place in the order
         self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
         self._lock = threading.Lock()
         self._queue: deque[_Job] = deque()
@@ -138,28 +141,46 @@ class Lane:
         place = caller()
         if self._checks_owner:
             self._claim(stream, place)
-        if stream is None:
+        if stream is None and not self._together:
             self.sequence += 1
         if self.communicator is None and not self._opening:
             self._open()
         return place
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is accepted inside is one call of the user's (a tree): one place in the order."""
+        self.take_place()
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+
     def _claim(self, stream: object, place: Place) -> None:
-        actor = actors.current_actor()
+        """The caller owns this order from now on, if it may."""
+        node = actors.current()
         held = self._owners.get(stream)
-        node = actors.ancestry(actor)
-        if held is not None and held[0] is not actor:
-            owner, before = held
-            if not (actors.ended(owner) or actors.descends(node, owner)):
-                raise LaneOrderError(
-                    f"{actors.label(actor)} issued a collective on {self} at {place}, but that lane "
-                    f"belongs to {actors.label(owner)}, which issued there at {before} and is still "
-                    "running. Two concurrent tasks on one lane can be scheduled in different order "
-                    "on different ranks, which gives wrong numbers. Give each task its own lane: "
-                    "lane='name' on the call, `with ac.lane('name'):` around it, or start the tasks "
-                    "in `ac.create_task_group()`"
-                )
-        self._owners[stream] = (actor, place)
+        if held is not None:
+            owner = held[0]()  # None: gone, with the context it lived in
+            if owner is node.actor:
+                self._owners[stream] = (held[0], place)
+                return
+            over = owner is None or actors.ended(owner) or actors.descends(node, owner)
+            if not over and not actors.left(owner, held[1].file):
+                raise self._crossing(node.actor, place, owner, held[1])
+        self._owners[stream] = (weakref.ref(node.actor), place)
+
+    def _crossing(
+        self, actor: actors.Actor, place: Place, owner: actors.Actor, before: Place
+    ) -> LaneOrderError:
+        return LaneOrderError(
+            f"{actors.label(actor)} issued a collective on {self} at {place}, but that lane belongs to "
+            f"{actors.label(owner)}, which issued there at {before} and is still running. Two concurrent "
+            "tasks on one lane can be scheduled in different order on different ranks, which gives wrong "
+            "numbers. Give each task its own lane: lane='name' on the call, `with ac.lane('name'):` around "
+            "it, or start the tasks in `ac.create_task_group()`"
+        )
 
     def _record(
         self,

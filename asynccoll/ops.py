@@ -545,7 +545,7 @@ def broadcast_object(
 
 
 def scatter_object(
-    objs: Sequence[Any] | None = None,
+    obj: Sequence[Any] | None = None,
     /,
     *,
     src: int = 0,
@@ -561,7 +561,7 @@ def scatter_object(
     {'b': 1}                                                  # r1
     """
     at = _lane(group, lane)
-    return _start(at, objects.scatter_object, objs, src, codec, timeout)
+    return _start(at, objects.scatter_object, obj, src, codec, timeout)
 
 
 def explain(name: str, x: Any = None, /, **call: Any) -> Plan:

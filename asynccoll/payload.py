@@ -22,8 +22,8 @@ from asynccoll.messages import (
     gather_messages,
     scatter_messages,
 )
-from asynccoll.spec import ReduceOp, dtype_name
-from asynccoll.trees import flatten, is_tree, unflatten
+from asynccoll.spec import Op, ReduceOp, dtype_name
+from asynccoll.trees import TreeSpec, flatten, is_tree, unflatten
 from asynccoll.values import (
     as_number,
     check_number_reduction,
@@ -68,13 +68,33 @@ def _over_tree(
     x: Any,
     of_tensors: Callable[[list[torch.Tensor]], list[Work[Any]]],
     of_value: Callable[[Any], Work[Any]],
+    check: Callable[[Any], object],
 ) -> Work[Any]:
-    """The works of all leaves as one work for the tree: tensors together, values one by one."""
+    """The works of all leaves as one work for the tree: tensors together, values one by one.
+
+    Every leaf passes ``check`` before any is sent, and all take one place in the lane's order: a tree
+    is refused as a whole, here and for the peers.
+    """
     leaves, spec = flatten(x)
     leaves = [as_number(leaf) for leaf in leaves]
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
             raise refuse(name, leaf)
+        check(leaf)
+    with lane.together():
+        works = _start_leaves(lane, name, spec, leaves, of_tensors, of_value)
+    return combine(works, lambda: unflatten(spec, [work.result() for work in works[1:]]))
+
+
+def _start_leaves(
+    lane: Lane,
+    name: str,
+    spec: TreeSpec,
+    leaves: list[Any],
+    of_tensors: Callable[[list[torch.Tensor]], list[Work[Any]]],
+    of_value: Callable[[Any], Work[Any]],
+) -> list[Work[Any]]:
+    """A work for the comparison of structures (with ``check="full"``), and one for each leaf."""
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     compared = compare(lane, signature(name, detail=f"of the tree {spec}"))
     works: list[Work[Any]] = [compared] * len(leaves)
@@ -83,7 +103,7 @@ def _over_tree(
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             works[i] = of_value(leaf)
-    return combine([compared, *works], lambda: unflatten(spec, [work.result() for work in works]))
+    return [compared, *works]
 
 
 def _fused(
@@ -120,6 +140,7 @@ def all_reduce(
             x,
             lambda xs: _fused(xs, lambda flat: all_reduce_tensor(lane, flat, op, None, timeout)),
             lambda leaf: _all_reduce_number(lane, leaf, op, timeout),
+            lambda leaf: _check_reducible(lane, "all_reduce", Op.ALL_REDUCE, leaf, op),
         )
     return _all_reduce_number(lane, x, op, timeout)
 
@@ -133,10 +154,33 @@ def all_reduce_tensor(
     return tensors.start_all_reduce(lane, x, op, out, timeout)
 
 
+def _check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> None:
+    """Refuse a leaf that cannot be reduced."""
+    if isinstance(x, torch.Tensor):
+        tensors.plan_for(lane, op, x, reduce)
+    elif is_number(x):
+        check_number_reduction(x, reduce)
+        to_message(x)
+    else:
+        raise refuse(name, x, "a tensor, a number, or a dict, list, tuple or dataclass of these")
+
+
+def _check_sendable(lane: Lane, op: Op, x: Any) -> None:
+    """Refuse a leaf that cannot be moved."""
+    if isinstance(x, torch.Tensor):
+        tensors.plan_for(lane, op, x)
+    else:
+        to_message(x)
+
+
+def _check_gathered(lane: Lane, name: str, x: Any, dim: int, uneven: bool) -> None:
+    _check_sendable(lane, Op.parse(name), x)
+    if isinstance(x, torch.Tensor) and not uneven:
+        _gathered_shape(name, lane, x, dim)
+
+
 def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Work[Any]:
-    if not is_number(x):
-        raise refuse("all_reduce", x, "a tensor, a number, or a dict, list, tuple or dataclass of these")
-    check_number_reduction(x, op)
+    _check_reducible(lane, "all_reduce", Op.ALL_REDUCE, x, op)
     gathered = all_gather_messages(lane, "all_reduce", to_message(x), timeout, detail=f"{op.value} number")
     return gathered.map(lambda rows: reduce_numbers(_values(lane, rows), op))
 
@@ -157,6 +201,7 @@ def reduce(
         x,
         lambda xs: [_reduce_tensor(lane, leaf, dst, op, None, timeout) for leaf in xs],
         lambda leaf: _reduce_number(lane, leaf, dst, op, timeout),
+        lambda leaf: _check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
     )
     return whole if here else whole.map(lambda _: None)
 
@@ -174,7 +219,7 @@ def _reduce_tensor(
 
 
 def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Work[Any]:
-    check_number_reduction(x, op)
+    _check_reducible(lane, "reduce", Op.REDUCE, x, op)
     rows = gather_messages(
         lane, "reduce", to_message(x), dst, timeout, detail=f"{op.value} number dst={dst}"
     )
@@ -206,8 +251,20 @@ def reduce_scatter(
             x,
             lambda xs: [reduce_scatter(lane, leaf, op, dim, None, timeout) for leaf in xs],
             lambda leaf: reduce_scatter(lane, leaf, op, dim, None, timeout),
+            lambda leaf: _check_scattered(lane, leaf, op, dim),
         )
+    size = lane.group.size
+    dim = _check_scattered(lane, x, op, dim)
+    rows = split_rows(x, dim, size)
+    if out is None and autograd.tracked(rows):
+        return autograd.reduce_scatter(lane, rows, op, timeout)
+    return tensors.start_reduce_scatter(lane, rows, op, out, timeout)
+
+
+def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> int:
+    """Refuse what cannot be shared out evenly; ``dim`` from the front."""
     x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
+    tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)
     size = lane.group.size
     dim = normal_dim("reduce_scatter", x, dim)
     if x.shape[dim] % size:
@@ -215,10 +272,7 @@ def reduce_scatter(
             f"reduce_scatter: dim {dim} of {dtype_name(x.dtype)}{list(x.shape)} has {x.shape[dim]} "
             f"entries, which {size} ranks cannot share evenly; pad it to a multiple of {size}"
         )
-    rows = split_rows(x, dim, size)
-    if out is None and autograd.tracked(rows):
-        return autograd.reduce_scatter(lane, rows, op, timeout)
-    return tensors.start_reduce_scatter(lane, rows, op, out, timeout)
+    return dim
 
 
 def normal_dim(name: str, x: torch.Tensor, dim: int) -> int:
@@ -268,6 +322,7 @@ def all_gather(
             x,
             lambda xs: [all_gather(lane, leaf, dim, uneven, None, timeout) for leaf in xs],
             lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout),
+            lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
         )
     kind = _message_kind("all_gather", x)
     rows = all_gather_messages(
@@ -324,6 +379,7 @@ def gather(
             x,
             lambda xs: [gather(lane, leaf, dst, dim, None, timeout) for leaf in xs],
             lambda leaf: gather(lane, leaf, dst, dim, None, timeout),
+            lambda leaf: _check_gathered(lane, "gather", leaf, dim, False),
         )
         return whole if here else whole.map(lambda _: None)
     kind = _message_kind("gather", x)
@@ -384,6 +440,7 @@ def broadcast(
             x,
             lambda xs: _fused(xs, lambda flat: broadcast_tensor(lane, flat, src, None, timeout)),
             lambda leaf: broadcast(lane, leaf, src, False, None, timeout),
+            lambda leaf: _check_sendable(lane, Op.BROADCAST, leaf),
         )
     kind = _message_kind("broadcast", x)
     message = to_message(x) if lane.group.rank == src else None
@@ -457,7 +514,7 @@ def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
             )
         return list(x.chunk(size)) if x.shape[0] else [x] * size
     if not isinstance(x, (list, tuple)) or not all(isinstance(part, torch.Tensor) for part in x):
-        raise refuse("scatter", x, f"a list of {size} tensors (or one to cut along dim 0) on src")
+        raise refuse("scatter", x, f"a list of {size} tensors (or one to cut along dim 0) on src; other objects by scatter_object")
     if len(x) != size:
         raise InvalidArgumentError(
             f"scatter: got {len(x)} tensors for {size} ranks; pass one for each rank of the group"
@@ -528,6 +585,7 @@ def permute(
             x,
             lambda xs: [permute(lane, leaf, pairs, None, timeout) for leaf in xs],
             lambda leaf: permute(lane, leaf, pairs, None, timeout),
+            lambda leaf: require_tensor("permute", leaf),
         )
     x = require_tensor("permute", x)
     me = lane.group.rank

@@ -64,6 +64,7 @@ class _Process:
         self.finalized = False
         self.thread_ranks = 0
         self.hooked = False
+        self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
 
 
 _process = _Process()
@@ -73,6 +74,7 @@ def _forget_parent() -> None:
     """A forked child starts uninitialised: the parent's connections are not its own."""
     global _process
     _process = _Process()
+    _process.inherited = dist.distributed_c10d.GroupMember.WORLD if dist.is_available() else None
     _of_thread.set(None)
 
 
@@ -96,8 +98,13 @@ def _implicit(process: _Process) -> Context:
             "that called ac.initialize, or from a task or thread that inherits its context "
             "(contextvars.copy_context().run)"
         )
-    if dist.is_available() and dist.is_initialized():
+    if _torch_group(process) is not None:
         return _adopt(process)
+    if process.inherited is not None:
+        raise NotInitializedError(
+            "this process was forked from one that had joined a world, whose connections it cannot use; "
+            "call ac.initialize() here, or start processes with the 'spawn' method"
+        )
     if process.finalized:
         raise NotInitializedError(
             "asynccoll was finalized; call ac.initialize() again before any collective"
@@ -112,6 +119,14 @@ def _implicit(process: _Process) -> Context:
         if process.embedded is None:
             process.embedded = Context(SerialBackend(), Identity(), check="off")
         return process.embedded
+
+
+def _torch_group(process: _Process) -> Any:
+    """torch's default group, if the user made one in this process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    native = dist.distributed_c10d.GroupMember.WORLD
+    return None if native is process.inherited else native
 
 
 def _adopt(process: _Process) -> Context:
@@ -277,7 +292,7 @@ def is_initialized() -> bool:
     process = _process
     if _of_thread.get() is not None or process.context is not None:
         return True
-    return not process.thread_ranks and dist.is_available() and dist.is_initialized()
+    return not process.thread_ranks and _torch_group(process) is not None
 
 
 def get_rank(group: Any = None) -> int:

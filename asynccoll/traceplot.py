@@ -125,25 +125,28 @@ class _Picture:
         self._bar(hidden, facecolor=HIDDEN)
         self.legend.setdefault("communication hidden behind compute", {"facecolor": HIDDEN})
         self.legend.setdefault("communication waited for", waited)
-        size = f" {_bytes(span.size_bytes)}" if span.size_bytes else ""
-        self._label(span, f"{span.name}{size}", INK)
+        size = _bytes(span.size_bytes) if span.size_bytes else ""
+        self._label(span, f"{span.name} {size}".strip(), INK) or self._label(span, size, INK)
 
     def _bar(self, intervals: list[tuple[float, float]], **look: Any) -> None:
         look = {"edgecolor": "white", "linewidth": 0.5, **look}
         widths = [(start, end - start) for start, end in intervals]
         self.axes.broken_barh(widths, (self.y + 0.06, 0.88), **look)
 
-    def _label(self, span: Span, text: str, colour: str) -> None:
+    def _label(self, span: Span, text: str, colour: str) -> bool:
+        """Write ``text`` into the bar of ``span`` if it has the room; whether it had."""
         from matplotlib.patheffects import withStroke
 
         start, end = self._interval(span)
         room = (end - start) / max(1e-9, 1e3 * (self.last - self.origin)) * (WIDTH_INCHES - 2)
-        if room > LETTER_INCHES * len(text):
-            middle = (start + end) / 2
-            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-            shown = self.axes.text(middle, self.y + 0.5, text, color=colour, clip_on=True, **look)
-            if span.is_operation:  # legible on the hatching
-                shown.set_path_effects([withStroke(linewidth=2, foreground="white")])
+        if room <= LETTER_INCHES * len(text):
+            return False
+        middle = (start + end) / 2
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+        shown = self.axes.text(middle, self.y + 0.5, text, color=colour, clip_on=True, **look)
+        if span.is_operation:  # legible on the hatching
+            shown.set_path_effects([withStroke(linewidth=2, foreground="white")])
+        return True
 
     def finish(self, title: str) -> None:
         from matplotlib.patches import Patch
