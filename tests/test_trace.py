@@ -1,0 +1,303 @@
+"""Timelines: what is recorded, what recording costs when it is off, and the files that come of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll import traceplot
+from asynccoll.runtime import current
+from asynccoll.trace import Span, covered, intersection, stack
+from ranks import Rank, raising
+from worlds import World
+
+
+async def recorded(me: Rank) -> None:
+    await me.get(ac.barrier())  # not recorded: it is over
+    before = ac.all_reduce(1.0)
+    with ac.trace.recording() as timeline:
+        await me.get(before)
+        first = ac.all_reduce(torch.ones(256))
+        with ac.lane("side"):
+            second = ac.all_gather(torch.ones(3, dtype=torch.int64))
+        await me.get(second)
+        await me.get(first)
+    await me.get(ac.barrier())  # nor this
+    reduced, gathered = (span for span in timeline.spans if span.is_operation)
+    assert (reduced.name, reduced.row, reduced.size_bytes) == ("all_reduce", "default", 1024)
+    assert (gathered.name, gathered.row, gathered.size_bytes) == ("all_gather", "side", 24)
+    assert Path(__file__).name in reduced.place
+    for span in (reduced, gathered):
+        assert span.end is not None
+        assert 0 <= span.start <= span.end <= timeline.seconds
+    assert reduced.start <= gathered.start
+    assert (timeline.rank, timeline.world_size) == (me.rank, me.size)
+    assert f"rank {me.rank}: 2 spans" in repr(timeline)
+
+
+def test_operations_are_recorded(world: World, runner: str) -> None:
+    """Name, lane, bytes, place, and times that make sense; nothing of before and after."""
+    world.run(recorded, runner=runner)
+
+
+async def unfinished(me: Rank) -> None:
+    if me.rank == 0:
+        with ac.trace.recording() as timeline:
+            work = ac.all_reduce(torch.ones(4))
+        (span,) = timeline.spans
+        assert span.end is None, "rank 1 has not come yet"
+        assert math.isfinite(timeline.hidden_fraction())
+        timeline.plot(me._signs / "open.png")
+        timeline.to_chrome(me._signs / "open.json")
+        event = json.loads((me._signs / "open.json").read_text())["traceEvents"][-1]
+        assert event["args"]["in_flight"] is True
+        me.show("looked")
+        work.wait()
+        (span,) = timeline.spans
+        assert span.end is not None
+    else:
+        me.see("looked")
+        ac.all_reduce(torch.ones(4)).wait()
+
+
+def test_what_is_in_flight_stays_open(pair: World) -> None:
+    """An operation that outlives the recording has no end until it is done; it can be drawn."""
+    pair.run(unfinished)
+
+
+async def refused(me: Rank) -> None:
+    with ac.trace.recording() as timeline, raising(ac.PayloadTypeError):
+        ac.all_reduce(object())
+    assert timeline.spans == ()
+    assert await me.get(ac.all_reduce(1)) == me.size
+
+
+def test_a_refused_call_is_no_operation(pair: World, runner: str) -> None:
+    pair.run(refused, runner=runner)
+
+
+async def in_groups(me: Rank) -> None:
+    group = ac.new_group([0, 1])
+    if me.rank < 2:
+        with ac.trace.recording() as timeline:
+            await me.get(ac.all_reduce(1, group=group))
+        assert [span.row for span in timeline.spans] == ["default of [0, 1]"]
+
+
+def test_the_row_names_the_group(four: World) -> None:
+    """A lane of a part of the world is not mistaken for the world's of that name."""
+    four.run(in_groups)
+
+
+# ---------------------------------------------------------------- spans of compute
+
+
+def test_spans_of_threads_and_tasks() -> None:
+    """A span is in the row of its thread, or in that which it names; nested ones are kept whole."""
+    with ac.trace.recording() as timeline:
+        with timeline.span("outer"), timeline.span("inner", row="chosen"):
+            pass
+
+        def work() -> None:
+            with timeline.span("there"):
+                pass
+
+        thread = threading.Thread(target=work, name="helper")
+        thread.start()
+        thread.join()
+
+        async def main() -> None:
+            async def task(name: str) -> None:
+                with timeline.span(name):
+                    await anyio.lowlevel.checkpoint()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(task, "one")
+                tasks.start_soon(task, "two")
+
+        anyio.run(main)
+    by_name = {span.name: span for span in timeline.spans}
+    main_row = threading.current_thread().name
+    assert {name: span.row for name, span in by_name.items()} == {
+        "outer": main_row,
+        "inner": "chosen",
+        "there": "helper",
+        "one": main_row,
+        "two": main_row,
+    }
+    assert by_name["outer"].start <= by_name["inner"].start
+    assert by_name["inner"].end <= by_name["outer"].end
+    assert not any(span.is_operation for span in timeline.spans)
+
+
+def test_a_span_that_raises_ends() -> None:
+    with ac.trace.recording() as timeline, pytest.raises(KeyError), timeline.span("fails"):
+        raise KeyError
+    assert timeline.spans[0].end is not None
+
+
+# ---------------------------------------------------------------- switching it on and off
+
+
+def test_off_means_nobody_observes() -> None:
+    """Outside of a recording a lane looks at an empty tuple, and so again after an error inside."""
+    assert current().observers == ()
+    during: list[Any] = []
+    with contextlib.suppress(KeyError), ac.trace.recording():
+        during.extend(current().observers)
+        raise KeyError
+    assert len(during) == 1
+    assert current().observers == ()
+
+
+def test_recordings_nest_and_overlap() -> None:
+    """Each sees what happens while it runs, in whatever order they end."""
+    outer, inner = ac.trace.recording(), ac.trace.recording()
+    first = outer.__enter__()
+    ac.all_reduce(1.0).wait()
+    second = inner.__enter__()
+    ac.all_reduce(1.0).wait()
+    outer.__exit__(None, None, None)
+    ac.all_reduce(1.0).wait()
+    inner.__exit__(None, None, None)
+    assert (len(first.spans), len(second.spans)) == (2, 2)
+    assert current().observers == ()
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_union_and_intersection() -> None:
+    assert covered([(3, 4), (0, 1), (0.5, 2), (2, 2.5)]) == [(0, 2.5), (3, 4)]
+    assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
+    assert intersection([], [(0, 1)]) == []
+
+
+def test_tracks_never_overlap() -> None:
+    """Overlapping spans of a row go on tracks of their own; compute comes before communication."""
+    spans = [
+        Span("all_reduce", "default", 0.0, 3.0, is_operation=True),
+        Span("forward", "main", 0.5, 1.0),
+        Span("all_reduce", "default", 1.0, None, is_operation=True),
+        Span("backward", "main", 1.0, 2.0),
+        Span("all_reduce", "default", 3.0, 4.0, is_operation=True),
+    ]
+    (main, compute), (default, operations) = stack(spans)
+    assert (main, [len(track) for track in compute]) == ("main", [2])
+    assert (default, [len(track) for track in operations]) == ("default", [2, 1])
+
+
+def test_the_hidden_fraction() -> None:
+    """Of the time with something in flight, the share under a span of compute."""
+    timeline = ac.trace.Timeline()
+    assert math.isnan(timeline.hidden_fraction())
+    _add(timeline, "all_reduce", 0.0, 4.0, is_operation=True)
+    _add(timeline, "all_reduce", 1.0, 3.0, is_operation=True)
+    assert timeline.hidden_fraction() == 0.0
+    _add(timeline, "backward", 0.5, 2.5)
+    _add(timeline, "optimizer", 4.0, 5.0)
+    assert timeline.hidden_fraction() == pytest.approx(0.5)
+
+
+def _add(
+    timeline: Any, name: str, start: float, end: float, *, is_operation: bool = False, size: int = 0
+) -> None:
+    """A span of known times."""
+    row = "default" if is_operation else "training"
+    entry = ac.trace._Entry(name, row, timeline._began + start, operation=is_operation)
+    entry.end = timeline._began + end
+    entry.size_bytes = size
+    timeline._entries.append(entry)
+    timeline._ended = max(timeline._ended or 0.0, entry.end)
+
+
+@pytest.fixture
+def timeline() -> Any:
+    made = ac.trace.Timeline(1, 2)
+    _add(made, "forward", 0.0, 0.010)
+    _add(made, "backward", 0.010, 0.030)
+    _add(made, "all_reduce", 0.015, 0.025, is_operation=True, size=3 << 19)
+    _add(made, "all_reduce", 0.020, 0.034, is_operation=True, size=500)
+    return made
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_chrome(timeline: Any, tmp_path: Path) -> None:
+    """A file that Perfetto reads: processes are ranks, threads are rows, times are microseconds."""
+    path = timeline.to_chrome(tmp_path / "trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert names == {
+        ("process_name", "rank 1 of 2"),
+        ("thread_name", "training"),
+        ("thread_name", "default"),
+    }
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {1}
+    assert [event["name"] for event in spans] == ["forward", "backward", "all_reduce", "all_reduce"]
+    assert spans[1]["dur"] == pytest.approx(20e3)
+    assert spans[1]["ts"] - spans[0]["ts"] == pytest.approx(10e3, abs=1)
+    assert spans[2]["args"]["bytes"] == 3 << 19
+    assert len({event["tid"] for event in spans}) == 3, "what overlaps is on threads of its own"
+
+
+def test_plot(timeline: Any, tmp_path: Path) -> None:
+    """A picture with a title, a row each, and words for the colours."""
+    svg = timeline.plot(tmp_path / "timeline.svg").read_text()
+    for words in (
+        "Rank 1 of 2: 79% of the communication is hidden behind compute",
+        "training",
+        "lane default",
+        "forward",
+        "backward",
+        "communication hidden behind compute",
+        "communication waited for",
+        "time in ms",
+    ):
+        assert words in svg, words
+    png = timeline.plot(tmp_path / "timeline.png", title="mine").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) < 200_000
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(8, "8 B"), (1000, "1000 B"), (1024, "1.0 KiB"), (3 << 19, "1.5 MiB"), (25 << 20, "25 MiB")],
+)
+def test_sizes_in_words(size: int, text: str) -> None:
+    assert traceplot._bytes(size) == text
+
+
+def test_plot_of_nothing(tmp_path: Path) -> None:
+    """An empty recording gives an empty picture, not an error."""
+    with ac.trace.recording() as timeline:
+        pass
+    assert timeline.plot(tmp_path / "empty.png").stat().st_size > 0
+    assert timeline.to_chrome(tmp_path / "empty.json").stat().st_size > 0
+
+
+def test_plot_without_matplotlib(timeline: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A typed error with the line that installs it."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ac.BackendNotFoundError, match="pip install 'matplotlib"):
+        timeline.plot(tmp_path / "timeline.png")
+
+
+def test_importing_does_not_load_matplotlib() -> None:
+    """It loads when something is drawn, not with the package."""
+    import subprocess
+
+    program = "import sys, asynccoll; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
