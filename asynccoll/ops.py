@@ -29,12 +29,11 @@ from typing import Any, TypeVar
 import torch
 
 from asynccoll import compiled, objects, payload, tensors
-from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
-from asynccoll.group import Group, resolve_group
-from asynccoll.lane import Lane
+from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.group import resolve_group
 from asynccoll.lanes import current_lane
 from asynccoll.runtime import current
-from asynccoll.spec import Plan, ReduceOp
+from asynccoll.spec import Plan
 from asynccoll.work import Work
 
 __all__ = [
@@ -60,26 +59,25 @@ __all__ = [
 T = TypeVar("T")
 
 
-def _lane(group: Any, lane: str | None) -> Lane:
-    """Where a call takes its place."""
+def _start(
+    group: Any, lane: str | None, timeout: float | None, start: Callable[..., Work[T]], *args: Any
+) -> Work[T]:
+    """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting."""
     context = current()
     resolved = context.world if group is None else resolve_group(context, group)
-    return resolved.lane(lane if lane is not None else current_lane())
-
-
-def _start(at: Lane, start: Callable[..., Work[T]], *args: Any) -> Work[T]:
-    """Start; if this rank refuses, tell the others, who may be waiting for it."""
+    at = resolved.lane(lane if lane is not None else current_lane())
     try:
-        return start(at, *args)
+        if timeout is not None:
+            _check_timeout(timeout)
+        return start(at, *args, timeout)
     except AsyncCollError as error:
-        at.group.context.refusals.refuse(at, error)
+        context.refusals.refuse(at, error)
         raise
 
 
-def _timeout(timeout: float | None) -> float | None:
-    if timeout is None or (isinstance(timeout, (int, float)) and timeout > 0):
-        return timeout
-    raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
+def _check_timeout(timeout: Any) -> None:
+    if not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
 
 
 def all_reduce(
@@ -109,12 +107,7 @@ def all_reduce(
     """
     if torch.compiler.is_compiling():
         return compiled.all_reduce(x, op, group)
-    at = _lane(group, lane)
-    return _start(at, _all_reduce, x, op, out, timeout)
-
-
-def _all_reduce(at: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Work[Any]:
-    return payload.all_reduce(at, x, ReduceOp.parse(op), out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.all_reduce, x, op, out)
 
 
 def reduce(
@@ -136,13 +129,7 @@ def reduce(
 
     Source: ``torch.distributed.reduce``, ``MPI_Ireduce``.
     """
-    at = _lane(group, lane)
-    return _start(at, _reduce, x, dst, op, out, timeout)
-
-
-def _reduce(at: Lane, x: Any, dst: int, op: Any, out: Any, timeout: float | None) -> Work[Any]:
-    index = at.group.index(dst, "dst")
-    return payload.reduce(at, x, index, ReduceOp.parse(op), out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.reduce, x, dst, op, out)
 
 
 def broadcast(
@@ -172,15 +159,7 @@ def broadcast(
     """
     if torch.compiler.is_compiling():
         return compiled.broadcast(x, src, group)
-    at = _lane(group, lane)
-    return _start(at, _broadcast, x, src, safe_mode, out, timeout)
-
-
-def _broadcast(
-    at: Lane, x: Any, src: int, safe_mode: bool, out: Any, timeout: float | None
-) -> Work[Any]:
-    index = at.group.index(src, "src")
-    return payload.broadcast(at, x, index, safe_mode, out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out)
 
 
 def all_gather(
@@ -214,14 +193,7 @@ def all_gather(
     """
     if torch.compiler.is_compiling():
         return compiled.all_gather(x, dim, group)
-    at = _lane(group, lane)
-    return _start(at, _all_gather, x, dim, uneven, out, timeout)
-
-
-def _all_gather(
-    at: Lane, x: Any, dim: int, uneven: bool, out: Any, timeout: float | None
-) -> Work[Any]:
-    return payload.all_gather(at, x, dim, uneven, out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out)
 
 
 def gather(
@@ -243,14 +215,7 @@ def gather(
 
     Source: ``torch.distributed.gather``, ``MPI_Igather``.
     """
-    at = _lane(group, lane)
-    return _start(at, _gather, x, dst, dim, out, timeout)
-
-
-def _gather(
-    at: Lane, x: Any, dst: int, dim: int, out: Any, timeout: float | None
-) -> Work[Any]:
-    return payload.gather(at, x, at.group.index(dst, "dst"), dim, out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.gather, x, dst, dim, out)
 
 
 def scatter(
@@ -274,12 +239,7 @@ def scatter(
 
     Source: ``torch.distributed.scatter``, ``MPI_Iscatter``.
     """
-    at = _lane(group, lane)
-    return _start(at, _scatter, x, src, out, timeout)
-
-
-def _scatter(at: Lane, x: Any, src: int, out: Any, timeout: float | None) -> Work[torch.Tensor]:
-    return payload.scatter(at, x, at.group.index(src, "src"), out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.scatter, x, src, out)
 
 
 def reduce_scatter(
@@ -306,14 +266,7 @@ def reduce_scatter(
     """
     if torch.compiler.is_compiling():
         return compiled.reduce_scatter(x, op, dim, group)
-    at = _lane(group, lane)
-    return _start(at, _reduce_scatter, x, op, dim, out, timeout)
-
-
-def _reduce_scatter(
-    at: Lane, x: Any, op: Any, dim: int, out: Any, timeout: float | None
-) -> Work[Any]:
-    return payload.reduce_scatter(at, x, ReduceOp.parse(op), dim, out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out)
 
 
 def all_to_all(
@@ -345,14 +298,7 @@ def all_to_all(
     """
     if torch.compiler.is_compiling():
         return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group)
-    at = _lane(group, lane)
-    return _start(at, _all_to_all, x, input_split_sizes, output_split_sizes, out, timeout)
-
-
-def _all_to_all(
-    at: Lane, x: Any, in_splits: Any, out_splits: Any, out: Any, timeout: float | None
-) -> Work[Any]:
-    return payload.all_to_all(at, x, in_splits, out_splits, out, _timeout(timeout))
+    return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out)
 
 
 def permute(
@@ -376,32 +322,7 @@ def permute(
 
     The gradient is the permutation with the pairs turned round. Source: ``jax.lax.ppermute``.
     """
-    at = _lane(group, lane)
-    return _start(at, _permute, x, pairs, out, timeout)
-
-
-def _permute(at: Lane, x: Any, pairs: Any, out: Any, timeout: float | None) -> Work[Any]:
-    return payload.permute(at, x, _pairs(at.group, pairs), out, _timeout(timeout))
-
-
-def _pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
-    """Pairs of global ranks as pairs of indices, each end of them used once."""
-    try:
-        listed = [(source, destination) for source, destination in pairs]
-    except (TypeError, ValueError):
-        raise PayloadTypeError(
-            f"permute: pairs must be (source, destination) ranks, got {pairs!r}"
-        ) from None
-    ends = [
-        (group.index(source, "source"), group.index(destination, "destination"))
-        for source, destination in listed
-    ]
-    for role, index in (("source", 0), ("destination", 1)):
-        used = [pair[index] for pair in listed]
-        twice = sorted({rank for rank in used if used.count(rank) > 1})
-        if twice:
-            raise InvalidArgumentError(f"permute: rank {twice[0]} is a {role} more than once in {listed}")
-    return ends
+    return _start(group, lane, timeout, payload.permute, x, pairs, out)
 
 
 def send(
@@ -420,9 +341,7 @@ def send(
     with one tag arrive in the order they were sent; different tags do not wait for each other. Has no
     gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
     """
-    at = _lane(group, lane)
-    x = payload.require_tensor("send", x)
-    return tensors.start_send(at, x, _peer(at, dst, "dst"), _tag(tag), _timeout(timeout))
+    return _start(group, lane, timeout, payload.send, x, dst, tag)
 
 
 def recv(
@@ -443,24 +362,7 @@ def recv(
 
     Source: ``torch.distributed.irecv``, ``MPI_Irecv``.
     """
-    at = _lane(group, lane)
-    like = payload.require_tensor("recv", like, "a tensor like the one that is sent")
-    index = _peer(at, src, "src")
-    return tensors.start_recv(at, like, index, _tag(tag), out, _timeout(timeout))
-
-
-def _peer(at: Lane, rank: int, role: str) -> int:
-    """The index of another rank."""
-    index = at.group.index(rank, role)
-    if index == at.group.rank:
-        raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to another one")
-    return index
-
-
-def _tag(tag: int) -> int:
-    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
-        return tag
-    raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")
+    return _start(group, lane, timeout, payload.recv, like, src, tag, out)
 
 
 def barrier(
@@ -470,12 +372,7 @@ def barrier(
 
     Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
     """
-    at = _lane(group, lane)
-    return _start(at, _barrier, timeout)
-
-
-def _barrier(at: Lane, timeout: float | None) -> Work[None]:
-    return tensors.start_barrier(at, _timeout(timeout))
+    return _start(group, lane, timeout, tensors.start_barrier)
 
 
 # Objects
@@ -501,8 +398,7 @@ def all_gather_object(
 
     Source: ``torch.distributed.all_gather_object``.
     """
-    at = _lane(group, lane)
-    return _start(at, objects.all_gather_object, obj, codec, timeout)
+    return _start(group, lane, timeout, objects.all_gather_object, obj, codec)
 
 
 def gather_object(
@@ -521,8 +417,7 @@ def gather_object(
     ['rank 0', 'rank 1']                                      # r0
     None                                                      # r1
     """
-    at = _lane(group, lane)
-    return _start(at, objects.gather_object, obj, dst, codec, timeout)
+    return _start(group, lane, timeout, objects.gather_object, obj, dst, codec)
 
 
 def broadcast_object(
@@ -540,8 +435,7 @@ def broadcast_object(
     >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
     {'lr': 0.1}                                               # both
     """
-    at = _lane(group, lane)
-    return _start(at, objects.broadcast_object, obj, src, codec, timeout)
+    return _start(group, lane, timeout, objects.broadcast_object, obj, src, codec)
 
 
 def scatter_object(
@@ -560,8 +454,7 @@ def scatter_object(
     'a'                                                       # r0
     {'b': 1}                                                  # r1
     """
-    at = _lane(group, lane)
-    return _start(at, objects.scatter_object, obj, src, codec, timeout)
+    return _start(group, lane, timeout, objects.scatter_object, obj, src, codec)
 
 
 def explain(name: str, x: Any = None, /, **call: Any) -> Plan:
@@ -571,5 +464,6 @@ def explain(name: str, x: Any = None, /, **call: Any) -> Plan:
     """
     from asynccoll.explaining import explain_call
 
-    at = _lane(call.pop("group", None), call.pop("lane", None))
-    return explain_call(at, name, x, call)
+    context = current()
+    group = resolve_group(context, call.pop("group", None))
+    return explain_call(group.lane(call.pop("lane", None) or current_lane()), name, x, call)

@@ -1,6 +1,7 @@
 """One collective over whatever a user passes: a tensor, a number, a string, a tree of these.
 
-Dispatches by kind of payload, and puts trees back together. Roots are indices in the group.
+Validates, dispatches by kind of payload, and puts trees back together. Roots and pairs are global
+ranks here, and indices in the group from here on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from asynccoll import autograd, tensors
 from asynccoll.checks import compare, signature
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.fusion import buckets, pack, unpack
+from asynccoll.group import Group
 from asynccoll.lane import Lane
 from asynccoll.messages import (
     Message,
@@ -127,8 +129,9 @@ def _fused(
 
 
 def all_reduce(
-    lane: Lane, x: Any, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, x: Any, op: Any, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
+    op = ReduceOp.parse(op)
     if isinstance(x, torch.Tensor):
         return all_reduce_tensor(lane, x, op, out, timeout)
     _no_out("all_reduce", out)
@@ -186,8 +189,10 @@ def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) 
 
 
 def reduce(
-    lane: Lane, x: Any, dst: int, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, x: Any, dst: int, op: Any, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
+    op = ReduceOp.parse(op)
+    dst = lane.group.index(dst, "dst")
     here = lane.group.rank == dst
     if isinstance(x, torch.Tensor):
         return _reduce_tensor(lane, x, dst, op, out, timeout)
@@ -241,8 +246,9 @@ def _no_gradient(work: Work[Any], x: torch.Tensor, name: str, instead: str) -> W
 
 
 def reduce_scatter(
-    lane: Lane, x: Any, op: ReduceOp, dim: int, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, x: Any, op: Any, dim: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
+    op = ReduceOp.parse(op)
     if is_tree(x):
         _no_out("reduce_scatter", out)
         return _over_tree(
@@ -366,9 +372,10 @@ def _all_gather_tensor(
 def gather(
     lane: Lane, x: Any, dst: int, dim: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
-    here = lane.group.rank == dst
+    index = lane.group.index(dst, "dst")
+    here = lane.group.rank == index
     if isinstance(x, torch.Tensor):
-        work = _gather_tensor(lane, x, dst, dim, out, timeout)
+        work = _gather_tensor(lane, x, index, dim, out, timeout)
         return _no_gradient(work, x, "gather", "all_gather")
     _no_out("gather", out)
     x = as_number(x)
@@ -383,7 +390,7 @@ def gather(
         )
         return whole if here else whole.map(lambda _: None)
     kind = _message_kind("gather", x)
-    rows = gather_messages(lane, "gather", to_message(x), dst, timeout, detail=f"{kind} dst={dst}")
+    rows = gather_messages(lane, "gather", to_message(x), index, timeout, detail=f"{kind} dst={dst}")
     return rows.map(lambda found: _values(lane, found) if here else None)
 
 
@@ -426,11 +433,12 @@ def broadcast(
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Work[Any]:
+    index = lane.group.index(src, "src")
     if safe_mode:
         _no_out("broadcast(safe_mode=True)", out)
-        return _broadcast_anything(lane, x, src, timeout)
+        return _broadcast_anything(lane, x, index, timeout)
     if isinstance(x, torch.Tensor):
-        return broadcast_tensor(lane, x, src, out, timeout)
+        return broadcast_tensor(lane, x, index, out, timeout)
     _no_out("broadcast", out)
     x = as_number(x)
     if is_tree(x):
@@ -438,13 +446,13 @@ def broadcast(
             lane,
             "broadcast",
             x,
-            lambda xs: _fused(xs, lambda flat: broadcast_tensor(lane, flat, src, None, timeout)),
+            lambda xs: _fused(xs, lambda flat: broadcast_tensor(lane, flat, index, None, timeout)),
             lambda leaf: broadcast(lane, leaf, src, False, None, timeout),
             lambda leaf: _check_sendable(lane, Op.BROADCAST, leaf),
         )
     kind = _message_kind("broadcast", x)
-    message = to_message(x) if lane.group.rank == src else None
-    work = broadcast_message(lane, "broadcast", message, src, timeout, detail=f"{kind} src={src}")
+    message = to_message(x) if lane.group.rank == index else None
+    work = broadcast_message(lane, "broadcast", message, index, timeout, detail=f"{kind} src={src}")
     return work.map(lambda found: _values(lane, [found])[0])
 
 
@@ -478,18 +486,19 @@ def scatter(
     lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
     size = lane.group.size
+    index = lane.group.index(src, "src")
     messages = None
     tracked = False
-    if lane.group.rank == src:
+    if lane.group.rank == index:
         parts = scatter_parts(x, size)
         tracked = any(autograd.tracked(part) for part in parts)
         messages = [to_message(part) for part in parts]
     elif x is not None:
         raise InvalidArgumentError(
-            f"scatter: only src={lane.group.ranks[src]} passes the tensors; pass None on the others, got a "
+            f"scatter: only src={src} passes the tensors; pass None on the others, got a "
             f"{type(x).__name__}"
         )
-    work = scatter_messages(lane, "scatter", messages, src, timeout, detail=f"src={src}")
+    work = scatter_messages(lane, "scatter", messages, index, timeout, detail=f"src={src}")
     device = lane.group.context.backend.device
     received = work.map(lambda message: from_message(message, device))
     if out is not None:
@@ -570,27 +579,70 @@ def check_splits(
 
 
 def permute(
-    lane: Lane,
-    x: Any,
-    pairs: Sequence[tuple[int, int]],
-    out: torch.Tensor | None,
-    timeout: float | None,
+    lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
-    """``pairs`` are indices in the group."""
+    listed = check_pairs(lane.group, pairs)
     if is_tree(x):
         _no_out("permute", out)
         return _over_tree(
             lane,
             "permute",
             x,
-            lambda xs: [permute(lane, leaf, pairs, None, timeout) for leaf in xs],
-            lambda leaf: permute(lane, leaf, pairs, None, timeout),
+            lambda xs: [permute(lane, leaf, listed, None, timeout) for leaf in xs],
+            lambda leaf: permute(lane, leaf, listed, None, timeout),
             lambda leaf: require_tensor("permute", leaf),
         )
     x = require_tensor("permute", x)
-    me = lane.group.rank
-    to = next((target for source, target in pairs if source == me), None)
-    source = next((source for source, target in pairs if target == me), None)
+    ranks = lane.group.ranks
+    me = ranks[lane.group.rank]
+    to = next((ranks.index(target) for source, target in listed if source == me), None)
+    origin = next((ranks.index(source) for source, target in listed if target == me), None)
     if out is None and autograd.tracked(x):
-        return autograd.permute(lane, x, to, source, timeout)
-    return tensors.start_permute(lane, x, to, source, out, timeout)
+        return autograd.permute(lane, x, to, origin, timeout)
+    return tensors.start_permute(lane, x, to, origin, out, timeout)
+
+
+def check_pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
+    """Pairs of (source, destination), each end of them in the group and used once."""
+    try:
+        listed = [(source, destination) for source, destination in pairs]
+    except (TypeError, ValueError):
+        raise PayloadTypeError(
+            f"permute: pairs must be (source, destination) ranks, got {pairs!r}"
+        ) from None
+    for role, end in (("source", 0), ("destination", 1)):
+        used = [pair[end] for pair in listed]
+        for rank in used:
+            group.index(rank, role)
+            if used.count(rank) > 1:
+                raise InvalidArgumentError(f"permute: rank {rank} is a {role} more than once in {listed}")
+    return listed
+
+
+# Messages between two ranks
+
+
+def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Work[None]:
+    x = require_tensor("send", x)
+    return tensors.start_send(lane, x, _peer(lane, dst, "dst"), _check_tag(tag), timeout)
+
+
+def recv(
+    lane: Lane, like: Any, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    like = require_tensor("recv", like, "a tensor like the one that is sent")
+    return tensors.start_recv(lane, like, _peer(lane, src, "src"), _check_tag(tag), out, timeout)
+
+
+def _peer(lane: Lane, rank: int, role: str) -> int:
+    """The index of another rank."""
+    index = lane.group.index(rank, role)
+    if index == lane.group.rank:
+        raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to another one")
+    return index
+
+
+def _check_tag(tag: int) -> int:
+    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
+        return tag
+    raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")

@@ -12,6 +12,11 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 #: torch calls back into this package (autograd, hooks); its frames are not the user's place either
 _TORCH = os.path.join("site-packages", "torch") + os.sep
 
+#: Files known to be of the package or of torch: looking one up is cheaper than comparing it.
+_ours: set[str] = set()
+#: Between here and the user there are at least `caller`, who asks for it, and a public function.
+_LEAST_DEPTH = 3
+
 
 class Place(NamedTuple):
     """A line of the user's program. Shown as ``train.py:12``."""
@@ -25,12 +30,17 @@ class Place(NamedTuple):
 
 def caller() -> Place:
     """The innermost place outside this package (about 0.2 us: it is called for every operation)."""
-    frame = sys._getframe(1)
-    while True:
-        file = frame.f_code.co_filename
-        if not (file.startswith(_PACKAGE) or _TORCH in file):
-            return Place(file, frame.f_lineno)
+    frame = sys._getframe(_LEAST_DEPTH)
+    while (file := frame.f_code.co_filename) in _ours or _is_ours(file):
         parent = frame.f_back
         if parent is None:
-            return Place(file, frame.f_lineno)
+            break
         frame = parent
+    return Place(file, frame.f_lineno)
+
+
+def _is_ours(file: str) -> bool:
+    if file.startswith(_PACKAGE) or _TORCH in file:
+        _ours.add(file)
+        return True
+    return False

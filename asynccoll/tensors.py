@@ -33,7 +33,7 @@ _copiers = Waiters("asynccoll-copy")
 
 def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None) -> Plan:
     """The plan for ``x``, from the lane's own small cache (a plan does not depend on the shape)."""
-    key = (op, reduce, x.dtype, x.device.type, x.layout, x.is_contiguous())
+    key = (op, reduce, x.dtype, x.device, x.layout, x.is_contiguous())
     plan = lane.plans.get(key)
     if plan is None:
         device = x.device.type
@@ -62,15 +62,16 @@ def issue(
 ) -> Operation:
     """Hand one native call to the lane: alone, or behind a big copy or a comparison of signatures."""
     name = plan.op.value
-    size_bytes = x.numel() * x.element_size()
+    size_bytes = x.nbytes
+    if before is None and not lane.group.context.policy.check:
+        return lane.issue(name, start, size_bytes, timeout)
     program: Program | None = None
     if before is not None:
         program = _after(before, start)
     if lane.group.context.policy.check:
         text = signature(name, dtype_name(x.dtype), shape, detail)
         program = checked(lane, text, start, program)
-    if program is None:
-        return lane.issue(name, start, size_bytes, timeout)
+    assert program is not None
     return lane.run(name, program, size_bytes, timeout)
 
 
@@ -167,12 +168,16 @@ def start_all_reduce(
 ) -> Work[torch.Tensor]:
     """The reduction of every rank's ``x``, in the shape of ``x``."""
     plan = plan_for(lane, Op.ALL_REDUCE, x, op)
-    check_out(out, x, x.shape)
+    if out is not None:
+        check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         return _all_reduce_sparse(lane, plan, x, timeout)
     if plan.via != "native":
         return _all_reduce_gathered(lane, plan, x, out, timeout)
-    buffer, copy = _owned(x, plan, out)
+    if out is x and plan.direct and x.is_contiguous():
+        buffer, copy = x, None
+    else:
+        buffer, copy = _owned(x, plan, out)
     wire_op = plan.wire_reduce
     operation = issue(
         lane,
@@ -184,6 +189,8 @@ def start_all_reduce(
         shape=x.shape,
         before=copy,
     )
+    if buffer is x:
+        return Work((operation,), lambda: x)
     if plan.direct:
         return Work((operation,), partial(deliver, buffer, out))
     size = lane.group.size

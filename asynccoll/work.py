@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from contextvars import ContextVar
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll.errors import (
     CollectiveTimeoutError,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Work", "as_completed", "wait_all"]
 
+_NOTHING: Any = None
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -40,14 +42,11 @@ _FINISHING = 1
 _DONE = 2
 _FAILED = 3
 _claim = threading.Lock()
-_finished = threading.Condition(_claim)
+#: Who waits for another thread to finish a work: hardly ever anybody.
+_finishing: dict[int, threading.Event] = {}
 
 #: Works created while a scope is open, for the scope to wait for.
 scope_members: ContextVar[list[Any] | None] = ContextVar("asynccoll_scope", default=None)
-
-
-def _as_is() -> None:
-    """Nothing is left to do and there is no result."""
 
 
 class Work(Generic[T]):
@@ -81,6 +80,7 @@ class Work(Generic[T]):
         self._state = _PENDING
         self._heard = False
         self._error: BaseException | None = None
+        self._value: T = _NOTHING
         members = scope_members.get()
         if members is not None:
             members.append(self)
@@ -220,24 +220,24 @@ class Work(Generic[T]):
 
     def _outcome(self) -> T:
         """The cached result or error; computes it if nobody has."""
-        if self._state == _PENDING:
+        if self._state < _DONE:
             self._settle()
-        elif self._state == _FINISHING:
-            with _finished:
-                _finished.wait_for(lambda: self._state > _FINISHING)
         if self._state == _FAILED:
             assert self._error is not None
             raise self._error.with_traceback(None)
-        return cast("T", self._value)
+        return self._value
 
     def _settle(self) -> None:
+        """Finish, or wait for the thread that does."""
         with _claim:
-            if self._state != _PENDING:
-                mine = False
-            else:
-                mine, self._state = True, _FINISHING
+            mine = self._state == _PENDING
+            if mine:
+                self._state = _FINISHING
+            elif self._state == _FINISHING:
+                finished = _finishing.setdefault(id(self), threading.Event())
         if not mine:
-            self._outcome()
+            if self._state == _FINISHING:
+                finished.wait()
             return
         state = _FAILED
         try:
@@ -250,10 +250,13 @@ class Work(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
-            self._finish = cast("Callable[[], T]", _as_is)  # lets go of what it closed over
-            with _finished:
-                self._state = state
-                _finished.notify_all()
+            self._finish = _NOTHING  # lets go of what it closed over
+            self._state = state
+            if _finishing:
+                with _claim:
+                    late = _finishing.pop(id(self), None)
+                if late is not None:
+                    late.set()
 
     def __del__(self) -> None:
         if self._heard or not self._operations:

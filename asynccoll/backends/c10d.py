@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["C10dBackend"]
 
 _MILLISECOND = timedelta(milliseconds=1)
+#: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
+_LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
@@ -82,19 +84,21 @@ _REDUCE_OPS: dict[ReduceOp, Any] = {
 class HostCompletion(Completion):
     """A c10d work whose end the host can see (gloo)."""
 
-    __slots__ = ("_future", "_work", "done")
+    __slots__ = ("_fine", "_future", "_work", "done")
 
     def __init__(self, work: Any) -> None:
         self._work = work
         self._future: Any = None
+        self._fine = False
         self.done = work.is_completed
 
     def wait(self, seconds: float) -> bool:
-        limit = _MILLISECOND if seconds <= 0.001 else timedelta(seconds=seconds)
+        limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
         try:
             self._work.wait(limit)
         except RuntimeError:  # either its failure, which error() gives, or this bound
             return bool(self.done())
+        self._fine = True
         return True
 
     def add_callback(self, callback: Callable[[], object]) -> None:
@@ -109,6 +113,8 @@ class HostCompletion(Completion):
         future.add_done_callback(fired)
 
     def error(self) -> BaseException | None:
+        if self._fine:
+            return None
         try:
             if self._future is not None:
                 self._future.value()
