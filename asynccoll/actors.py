@@ -14,13 +14,13 @@ import threading
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-__all__ = ["Actor", "Descent", "current", "descends", "ended", "label", "left", "trio_task"]
+__all__ = ["Actor", "Descent", "asyncio_task", "current", "descends", "ended", "label", "left", "trio_task"]
 
 Actor = Any  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop
 # Before 3.12 asyncio.current_task is Python and three times dearer than the table it reads.
-_asyncio_task = (
+asyncio_task = (
     asyncio.current_task
     if sys.version_info >= (3, 12)
     else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
@@ -63,7 +63,7 @@ def current() -> Descent:
     """The running actor, and the line it descends from; recorded for its children to inherit."""
     node = _descent.get()
     loop = _running_loop()
-    task = _asyncio_task(loop) if loop is not None else None
+    task = asyncio_task(loop) if loop is not None else None
     if task is None and "trio" in sys.modules:
         task = trio_task()
     if node is not None:

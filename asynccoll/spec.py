@@ -189,11 +189,15 @@ class Plan:
     divide: bool = False
     stage: str | None = None
     why: tuple[str, ...] = field(default=(), compare=False)
+    #: The operation's name, and whether nothing has to be encoded, staged or composed: asked for in
+    #: every call, so kept as plain values.
+    name: str = field(init=False, compare=False, repr=False)
+    direct: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def direct(self) -> bool:
-        """Nothing to encode, stage or compose: the tensor goes to the backend as it is."""
-        return self.wire is Wire.SAME and self.stage is None and self.via == "native" and not self.divide
+    def __post_init__(self) -> None:
+        plain = self.wire is Wire.SAME and self.stage is None and not self.divide
+        object.__setattr__(self, "name", self.op.value)
+        object.__setattr__(self, "direct", plain and self.via == "native")
 
     def __str__(self) -> str:
         head = f"{self.op.value} on {self.backend}: {self.native}"

@@ -56,12 +56,12 @@ def issue(
     x: torch.Tensor,
     timeout: float | None,
     *,
-    detail: str = "",
+    detail: object = "",
     shape: Sequence[int] | None = None,
     before: Callable[[], object] | None = None,
 ) -> Operation:
     """Hand one native call to the lane: alone, or behind a big copy or a comparison of signatures."""
-    name = plan.op.value
+    name = plan.name
     size_bytes = x.nbytes
     if before is None and not lane.group.context.policy.check:
         return lane.issue(name, start, size_bytes, timeout)
@@ -69,7 +69,7 @@ def issue(
     if before is not None:
         program = _after(before, start)
     if lane.group.context.policy.check:
-        text = signature(name, dtype_name(x.dtype), shape, detail)
+        text = signature(name, dtype_name(x.dtype), shape, str(getattr(detail, "value", detail)))
         program = checked(lane, text, start, program)
     assert program is not None
     return lane.run(name, program, size_bytes, timeout)
@@ -185,7 +185,7 @@ def start_all_reduce(
         lambda communicator: communicator.all_reduce(buffer, wire_op),
         buffer,
         timeout,
-        detail=op.value,
+        detail=op,
         shape=x.shape,
         before=copy,
     )

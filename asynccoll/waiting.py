@@ -15,12 +15,13 @@ import asyncio
 import contextlib
 import math
 import sys
+import weakref
 from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from asynccoll.actors import trio_task
+from asynccoll.actors import asyncio_task, trio_task
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.operation import INLINE_SECONDS
 
@@ -48,10 +49,17 @@ class _Turn:
 _turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
 
 
+#: The loop that was asked for last, and its turn: nearly always the next one, too.
+_latest: tuple[Any, _Turn] = (lambda: None, _Turn())
+
+
 def _turn_of(loop: Any) -> _Turn:
-    turn = _turns.get(loop)
-    if turn is None:
-        turn = _turns[loop] = _Turn()
+    global _latest
+    known, turn = _latest
+    if known() is loop:
+        return turn
+    turn = _turns.get(loop) or _turns.setdefault(loop, _Turn())
+    _latest = (weakref.ref(loop), turn)
     return turn
 
 
@@ -203,7 +211,7 @@ def _asyncio_turn(loop: Any, turn: _Turn) -> Generator[Any, Any, None]:
 
 def _must_cancel(loop: Any) -> bool:
     """Whether the running task was cancelled and has not been told: the next yield tells it."""
-    return bool(getattr(asyncio.current_task(loop), "_must_cancel", False))
+    return getattr(asyncio_task(loop), "_must_cancel", False)
 
 
 def _park_on_asyncio(loop: Any, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
