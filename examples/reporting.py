@@ -1,0 +1,61 @@
+"""What ``train_digits.py`` shows while it runs and at its end: a progress bar, and how long a step takes."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from torch import Tensor
+
+import asynccoll as ac
+from digits import Batches
+
+Step = Callable[[Tensor, Tensor], Awaitable[None]]
+Advance = Callable[[int, float], None]  # so many steps more, and the accuracy now
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Advance]:
+    """A progress bar on rank 0, if rich is installed."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    except ImportError:
+        yield lambda _steps, _accuracy: None
+        return
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn())
+    with Progress(*columns, "{task.fields[note]}", disable=ac.get_rank() != 0) as bar:
+        task = bar.add_task("training", total=total, note="")
+
+        def advance(steps: int, accuracy: float) -> None:
+            note = f"test accuracy {accuracy:.1%}" if accuracy else ""
+            bar.update(task, advance=steps, note=note)
+
+        yield advance
+
+
+async def time_steps(ways: dict[str, Step], batches: Batches, steps: int) -> dict[str, list[float]]:
+    """Seconds of each step, the ways taking turns so that all see the same machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(steps + 3):
+        x, y = next(batches.of(number))
+        for name, step in ways.items():
+            await ac.barrier()
+            began = time.perf_counter()
+            await step(x, y)
+            if number >= 3:  # the first ones open connections
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def table(seconds: dict[str, list[float]]) -> str:
+    """One line for each way, its median as a multiple of DDP's (or of blocking's where there is no DDP)."""
+    first = "DDP" if "DDP" in seconds else "blocking"
+    against = f"against {first}"
+    lines = [f"{'a step, in ms':>14} {'median':>8} {'fastest tenth':>14} {against:>17}"]
+    reference = statistics.median(seconds[first])
+    for name, values in seconds.items():
+        median, tenth = statistics.median(values), sorted(values)[len(values) // 10]
+        lines.append(f"{name:>14} {1e3 * median:8.1f} {1e3 * tenth:14.1f} {median / reference:17.2f}")
+    return "\n".join(lines)
