@@ -73,6 +73,12 @@ def _bytes(size: int) -> str:
     return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
+def _lane(name: str, tracks: list[list[Span]]) -> str:
+    """The label of a lane's row; with the operation, if it is always the same."""
+    names = {span.name for track in tracks for span in track}
+    return f"lane {name}\n{names.pop()}" if len(names) == 1 else f"lane {name}"
+
+
 class _Picture:
     """One axes being filled from top to bottom; times are in milliseconds from the first span."""
 
@@ -101,7 +107,7 @@ class _Picture:
             if before is False and operations:
                 self.axes.axhline(self.y - 0.225, color=MUTED, linewidth=0.8)
             before = operations
-            self._add_row(f"lane {name}" if operations else name, tracks)
+            self._add_row(_lane(name, tracks) if operations else name, tracks)
 
     def _add_row(self, label: str, tracks: list[list[Span]]) -> None:
         self.ticks.append((self.y + len(tracks) / 2, label))

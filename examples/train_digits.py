@@ -53,8 +53,9 @@ def unmarked(_: str) -> AbstractContextManager[None]:
 class Overlapped:
     """Gradients leave as backward makes them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, in_thread: bool) -> None:
         self.model = model
+        self.in_thread = in_thread  # else backward holds the event loop, as every computation does
         self.optimizer = optimizer_for(model)
         self.gradients = ac.overlap_gradients(model, **BUCKETS)
         self.mark: Mark = unmarked
@@ -64,7 +65,10 @@ class Overlapped:
         with self.mark("forward"):
             loss = cross_entropy(self.model(x), y)
         with self.mark("backward"):
-            await asyncio.to_thread(loss.backward)  # in a thread: the other tasks go on
+            if self.in_thread:
+                await asyncio.to_thread(loss.backward)
+            else:
+                loss.backward()
         await self.gradients
         with self.mark("optimizer"):
             self.optimizer.step()
@@ -178,7 +182,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await ac.overlap.broadcast_parameters(start)
 
     training = Training(batches, arguments.epochs)
-    overlapped = Overlapped(copy.deepcopy(start))
+    overlapped = Overlapped(copy.deepcopy(start), in_thread=True)  # the validating task goes on
     with progress(arguments.epochs * batches.per_epoch) as advance:
         async with ac.create_task_group() as tasks:
             tasks.start_soon(training.train, overlapped, advance, name="training")
@@ -186,7 +190,7 @@ async def main(arguments: argparse.Namespace) -> None:
     say(f"test accuracy {training.accuracy:.2%} after {arguments.epochs} epochs")
     assert training.accuracy >= 0.95, training.accuracy
     assert await same_on_all_ranks(overlapped.model), "the ranks have drifted apart"
-    say(f"the {ac.get_world_size()} ranks hold the same parameters, bit for bit")
+    say(f"the ranks ({ac.get_world_size()}) hold the same parameters, bit for bit")
 
     blocking = Blocking(copy.deepcopy(start))
     for epoch in range(arguments.epochs):
@@ -197,7 +201,7 @@ async def main(arguments: argparse.Namespace) -> None:
     say(f"so does a run that blocks, to within {apart:.1g}")
 
     overlapped.gradients.close()
-    again = Overlapped(copy.deepcopy(start))
+    again = Overlapped(copy.deepcopy(start), in_thread=False)  # nobody else needs the loop now
     ways: dict[str, Step] = {"blocking": Blocking(copy.deepcopy(start)).step}
     if dist.is_initialized():  # not in the world of one without a launcher
         ways["DDP"] = TorchDDP(copy.deepcopy(start)).step

@@ -1,0 +1,85 @@
+"""The examples run for real, as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asynccoll
+from worlds import LAUNCHER_VARIABLES
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LIMIT_S = 140
+
+
+def run(directory: Path, name: str, *arguments: str, ranks: int = 2, launched: bool = True) -> str:
+    """What an example prints; it must end well, in time, and without a warning of ours."""
+    environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    here = str(Path(asynccoll.__file__).parent.parent)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environ.get("PYTHONPATH")]))
+    launcher = ["-m", "asynccoll", "run", "-n", str(ranks)] if launched else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments],
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run_here() -> None:
+    source = Path(__file__).read_text()
+    programs = [path for path in EXAMPLES.glob("*.py") if "asynccoll run" in path.read_text()]
+    assert len(programs) >= 3
+    assert not [path for path in programs if f'"{path.stem}"' not in source]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_quickstart(tmp_path: Path, ranks: int) -> None:
+    said = sorted(run(tmp_path, "quickstart", ranks=ranks).splitlines())
+    total = ranks * (ranks + 1) // 2
+    assert said == [f"rank {r}: {total}, and meanwhile (512, 512) computed" for r in range(ranks)]
+
+
+def test_quickstart_without_a_launcher(tmp_path: Path) -> None:
+    said = run(tmp_path, "quickstart", launched=False)
+    assert said == "rank 0: 1, and meanwhile (512, 512) computed\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_lanes(tmp_path: Path, ranks: int) -> None:
+    said = run(tmp_path, "two_lanes", ranks=ranks)
+    for name, numbers in (("apples", (1, 2, 3)), ("pears", (10, 20, 30))):
+        lines = [line for line in said.splitlines() if line.startswith(name)]
+        assert lines == [f"{name}: {n} on each rank makes {n * ranks}" for n in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_train_digits(tmp_path: Path, ranks: int) -> None:
+    """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
+    pytest.importorskip("sklearn")
+    picture = tmp_path / "here" / "timeline.png"
+    said = run(tmp_path, "train_digits", "--steps", "5", "--picture", str(picture), ranks=ranks)
+    accuracy = re.search(r"test accuracy ([\d.]+)% after", said)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 95.0
+    assert f"the ranks ({ranks}) hold the same parameters, bit for bit" in said
+    apart = re.search(r"a run that blocks, to within (\S+)", said)
+    assert apart is not None
+    assert float(apart[1]) <= (1e-6 if ranks <= 2 else 1e-3)
+    for way in ("blocking", "DDP", "overlapped"):
+        assert re.search(rf"^ +{way} +[\d.]+ +[\d.]+ +[\d.]+$", said, re.MULTILINE), said
+    assert f"what ran when: {picture}" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 200_000
