@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 _GUARD = r"""
-trap : USR1  # how mpich tells that another rank has ended
 sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$1/pid-$2" "${@:3}" < /dev/null
 code=$?
 echo $code > "$1/code-$2.tmp"; mv "$1/code-$2.tmp" "$1/code-$2"
+while [ $code != 0 ] && [ -e "$1" ]; do sleep 0.1; done
 """
-#: A rank that ended early must not take the others along before the test has looked at them.
-_KEEP = {"mpich": ["-disable-auto-cleanup"], "openmpi": ["--enable-recovery"]}
+#: Open MPI also watches its connection to the rank itself.
+_KEEP = {"mpich": [], "openmpi": ["--enable-recovery"]}
 
 
 class MpiRank:
@@ -69,30 +69,27 @@ class MpiRank:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the rank, then the launcher: it has no other to look after for long."""
+        """End the rank."""
         self.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(5.0)
 
 
 class LastMpiRank(MpiRank):
-    """The rank that answers for the launcher, too."""
+    """The rank that answers for the launcher, too: it is waited for and killed last."""
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout or 60.0)
         code = super().wait(timeout)
-        launcher = self._launcher.wait(max(0.1, deadline - time.monotonic()))
-        return code or (launcher if not self.killed else 0)
-
-    killed = False
+        if code == 0:
+            return self._launcher.wait(max(0.1, deadline - time.monotonic()))
+        return code
 
     def kill(self) -> None:
-        self.killed = True
         super().kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(2.0)
-        self._launcher.kill()
-        self._launcher.wait()
+        if self._launcher.poll() is None:
+            self._launcher.terminate()  # it ends the shells around the ranks
+            self._launcher.wait(10.0)
 
 
 def start(world: World, address: str) -> list[Any]:

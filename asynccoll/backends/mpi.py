@@ -91,16 +91,23 @@ class MpiBackend:
     open_waits = True
     ad_hoc_groups = True
     stream_ordered = False
-    #: MPI tells nobody that a rank is gone: what waits too long has to ask.
-    unaware_of_loss = True
-
-    def __init__(self, library: Library, base: Any, store: dist.Store | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        library: Library,
+        base: Any,
+        store: dist.Store | None,
+        device: torch.device,
+        *,
+        owns_default_group: bool,
+    ) -> None:
         from asynccoll.backends.mpi_opening import Opener
 
         self.library = library
         self.device = device
         self._base = base
-        self._opener = Opener(library, base, store, f"asynccoll {next(_worlds)} ")
+        self._owns_default_group = owns_default_group
+        journal = dist.PrefixStore("asynccoll/mpi", store) if store is not None else None
+        self._opener = Opener(library, base, journal, f"asynccoll {next(_worlds)} ")
 
     def capabilities(self, device: str) -> Capabilities:
         return CUDA_AWARE if self.library.cuda_aware else MPI
@@ -121,6 +128,9 @@ class MpiBackend:
 
     def close(self, *, abort: bool) -> None:
         self._opener.close()
+        if self._owns_default_group and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
         if not abort:
             with contextlib.suppress(self.library.MPI.Exception):
                 self._base.Free()
@@ -138,7 +148,7 @@ def create(request: Request) -> Context:
     """Join the world that mpiexec made (of one, where there was none)."""
     from asynccoll.context import Context
 
-    request.take_options()
+    options = request.take_options("torch_group")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
             "backend 'mpi' meets through MPI: start the ranks with mpiexec or `asynccoll run --backend "
@@ -153,7 +163,8 @@ def create(request: Request) -> Context:
     timeout = timedelta(seconds=request.timeout)
     store = _make_store(base, timeout, one_host=identity.nnodes == 1) if base.Get_size() > 1 else None
     device = _device(library, identity.local_rank)
-    backend = MpiBackend(library, base, store and dist.PrefixStore("asynccoll/mpi", store), device)
+    owns_default = options.get("torch_group", True) and _make_default_group(store, identity, timeout)
+    backend = MpiBackend(library, base, store, device, owns_default_group=owns_default)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     context.world.lane().open()
     return context
@@ -212,6 +223,20 @@ def _make_store(base: Any, timeout: timedelta, *, one_host: bool) -> dist.Store:
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise CollectiveTimeoutError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
+
+
+def _make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
+    """torch's default group over gloo, for DDP, meshes and ``dist.*`` beside us; whether it is ours."""
+    if dist.is_initialized() or not dist.is_gloo_available():
+        return False
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("default", dist.HashStore() if store is None else store),
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timeout,
+    )
+    return True
 
 
 def _own_address() -> str:

@@ -24,6 +24,7 @@ from asynccoll.backends.mpi_types import (
     bytes_of,
     memory,
     offsets,
+    overlap,
     run_of_bytes,
     spread,
 )
@@ -94,6 +95,8 @@ class MpiCommunicator:
         return self._start(call, calls[0], x)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if overlap(x, out):
+            x = x.clone()  # MPI refuses memory that is both read and written
         if x.numel() > self._limit:
             return self._reduce_scatter_by_reduces(out, x, op)
         kind, count = TYPES[x.dtype], out.numel()
@@ -118,9 +121,12 @@ class MpiCommunicator:
         return self._start(self.native.Ibcast, (bytes_of(x, self._limit), src), x)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
-        sent = bytes_of(x, self._limit)
-        arguments = (sent, (memory(out), *sent[1:]))
-        return self._start(self.native.Iallgather, arguments, x, out)
+        sent: Any = bytes_of(x, self._limit)
+        received = (memory(out), *sent[1:])
+        if overlap(x, out):
+            in_place = x.data_ptr() == out.data_ptr() + self._rank * x.nbytes
+            sent = IN_PLACE if in_place else bytes_of(x := x.clone(), self._limit)
+        return self._start(self.native.Iallgather, (sent, received), x, out)
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         received = self._parts(out) if out is not None else None
@@ -151,6 +157,8 @@ class MpiCommunicator:
         out_splits: Sequence[int],
         in_splits: Sequence[int],
     ) -> Completion:
+        if overlap(x, out):
+            x = x.clone()
         row = x.nbytes // x.shape[0] if x.shape[0] else out.nbytes // max(1, out.shape[0])
         arguments = (self._rows(x, in_splits, row), self._rows(out, out_splits, row))
         return self._start(self.native.Ialltoallv, arguments, x, out)
