@@ -1,0 +1,61 @@
+"""Peers side by side: the same work by different means, interleaved in one run.
+
+Latency on a shared machine drifts by more than the differences that matter here, so every round runs
+every peer once, in an order that changes from round to round, and what is reported is the median over
+rounds and the median of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch.distributed as dist
+
+Peer = Callable[[], Awaitable[object]]
+
+
+@dataclass
+class Series:
+    """Seconds per operation of one peer, one entry a round."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def low(self) -> float:
+        """The tenth percentile: what it costs when the scheduler is kind."""
+        return sorted(self.seconds)[len(self.seconds) // 10]
+
+    def ratio_to(self, other: Series) -> float:
+        """The median over rounds of this peer's time over the other's in the same round."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+async def side_by_side(
+    peers: dict[str, Peer], *, rounds: int, operations: int, seed: int = 0
+) -> dict[str, Series]:
+    """Time ``operations`` of each peer in each of ``rounds`` rounds. All ranks call it alike."""
+    order = random.Random(seed)  # the same on every rank: they must run the same peer at a time
+    series = {name: Series(name) for name in peers}
+    names = list(peers)
+    for name in names:
+        await peers[name]()
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            peer = peers[name]
+            dist.barrier()
+            start = perf_counter()
+            for _ in range(operations):
+                await peer()
+            series[name].seconds.append((perf_counter() - start) / operations)
+    return series
