@@ -15,6 +15,7 @@ import torch.distributed as dist
 from asynccoll.errors import InvalidArgumentError, LaneLimitError, PayloadTypeError, UnsupportedOpError
 from asynccoll.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.spec import Topology
+from asynccoll.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from asynccoll.context import Context
@@ -40,6 +41,7 @@ class Group:
         self.is_world = self.size == context.world_size
         self._topologies: dict[str, Topology] = {}
         self._lanes: dict[str, Lane] = {}
+        self._turnstile: Turnstile | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -63,6 +65,15 @@ class Group:
             known = self.context.backend.capabilities(device)
             found = self._topologies[device] = Topology(known, self.size)
         return found
+
+    def turnstile(self, lane: str) -> Turnstile | None:
+        """What ``lane`` must pass before it starts an operation; None where any order will do."""
+        context = self.context
+        if lane == DEFAULT or not context.backend.orders_lanes or context.store is None or self.size == 1:
+            return None
+        if self._turnstile is None:
+            self._turnstile = Turnstile(self, context.store.clone())
+        return self._turnstile
 
     def lane(self, name: str = DEFAULT) -> Lane:
         """The lane called ``name``, opened on first use. Only members may ask."""
@@ -88,6 +99,13 @@ class Group:
                 )
             lane = self._lanes[name] = Lane(self, name)
             return lane
+
+    def close(self, *, abort: bool) -> None:
+        """Close the lanes and what orders them."""
+        if self._turnstile is not None:
+            self._turnstile.close()
+        for lane in self.lanes():
+            lane.close(abort=abort)
 
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""

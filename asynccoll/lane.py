@@ -81,6 +81,8 @@ class Lane:
         self._lock = threading.Lock()
         self._queue: deque[_Job] = deque()
         self._active: _Job | None = None
+        self._turnstile = group.turnstile(name)
+        self._admitted = False
         self._driving = False
         self._kicked = False
         self._opening = False
@@ -110,6 +112,7 @@ class Lane:
             communicator = self.communicator
             if (
                 communicator is not None
+                and self._turnstile is None
                 and not self._queue
                 and self._active is None
                 and not self._driving
@@ -119,7 +122,7 @@ class Lane:
             job = _Job(start, None)
             self._queue.append(job)
             operation = self._record(name, job.promise, place, size_bytes, timeout, stream)
-        self._drive()
+        self._start_queued()
         return operation
 
     def run(
@@ -131,7 +134,7 @@ class Lane:
             place = self._accept(None)
             self._queue.append(job)
             operation = self._record(name, job.promise, place, size_bytes, timeout)
-        self._drive()
+        self._start_queued()
         return operation
 
     def _accept(self, stream: object) -> Place:
@@ -209,6 +212,11 @@ class Lane:
 
     # Issuing what is queued
 
+    def _start_queued(self) -> None:
+        if self._turnstile is not None:
+            self._turnstile.request(self)
+        self._drive()
+
     def _drive(self) -> None:
         """Issue queued operations as far as possible; one thread at a time, in order."""
         with self._lock:
@@ -220,7 +228,7 @@ class Lane:
             job = self._active
             if job is None:
                 with self._lock:
-                    if self._queue and (self.communicator is not None or self._queue[0].unopened):
+                    if self._queue and self._may_start(self._queue[0]):
                         job = self._active = self._queue.popleft()
                     elif self._rest():
                         return
@@ -230,6 +238,16 @@ class Lane:
                         return
             if job is not None and (job.step is None or job.step.done()):
                 self._advance(job)
+
+    def _may_start(self, job: _Job) -> bool:
+        if job.unopened:
+            return True
+        return self.communicator is not None and (self._turnstile is None or self._admitted)
+
+    def admit(self) -> None:
+        """The turnstile lets the next operation of this lane start."""
+        self._admitted = True
+        self._drive()
 
     def _rest(self) -> bool:
         """Give up driving, unless somebody called for it meanwhile. With the lock held."""
@@ -262,6 +280,9 @@ class Lane:
                 if self._active is job:  # else the lane was restarted meanwhile
                     self._active = None
             job.promise.follow(last)
+            if self._turnstile is not None and not job.unopened:
+                self._admitted = False
+                self._turnstile.release()
         else:
             assert job.step is not None
             job.step.add_callback(self._drive)

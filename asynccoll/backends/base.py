@@ -88,6 +88,9 @@ class Backend(Protocol):
     #: Operations are ready when issued, in the order of the device's stream (nccl, xla).
     stream_ordered: bool
 
+    #: Communicators that start in different order on different ranks can deadlock (nccl).
+    orders_lanes: bool
+
     def capabilities(self, device: str) -> Capabilities:
         """What it does for tensors on a device of this type."""
         ...

@@ -116,6 +116,7 @@ class SerialBackend:
     open_waits = False
     ad_hoc_groups = True
     stream_ordered = False
+    orders_lanes = False
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,58 @@
+"""One order of starts for all lanes, where the device needs one."""
+
+from __future__ import annotations
+
+import anyio
+import torch
+
+import asynccoll as ac
+from asynccoll import runtime
+from ranks import Rank
+from worlds import World, fresh
+
+LANES = ("left", "right", "middle")
+ROUNDS = 6
+
+
+async def opposite_orders(me: Rank) -> list[str]:
+    """Each rank starts its lanes in another order; what is recorded is the order of native starts."""
+    context = runtime.current()
+    context.backend.orders_lanes = True  # gloo needs no such order; nccl does, and this is its code
+    started: list[str] = []
+    for name in LANES:
+        lane = context.world.lane(name)
+        drive = lane._advance
+
+        def recorded(job: object, drive: object = drive, name: str = name) -> None:
+            started.append(name)
+            drive(job)  # type: ignore[operator]  # the method that was replaced
+
+        lane._advance = recorded  # type: ignore[method-assign,assignment]  # a spy on the real one
+
+    async def child(name: str, value: float) -> None:
+        for turn in range(ROUNDS):
+            total = await ac.all_reduce(torch.tensor([value + turn]), lane=name)
+            assert total.item() == (value + turn) * me.size
+
+    order = LANES[me.rank % 3 :] + LANES[: me.rank % 3]
+    async with anyio.create_task_group() as tasks:
+        for name in order:
+            tasks.start_soon(child, name, float(LANES.index(name)))
+    return started
+
+
+def test_lanes_start_in_one_order() -> None:
+    """Ranks that issue on three lanes in three different orders start them in the same one."""
+    with fresh("gloo", 3) as world:
+        results = world.run(opposite_orders, runner="asyncio", timeout=15)
+    assert len(results[0]) == len(LANES) * ROUNDS
+    assert results[0] == results[1] == results[2]
+
+
+def test_without_the_need_there_is_no_turnstile(pair: World) -> None:
+    """gloo's lanes need no agreement, and do not pay for one."""
+    pair.run(unordered)
+
+
+async def unordered(me: Rank) -> None:
+    assert runtime.current().world.turnstile("eval") is None
