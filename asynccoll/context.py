@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.errors import CollectiveError, PeerLostError
@@ -18,6 +18,7 @@ from asynccoll.group import Group
 from asynccoll.liveness import Liveness
 from asynccoll.refusals import Refusals
 from asynccoll.spec import Policy
+from asynccoll.store import Clients
 from asynccoll.watch import Watch
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from asynccoll.operation import Operation
 
 __all__ = ["Context", "Identity"]
+
+#: How long the rank that serves the store stays for ranks that have not left yet.
+LEAVE_SECONDS = 30.0
+#: The same where something went wrong, so that they may be stuck.
+ABORT_SECONDS = 2.0
+LEAVE_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +74,14 @@ class Context:
         #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
         self.observers: tuple[Callable[[Operation, int], object], ...] = ()
         self.store = store if identity.world_size > 1 else None
+        self.clients = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
         self._lock = threading.Lock()
         self.world = self.add_group(tuple(range(self.world_size)))
         self.watch = Watch(self)
-        self.refusals = Refusals(self.store, self.rank)
-        self.liveness = Liveness(self.store, self.rank, self.world_size)
+        shared = self.clients if self.world_size > 1 else None
+        self.refusals = Refusals(shared, self.rank)
+        self.liveness = Liveness(shared, self.rank)
 
     def __repr__(self) -> str:
         return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
@@ -87,9 +96,11 @@ class Context:
 
     def lanes(self) -> list[Lane]:
         """Every open lane, in an order that is the same on all members."""
+        return [lane for group in self._sorted_groups() for lane in group.lanes()]
+
+    def _sorted_groups(self) -> list[Group]:
         with self._lock:
-            groups = [self.groups[ranks] for ranks in sorted(self.groups)]
-        return [lane for group in groups for lane in group.lanes()]
+            return [self.groups[ranks] for ranks in sorted(self.groups)]
 
     def outstanding(self) -> list[Operation]:
         """Every operation that is not done."""
@@ -103,14 +114,45 @@ class Context:
                 operation.completion.wait(min(left, 0.1))
         return self.outstanding()
 
-    def close(self, *, abort: bool) -> None:
-        """Close lanes, then the backend. Nothing may be in flight unless ``abort``."""
+    def close(self, *, abort: bool, patience: float = LEAVE_SECONDS) -> None:
+        """Close lanes, then the backend, then leave. Nothing may be in flight unless ``abort``.
+
+        The order is what makes it sound: threads that may be in native code first, or the interpreter
+        could end under them; the store last, and on the rank that serves it only once the others have
+        said that they need it no more.
+        """
         self.closed = True
         self.watch.stop()
-        for lane in self.lanes():
-            lane.close(abort=abort)
-        self.liveness.close()
+        self.refusals.close()
+        for group in self._sorted_groups():
+            group.close(abort=abort)
         self.backend.close(abort=abort)
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is the one that served it
+            self._leave(min(patience, ABORT_SECONDS) if abort else patience)
+        self.liveness.close()
+        if self.clients is not None:
+            self.clients.close()
+
+    def _leave(self, patience: float) -> None:
+        """Say goodbye in the store; rank 0, which may serve it, stays until all have, or are dead."""
+        if self.clients is None or self.world_size == 1 or self.thread_rank:
+            return
+        if self.rank > 0:
+            if not self.liveness.lost((0,)):
+                with self.clients.borrow() as store:
+                    store.set(f"left/{self.rank}", "")
+            return
+        deadline = monotonic() + patience
+        while (staying := self._staying()) and monotonic() < deadline:
+            if set(staying) <= set(self.liveness.lost(staying)):
+                return
+            sleep(LEAVE_POLL_SECONDS)
+
+    def _staying(self) -> tuple[int, ...]:
+        """The ranks that have not said goodbye."""
+        assert self.clients is not None
+        with self.clients.borrow() as store:
+            return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
 
     async def on_host(self, operation: Operation) -> None:
         """Wait until the host may read what ``operation`` delivered on the device."""

@@ -12,12 +12,11 @@ import json
 import os
 import selectors
 import socket
-import threading
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from asynccoll.store import Clients
 
 __all__ = ["Liveness"]
 
@@ -29,34 +28,33 @@ _AGAIN_SECONDS = 0.01
 class Liveness:
     """This rank's beacon, and the addresses of the others'."""
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
-        self._store = store.clone() if store is not None else None
+    def __init__(self, clients: Clients | None, rank: int) -> None:
+        self._clients = clients
         self._rank = rank
         self._beacon: socket.socket | None = None
         self._peers: dict[int, tuple[str, int, str, int]] = {}
-        if self._store is not None:
-            self._publish(self._store)
-            threading.Thread(
-                target=self._collect, args=(world_size,), name="asynccoll-beacons", daemon=True
-            ).start()
+        if clients is not None:
+            self._publish(clients)
 
-    def _publish(self, store: dist.Store) -> None:
+    def _publish(self, clients: Clients) -> None:
         host = _own_address()
         self._beacon = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._beacon.bind((host, 0))
         self._beacon.listen(256)
         port = self._beacon.getsockname()[1]
-        entry = json.dumps([host, port, socket.gethostname(), os.getpid()])
-        store.set(f"asynccoll/beacon/{self._rank}", entry)
+        with clients.borrow() as store:
+            store.set(_key(self._rank), json.dumps([host, port, socket.gethostname(), os.getpid()]))
 
-    def _collect(self, world_size: int) -> None:
-        """Learn the peers' addresses while the store is alive: rank 0 may take it with it."""
-        store = self._store
-        assert store is not None
-        with contextlib.suppress(Exception):
-            for rank in range(world_size):
-                if rank != self._rank:
-                    host, port, name, pid = json.loads(store.get(f"asynccoll/beacon/{rank}"))
+    def learn(self, ranks: tuple[int, ...]) -> None:
+        """Read the addresses that ``ranks`` have published, while the store is there: rank 0 may take
+        it with it."""
+        unknown = [rank for rank in ranks if rank != self._rank and rank not in self._peers]
+        if self._clients is None or not unknown:
+            return
+        with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
+            for rank in unknown:
+                if store.check([_key(rank)]):
+                    host, port, name, pid = json.loads(store.get(_key(rank)))
                     self._peers[rank] = (host, port, name, pid)
 
     def lost(self, ranks: tuple[int, ...], *, patience: float = 0.0) -> tuple[int, ...]:
@@ -65,6 +63,7 @@ class Liveness:
         A process that dies closes its sockets one by one: within ``patience`` seconds of a lost
         connection its beacon is closed, too.
         """
+        self.learn(ranks)
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         until = monotonic() + patience
         while True:
@@ -81,9 +80,14 @@ class Liveness:
         return f"rank {rank} (host {host}, pid {pid})"
 
     def close(self) -> None:
+        """Put the light out: from now on this rank counts as gone."""
         if self._beacon is not None:
             self._beacon.close()
             self._beacon = None
+
+
+def _key(rank: int) -> str:
+    return f"beacon/{rank}"
 
 
 def _own_address() -> str:

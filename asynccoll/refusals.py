@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import AbstractContextManager
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from asynccoll.lane import Lane
+    from asynccoll.store import Clients
 
 __all__ = ["Refusals"]
 
 #: Asking the store is cheap; this only bounds how late a rank learns that the last peer answered.
 _POLL_SECONDS = 0.02
+_CLOSE_SECONDS = 1.0
 
 
 class _Ledger:
@@ -51,14 +54,18 @@ class _Ledger:
 class Refusals:
     """This rank's side of the protocol, for all of its lanes."""
 
-    def __init__(self, store: dist.Store | None, rank: int) -> None:
-        self._store = store.clone() if store is not None else None
+    def __init__(self, clients: Clients | None, rank: int) -> None:
+        self._clients = clients
         self._rank = rank
-        self._store_lock = threading.Lock()  # one store client serves one request at a time
         self._ledgers: dict[Lane, _Ledger] = {}
+        self._settling: set[threading.Thread] = set()
 
     def _key(self, lane: Lane, *parts: object) -> str:
         return "/".join(map(str, ("asynccoll/refused", lane.group.key, lane.name, *parts)))
+
+    def _store(self) -> AbstractContextManager[dist.Store]:
+        assert self._clients is not None
+        return self._clients.borrow()
 
     def _ledger(self, lane: Lane) -> _Ledger:
         return self._ledgers.setdefault(lane, _Ledger())
@@ -67,19 +74,17 @@ class Refusals:
 
     def refuse(self, lane: Lane, reason: BaseException) -> None:
         """Publish that this rank's next call on ``lane`` is refused for ``reason``."""
-        if self._store is None or lane.group.size == 1 or lane.broken is not None:
+        if self._clients is None or lane.group.size == 1 or lane.broken is not None:
             return
         self._publish(lane, lane.take_place(), f"{type(reason).__name__}: {reason}")
 
     def _publish(self, lane: Lane, sequence: int, why: str) -> None:
         """Tell the others, and let the lane go on only when they have told what they did there."""
-        store = self._store
-        assert store is not None
         entry = json.dumps({"rank": self._rank, "sequence": sequence, "why": why})
         ledger = self._ledger(lane)
         ledger.mine.add(sequence)
         ledger.unsettled.add(sequence)
-        with self._store_lock:
+        with self._store() as store:
             store.set(self._key(lane, "did", sequence, self._rank), "refused")
             place = store.add(self._key(lane, "count"), 1)
             store.set(self._key(lane, "entry", place), entry)
@@ -98,13 +103,14 @@ class Refusals:
                 lane.break_off(CollectiveTimeoutError(text))
             self._ledger(lane).unsettled.discard(sequence)
             known.settle()
+            self._settling.discard(threading.current_thread())
 
-        threading.Thread(target=ask, name="asynccoll-settle", daemon=True).start()
+        thread = threading.Thread(target=ask, name="asynccoll-settle", daemon=True)
+        self._settling.add(thread)
+        thread.start()
         return known
 
     def _somebody_issued(self, lane: Lane, sequence: int) -> bool:
-        store = self._store
-        assert store is not None
         issued = False
         deadline = monotonic() + lane.group.context.timeout
         for rank in lane.group.ranks:
@@ -113,14 +119,13 @@ class Refusals:
                 if monotonic() > deadline or lane.group.context.closed or lane.broken is not None:
                     raise TimeoutError(f"nothing from rank {rank} about call #{sequence}")
                 sleep(_POLL_SECONDS)
-            with self._store_lock:
+            with self._store() as store:
                 issued |= store.get(key) == b"issued"
         return issued
 
     def _answered(self, key: str) -> bool:
-        assert self._store is not None
-        with self._store_lock:
-            return bool(self._store.check([key]))
+        with self._store() as store:
+            return bool(store.check([key]))
 
     # The ranks that wait for it
 
@@ -140,10 +145,9 @@ class Refusals:
     def _read(self, lane: Lane) -> _Ledger:
         """This rank's knowledge, brought up to date."""
         ledger = self._ledger(lane)
-        store = self._store
-        if store is None:
+        if self._clients is None:
             return ledger
-        with self._store_lock:
+        with self._store() as store:
             counter = self._key(lane, "count")
             published = int(store.get(counter)) if store.check([counter]) else 0
             while ledger.seen < published:
@@ -157,15 +161,13 @@ class Refusals:
 
     def _error(self, lane: Lane, entry: dict[str, Any]) -> PeerRefusedError:
         return PeerRefusedError(
-            f"rank {entry['rank']} refused its side of call #{entry['sequence']} on {lane}: "
-            f"{entry['why']}"
+            f"rank {entry['rank']} refused its side of call #{entry['sequence']} on {lane}: {entry['why']}"
         )
 
     def _give_up(self, lane: Lane, sequence: int, error: PeerRefusedError) -> None:
         """This rank issued what a peer refused: their communicator is no longer in step."""
-        assert self._store is not None
-        with self._store_lock:
-            self._store.set(self._key(lane, "did", sequence, self._rank), "issued")
+        with self._store() as store:
+            store.set(self._key(lane, "did", sequence, self._rank), "issued")
         reached = lane.sequence
         out = [op for op in lane.outstanding() if op.sequence >= sequence]
         lane.restart()
@@ -193,3 +195,8 @@ class Refusals:
             return None
         reached = [sequence for sequence in ledger.theirs if sequence <= lane.sequence]
         return ledger.theirs[min(reached)] if reached else None
+
+    def close(self) -> None:
+        """Stop asking the store; the context says that it is closed, which the threads here look at."""
+        for thread in list(self._settling):
+            thread.join(_CLOSE_SECONDS)

@@ -280,7 +280,7 @@ def _at_exit() -> None:
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            context.close(abort=bool(out) or died)
+            context.close(abort=bool(out) or died, patience=EXIT_SECONDS)
         _forget(process, context)
 
 

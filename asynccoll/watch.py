@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Watch"]
 
 PATIENCE_SECONDS = 1.0
+_STOP_SECONDS = 1.0
 
 
 class Watch:
@@ -49,16 +50,20 @@ class Watch:
             self._watched.discard(operation)
 
     def stop(self) -> None:
+        """End the thread; when this returns it is in no native call that the interpreter could end under."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
         while True:
             with self._wake:
                 while not self._watched and not self._stopped:
                     self._wake.wait()
-                self._wake.wait(PATIENCE_SECONDS)
+                self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
                 if self._stopped:
                     return
                 late = monotonic() - PATIENCE_SECONDS

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,9 +20,10 @@ import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
-from asynccoll.backends.rendezvous import LOOPBACK, locate, matching_launch, rendezvous
-from asynccoll.backends.waiters import Waiters
-from asynccoll.completion import Completion, Promise
+from asynccoll.backends.channels import Channels
+from asynccoll.backends.rendezvous import LOOPBACK, locate, matching_launch, own_part, rendezvous
+from asynccoll.backends.waiters import InProgress
+from asynccoll.completion import Completion
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["C10dBackend"]
 
 _MILLISECOND = timedelta(milliseconds=1)
+#: How long closing waits for lanes that are being opened; they are told to give up.
+_OPENING_SECONDS = 2.0
 #: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
 _LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
 
@@ -181,7 +182,7 @@ class _Transport:
 class C10dCommunicator:
     """The native groups of one (group, lane): one per device type."""
 
-    def __init__(self, transports: dict[str, _Transport], channels: _Channels) -> None:
+    def __init__(self, transports: dict[str, _Transport], channels: Channels) -> None:
         self._transports = transports
         self._channels = channels
         # The common case, one transport, needs no look at the tensor's device.
@@ -256,62 +257,10 @@ class C10dCommunicator:
         self._only = None
 
     def abort(self) -> None:
-        self._channels.abort()
+        for pair in self._channels.natives():
+            _abort(pair)
         for to in list(self._transports.values()):
             _abort(to.native)
-
-
-class _Channels:
-    """Point-to-point messages over gloo: a native group per pair of ranks.
-
-    gloo's sends and receives have no future, and a bounded wait on one destroys its group; so they
-    have groups of their own, which only the two ranks open, and threads that wait without a bound.
-    """
-
-    def __init__(self, open_pair: Callable[[int], Any], rank: int) -> None:
-        self._open_pair = open_pair
-        self._rank = rank
-        self._pairs: dict[int, Any] = {}
-        self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._waiters = Waiters("asynccoll-p2p")
-
-    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        return self._start(("send", dst, tag), dst, lambda pair, index: pair.send([x], index, tag))
-
-    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        return self._start(("recv", src, tag), src, lambda pair, index: pair.recv([x], index, tag))
-
-    def _start(
-        self, stream: tuple[str, int, int], peer: int, post: Callable[[Any, int], Any]
-    ) -> Completion:
-        promise = Promise()
-        index = int(peer > self._rank)  # in the pair, the lower rank is 0
-
-        def run() -> None:
-            try:
-                # Opening a pair waits for the peer, so it is done here, not in the caller.
-                post(self._pair(peer), index).wait()
-            except BaseException as error:
-                promise.settle(error)
-            else:
-                promise.settle()
-
-        self._waiters.submit(stream, run)
-        return promise
-
-    def _pair(self, peer: int) -> Any:
-        with self._opening[peer]:  # both directions may want it first, and it must be opened once
-            pair = self._pairs.get(peer)
-            if pair is None:
-                pair = self._pairs[peer] = self._open_pair(peer)
-        return pair
-
-    def close(self) -> None:
-        self._pairs.clear()
-
-    def abort(self) -> None:
-        for pair in list(self._pairs.values()):
-            _abort(pair)
 
 
 def _abort(native: Any) -> None:
@@ -336,7 +285,6 @@ class C10dBackend:
     def __init__(
         self,
         name: str,
-        store: dist.Store,
         *,
         timeout: float,
         device: torch.device,
@@ -349,41 +297,53 @@ class C10dBackend:
         self.device = device
         self.by_device = by_device
         self.stream_ordered = device.type != "cpu"
-        self.store = store
+        self.orders_lanes = "nccl" in by_device.values()
         self._timeout = timedelta(seconds=timeout)
         # One host needs no more than its loopback, and a host without a network has no more.
         self._interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
         self._loopback = loopback
         self._owns_default_group = owns_default_group
-        self._registered: dict[str, Any] = {}
+        self._opening = InProgress()
 
     def capabilities(self, device: str) -> Capabilities:
         return NCCL if self.by_device.get(device) == "nccl" else GLOO
 
     def open(self, group: Group, lane: str, epoch: int) -> C10dCommunicator:
-        name = f"asynccoll/{group.key}/{lane}@{epoch}"
+        name = f"{group.key}/{lane}@{epoch}"
         transports = {
-            device: self._transport(native, f"{name}/{device}", group.rank, group.size)
+            device: self._transport(native, group.context, f"{name}/{device}", group.rank, group.size)
             for device, native in self.by_device.items()
         }
+        # All members are here, so all beacons are in the store: from now on the dead can be named.
+        group.context.liveness.learn(group.ranks)
 
         def open_pair(peer: int) -> Any:
             low, high = sorted((group.rank, peer))
             pair = f"{name}/p2p/{low}-{high}"
-            return self._native("gloo", pair, int(group.rank > peer), 2)
+            return self._native("gloo", group.context, pair, int(group.rank > peer), 2)
 
-        return C10dCommunicator(transports, _Channels(open_pair, group.rank))
+        return C10dCommunicator(transports, Channels(open_pair, group.rank))
 
-    def _transport(self, native: str, name: str, rank: int, size: int) -> _Transport:
+    def _transport(
+        self, native: str, context: Context, name: str, rank: int, size: int
+    ) -> _Transport:
         stream_ordered = native == "nccl"
         return _Transport(
-            self._native(native, name, rank, size), StreamCompletion if stream_ordered else HostCompletion
+            self._native(native, context, name, rank, size),
+            StreamCompletion if stream_ordered else HostCompletion,
         )
 
-    def _native(self, native: str, name: str, rank: int, size: int) -> Any:
-        # A store client serves one blocking wait at a time: every group has its own.
-        store = dist.PrefixStore(name, self.store.clone())
-        return _CREATE.get(native, _create_other(native))(self, store, rank, size)
+    def _native(self, native: str, context: Context, name: str, rank: int, size: int) -> Any:
+        """A native group that meets its members under ``name``."""
+        clients = context.clients
+        assert clients is not None
+        with self._opening:
+            clients.meet(name, rank, size, context.timeout, lambda: context.closed)
+            if native != "gloo":  # may ask the store again, whenever it likes
+                create = _CREATE.get(native, _create_other(native))
+                return create(self, dist.PrefixStore(name, clients.take()), rank, size)
+            with clients.borrow() as client:
+                return self.create_gloo(dist.PrefixStore(name, client), rank, size)
 
     def native_group(self, group: Group) -> Any:
         """A ``torch.distributed.ProcessGroup`` around the default lane's natives, for DDP and others."""
@@ -392,6 +352,8 @@ class C10dBackend:
         return communicator.native(self.device.type)
 
     def close(self, *, abort: bool) -> None:
+        # A helper thread in gloo's constructor must be out of it before the interpreter may end.
+        self._opening.wait(_OPENING_SECONDS)
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -462,7 +424,8 @@ def create(request: Request) -> Context:
     by_device = parse_backend(request.backend)
     store, rank, world_size = rendezvous(request)
     threads = isinstance(store, dist.HashStore) and world_size > 1
-    identity = locate(request.launch, dist.PrefixStore("asynccoll/hosts", store), rank, world_size)
+    store = own_part(store, rank)
+    identity = locate(request.launch, dist.PrefixStore("hosts", store), rank, world_size)
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
     owns_default = not threads and not dist.is_initialized()
@@ -476,7 +439,6 @@ def create(request: Request) -> Context:
         )
     backend = C10dBackend(
         request.backend,
-        dist.PrefixStore("asynccoll", store),
         timeout=request.timeout,
         device=device,
         by_device=by_device,
@@ -487,7 +449,7 @@ def create(request: Request) -> Context:
     context = Context(
         backend,
         identity,
-        store=backend.store,
+        store=store,
         timeout=request.timeout,
         check=request.check,
         thread_rank=threads,
@@ -514,13 +476,12 @@ def adopt(
     identity = locate(matching_launch(rank, world_size), None, rank, world_size)
     backend = C10dBackend(
         name,
-        dist.PrefixStore("asynccoll", store),
         timeout=timeout,
         device=pick_device(by_device, identity.local_rank),
         by_device=by_device,
         loopback=identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK,
     )
-    return Context(backend, identity, store=backend.store, timeout=timeout, check=check)
+    return Context(backend, identity, store=own_part(store, rank), timeout=timeout, check=check)
 
 
 def parse_backend(name: str) -> dict[str, str]:

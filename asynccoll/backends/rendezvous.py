@@ -11,9 +11,11 @@ import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from asynccoll.backends.tcpstore import LOOPBACK, connect
 from asynccoll.context import Identity
 from asynccoll.errors import (
     CollectiveTimeoutError,
@@ -25,9 +27,7 @@ from asynccoll.launch.env import LaunchInfo, detect
 if TYPE_CHECKING:
     from asynccoll.backends import Request
 
-__all__ = ["LOOPBACK", "locate", "matching_launch", "rendezvous"]
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+__all__ = ["LOOPBACK", "locate", "matching_launch", "own_part", "rendezvous"]
 
 
 def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
@@ -40,6 +40,9 @@ def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     if method.startswith("env://"):
         return _from_environment(request, timeout)
     rank, world_size = _place(request)
+    url = urlsplit(method)
+    if url.scheme == "tcp" and url.hostname and not url.query:
+        return _meet_at(url.hostname, url.port or 0, rank, world_size, timeout)
     try:
         store, rank, world_size = next(dist.rendezvous(method, rank, world_size, timeout=timeout))
     except dist.DistStoreError as error:
@@ -49,6 +52,12 @@ def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     except (ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"init_method {method!r} does not work: {error}") from error
     return store, rank, world_size
+
+
+def own_part(store: dist.Store, rank: int) -> dist.Store:
+    """The part of ``store`` for this life of the world: nothing that an earlier one wrote is in it."""
+    life = store.add(f"asynccoll/lives/{rank}", 1)
+    return dist.PrefixStore(f"asynccoll/{life}", store)
 
 
 def _place(request: Request) -> tuple[int, int]:
@@ -76,18 +85,18 @@ def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store,
             f"{host or 'unset'}, MASTER_PORT={port or 'unset'}; set both, start the script with `asynccoll "
             "run`, or pass init_method='tcp://host:port'"
         )
-    # torchrun's agent already serves a store at that address; its workers are all clients then.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _meet_at(host, port, rank, world_size, timeout)
+
+
+def _meet_at(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta
+) -> tuple[dist.Store, int, int]:
+    # torchrun's agent already serves a store at its address; its workers are all clients then.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
+        (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    )
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=rank == 0 and not agent,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = connect(host, port, serve=rank == 0 and not agent, timeout=timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} cannot reach the store at {host}:{port}: {error}"
@@ -98,9 +107,7 @@ def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store,
     return store, rank, world_size
 
 
-def locate(
-    launch: LaunchInfo | None, store: dist.Store | None, rank: int, world_size: int
-) -> Identity:
+def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world_size: int) -> Identity:
     """Which node this rank is on: the launcher's word, else host names compared through the store."""
     if launch is not None and launch.world_size == world_size and launch.rank == rank:
         return Identity(
@@ -120,9 +127,7 @@ def locate(
         raise CollectiveTimeoutError(f"not all of the {world_size} ranks came: {error}") from error
     nodes = list(dict.fromkeys(hosts))
     mine = [index for index in range(world_size) if hosts[index] == hosts[rank]]
-    return Identity(
-        rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes)
-    )
+    return Identity(rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes))
 
 
 def matching_launch(rank: int, world_size: int) -> LaunchInfo | None:

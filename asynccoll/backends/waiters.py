@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 
-__all__ = ["Waiters"]
+__all__ = ["InProgress", "Waiters"]
 
 _IDLE_SECONDS = 10.0
 
@@ -63,3 +63,25 @@ class Waiters:
                 return queue.popleft()
             del self._jobs[key]
             return None
+
+
+class InProgress:
+    """How many threads are inside a block that must not be cut off: ``with in_progress: ...``."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._count += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Until there is none; whether that came true in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._count, seconds)
