@@ -187,6 +187,7 @@ def _wire_arithmetic(
 ) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
     """How a reduction of ``dtype`` is done: (wire, dtype there, reduction there, divide, why)."""
     name = dtype_name(dtype)
+    why: tuple[str, ...]
     if dtype is torch.bool:
         on_wire = _ON_BOOL[reduce]
         why = (f"{reduce.value} of bool is {on_wire.value} of 0 and 1",)

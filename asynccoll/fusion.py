@@ -48,5 +48,5 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def unpack(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     """Views of ``flat`` with ``shapes``: the inverse of ``pack``."""
-    parts = flat.split([shape.numel() for shape in shapes])
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -69,10 +69,10 @@ class Group:
     def turnstile(self, lane: str) -> Turnstile | None:
         """What ``lane`` must pass before it starts an operation; None where any order will do."""
         context = self.context
-        if lane == DEFAULT or not context.backend.orders_lanes or context.store is None or self.size == 1:
+        if lane == DEFAULT or not context.backend.orders_lanes or context.clients is None or self.size == 1:
             return None
         if self._turnstile is None:
-            self._turnstile = Turnstile(self, context.store.clone())
+            self._turnstile = Turnstile(self, context.clients)
         return self._turnstile
 
     def lane(self, name: str = DEFAULT) -> Lane:

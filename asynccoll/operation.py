@@ -35,8 +35,12 @@ class Estimate:
         self.seconds = 2e-4 + size_bytes * 1e-9
 
     def took(self, seconds: float) -> None:
-        """A waiter saw the operation end ``seconds`` after it was issued."""
-        self.seconds += 0.2 * (seconds - self.seconds)
+        """A waiter saw the operation end ``seconds`` after it was issued.
+
+        One that was late (a peer was, or the scheduler) says little about the next: it counts as four
+        times the estimate at most.
+        """
+        self.seconds += 0.2 * (min(seconds, 4 * self.seconds) - self.seconds)
 
     def at_most(self, seconds: float) -> None:
         """The operation was found done: it took no longer than this."""

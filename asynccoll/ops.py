@@ -60,8 +60,8 @@ T = TypeVar("T")
 
 
 def _start(
-    group: Any, lane: str | None, timeout: float | None, start: Callable[..., Work[T]], *args: Any
-) -> Work[T]:
+    group: Any, lane: str | None, timeout: float | None, start: Callable[..., Work[Any]], *args: Any
+) -> Work[Any]:
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting."""
     context = current()
     resolved = context.world if group is None else resolve_group(context, group)

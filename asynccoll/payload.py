@@ -7,6 +7,8 @@ ranks here, and indices in the group from here on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -118,11 +120,14 @@ def _fused(
         if len(members) == 1:
             works[bucket.indices[0]] = start(members[0])
             continue
-        shapes = [x.shape for x in members]
-        parts = start(pack(members)).map(lambda flat, shapes=shapes: unpack(flat, shapes))
+        parts = start(pack(members)).map(partial(_unpacked, [x.shape for x in members]))
         for position, i in enumerate(bucket.indices):
-            works[i] = parts.map(lambda views, position=position: views[position])
+            works[i] = parts.map(itemgetter(position))
     return [works[i] for i in range(len(xs))]
+
+
+def _unpacked(shapes: list[torch.Size], flat: torch.Tensor) -> list[torch.Tensor]:
+    return unpack(flat, shapes)
 
 
 # Reductions
@@ -471,10 +476,7 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
 
     here = lane.group.rank == src
     x = as_number(x)
-    if here and is_tree(x):
-        message = to_message(x, SAFE)
-    else:
-        message = to_message(x) if here else None
+    message = to_message(x, SAFE if is_tree(x) else None) if here else None
     work = broadcast_message(
         lane, "broadcast", message, src, timeout, device=torch.device("cpu"), detail=f"safe src={src}"
     )

@@ -16,7 +16,7 @@ _waiter = Waiters("asynccoll-stream")
 
 async def drained(device: torch.device) -> None:
     """Wait, without holding the event loop, until the device has done all that its current stream holds."""
-    event = torch.cuda.Event(blocking=True)
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     if event.query():
         return

@@ -268,8 +268,8 @@ def start_reduce(
     detail = f"{op.value} dst={lane.group.ranks[dst]}"
     if plan.via != "native":
         wire = encode(_physical(x), plan)
-        rows = torch.empty((size, *wire.shape), dtype=wire.dtype, device=wire.device) if here else None
-        parts = list(rows.unbind(0)) if rows is not None else None
+        rows = torch.empty((size if here else 0, *wire.shape), dtype=wire.dtype, device=wire.device)
+        parts = list(rows.unbind(0)) if here else None
         operation = issue(
             lane,
             plan,
@@ -452,7 +452,7 @@ def _all_to_all_counted(
     received: list[torch.Tensor] = []
     ones = [1] * lane.group.size
 
-    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+    def counted(communicator: Any) -> Generator[Completion, None, Completion]:
         sent = torch.tensor(in_splits, dtype=torch.int64)
         counts = torch.empty_like(sent)
         yield communicator.all_to_all(counts, sent, ones, ones)
@@ -461,10 +461,11 @@ def _all_to_all_counted(
         done: Completion = communicator.all_to_all(received[0], wire, out_splits, list(in_splits))
         return done
 
+    program: Program = counted
     if lane.group.context.policy.check:
-        text = signature(plan.op.value, dtype_name(x.dtype), x.shape[1:], "counted")
-        program = checked(lane, text, program=program)
-    operation = lane.run(plan.op.value, program, wire.numel() * wire.element_size(), timeout)
+        text = signature(plan.name, dtype_name(x.dtype), x.shape[1:], "counted")
+        program = checked(lane, text, program=counted)
+    operation = lane.run(plan.name, program, wire.numel() * wire.element_size(), timeout)
     return Work(
         (operation,),
         lambda: decode(received[0], plan, x.dtype, x.device).view(-1, *x.shape[1:])

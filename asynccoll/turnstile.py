@@ -15,10 +15,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from asynccoll.group import Group
     from asynccoll.lane import Lane
+    from asynccoll.store import Clients
 
 __all__ = ["Turnstile"]
 
@@ -28,9 +27,10 @@ _FOR_EVER = timedelta(days=365)
 class Turnstile:
     """The turnstile of one group, on one rank."""
 
-    def __init__(self, group: Group, store: dist.Store) -> None:
+    def __init__(self, group: Group, clients: Clients) -> None:
         self._group = group
-        self._store = store
+        self._clients = clients
+        self._store = clients.take()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._leads = group.rank == 0
@@ -69,7 +69,7 @@ class Turnstile:
             lane = self._waiting.popleft()
             # A key for each follower, so that one who leaves can wake itself by setting its own.
             keys = [self._key(self._passed, rank) for rank in range(1, self._group.size)]
-            self._store.multi_set(keys, [lane.name] * len(keys))
+            self._store.multi_set(keys, [lane.name] * len(keys))  # type: ignore[attr-defined]  # stub
             self._passed += 1
         lane.admit()
 
@@ -94,7 +94,8 @@ class Turnstile:
         self._free.set()
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.clone().set(self._key(self._passed, self._group.rank), "")
+                with self._clients.borrow() as store:
+                    store.set(self._key(self._passed, self._group.rank), "")
             self._thread.join(timeout=1.0)
 
     def _key(self, place: int, rank: int) -> str:
