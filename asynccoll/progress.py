@@ -100,6 +100,7 @@ class Progress:
             now = monotonic()
             if self._new:
                 rounds = 0
+                busy_until = now + LINGER_SECONDS
                 self._take(watched)
             before = len(watched)
             watched = [item for item in watched if not _over(item, now)]

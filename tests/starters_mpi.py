@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 _GUARD = r"""
-sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$1/pid-$2" "${@:3}" < /dev/null
+rank=${PMI_RANK:-$OMPI_COMM_WORLD_RANK} directory=$1 python=$2 program=$3 address=$4 backend=$5
+exec >> "$directory/stderr-$rank" 2>&1 < /dev/null
+sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$directory/pid-$rank" \
+    "$python" "$program" "$address" "$rank" "$backend" "$directory/stacks-$rank"
 code=$?
-echo $code > "$1/code-$2.tmp"; mv "$1/code-$2.tmp" "$1/code-$2"
-while [ $code != 0 ] && [ -e "$1" ]; do sleep 0.1; done
+echo $code > "$directory/code.tmp-$rank"; mv "$directory/code.tmp-$rank" "$directory/code-$rank"
+while [ $code != 0 ] && [ -e "$directory" ]; do sleep 0.1; done
 """
 #: Open MPI also watches its connection to the rank itself.
 _KEEP = {"mpich": [], "openmpi": ["--enable-recovery"]}
@@ -97,15 +100,10 @@ def start(world: World, address: str) -> list[Any]:
     from worlds import _Process, rank_environment
 
     found = mpiexec.find()
-    programs = []
     for rank in range(world.size):
-        said = world.directory / f"stderr-{rank}"
-        said.touch()
-        program = [sys.executable, str(HERE / "ranks.py"), address, str(rank), world.backend]
-        program += [str(world.directory / f"stacks-{rank}")]
-        shell = f'exec >> "{said}" 2>&1\n{_GUARD}'
-        programs.append(["bash", "-c", shell, "bash", str(world.directory), str(rank), *program])
-    line = found.command(programs)
+        world.directory.joinpath(f"stderr-{rank}").touch()
+    rank_program = [str(world.directory), sys.executable, str(HERE / "ranks.py"), address, world.backend]
+    line = found.command(world.size, ["bash", "-c", _GUARD, "bash", *rank_program])
     line[1:1] = _KEEP[found.family]
     with world.directory.joinpath("stderr-0").open("ab") as stderr:
         launcher = subprocess.Popen(

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.backends.mpi_library import Library, load
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.backends.tcpstore import connect
+from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
 if TYPE_CHECKING:
@@ -91,11 +92,12 @@ class MpiBackend:
     open_waits = True
     ad_hoc_groups = True
     stream_ordered = False
+    orders_lanes = False
+
     def __init__(
         self,
         library: Library,
         base: Any,
-        store: dist.Store | None,
         device: torch.device,
         *,
         owns_default_group: bool,
@@ -106,8 +108,7 @@ class MpiBackend:
         self.device = device
         self._base = base
         self._owns_default_group = owns_default_group
-        journal = dist.PrefixStore("asynccoll/mpi", store) if store is not None else None
-        self._opener = Opener(library, base, journal, f"asynccoll {next(_worlds)} ")
+        self._opener = Opener(library, base, f"asynccoll {next(_worlds)} ")
 
     def capabilities(self, device: str) -> Capabilities:
         return CUDA_AWARE if self.library.cuda_aware else MPI
@@ -115,7 +116,9 @@ class MpiBackend:
     def open(self, group: Group, lane: str, epoch: int) -> MpiCommunicator:
         from asynccoll.backends.mpi_communicator import MpiCommunicator
 
-        native = self._opener.open(f"{group.key}/{lane}@{epoch}", group.ranks)
+        native = self._opener.open(f"{group.key}/{lane}@{epoch}", group.ranks, group.context)
+        # All members are here, so all beacons are in the store: from now on the dead can be named.
+        group.context.liveness.learn(group.ranks)
         library = self.library
         return MpiCommunicator(
             native, gate=library.gate, limit=library.limit, on_device=library.cuda_aware
@@ -164,7 +167,7 @@ def create(request: Request) -> Context:
     store = _make_store(base, timeout, one_host=identity.nnodes == 1) if base.Get_size() > 1 else None
     device = _device(library, identity.local_rank)
     owns_default = options.get("torch_group", True) and _make_default_group(store, identity, timeout)
-    backend = MpiBackend(library, base, store, device, owns_default_group=owns_default)
+    backend = MpiBackend(library, base, device, owns_default_group=owns_default)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     context.world.lane().open()
     return context
@@ -206,23 +209,14 @@ def _locate(mpi: Any, base: Any) -> Identity:
 
 def _make_store(base: Any, timeout: timedelta, *, one_host: bool) -> dist.Store:
     """A store that rank 0 serves; where, it tells the others by MPI."""
-    address, listener = "", None
-    if base.Get_rank() == 0:
-        host = "127.0.0.1" if one_host else _own_address()
-        listener = socket.create_server((host, 0))
-        address = json.dumps([host, listener.getsockname()[1]])
-    host, port = json.loads(base.bcast(address))
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=listener is not None,
-            timeout=timeout,
-            wait_for_workers=False,
-            **({"master_listen_fd": listener.detach()} if listener is not None else {}),
-        )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise CollectiveTimeoutError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
+    serve = base.Get_rank() == 0
+    if not serve:
+        host, port = json.loads(base.bcast(None))
+        return connect(host, port, serve=False, timeout=timeout)
+    host = "127.0.0.1" if one_host else _own_address()
+    store = connect(host, 0, serve=True, timeout=timeout)
+    base.bcast(json.dumps([host, store.port]))
+    return store
 
 
 def _make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:

@@ -3,72 +3,100 @@
 MPI makes a communicator in a call that waits for all members, and libraries differ in what happens
 when two such calls cross. So a rank first says in the store that it is ready for a name; the last
 member to say so writes the name into a journal; and every rank makes the communicators it is a
-member of in the journal's order. Whoever is made to wait waits in the store, off the processor, and
-once a name is in the journal all of its members come at once.
+member of in the journal's order. Whoever has to wait does so off the processor, outside of MPI, and
+can give up; once a name is in the journal all of its members come at once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.backends.mpi_library import Library
+from asynccoll.backends.waiters import InProgress
+from asynccoll.errors import AbortedError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from asynccoll.context import Context
 
 __all__ = ["Opener"]
 
 #: MPI bounds names (256 bytes in MPICH); longer ones are shortened with a digest.
 _LONGEST_NAME = 200
+_FIRST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.02
+#: How long closing waits for communicators that are being made just now.
+_CLOSE_SECONDS = 2.0
 
 
 class Opener:
-    """This rank's side: its place in the journal."""
+    """This rank's side: its place in the journal, and what it has made for whoever asks."""
 
-    def __init__(self, library: Library, base: Any, store: dist.Store | None, prefix: str) -> None:
+    def __init__(self, library: Library, base: Any, prefix: str) -> None:
         self._library = library
         self._base = base
         self._rank: int = base.Get_rank()
         self._world = base.Get_group()
-        self._store = store
         self._prefix = prefix
         self._turn = threading.Lock()
+        self._making = InProgress()
         self._read = 0
         self._made: dict[str, Any] = {}
 
-    def open(self, name: str, ranks: tuple[int, ...]) -> Any:
+    def open(self, name: str, ranks: tuple[int, ...], context: Context) -> Any:
         """The communicator of ``ranks`` called ``name``; waits for all of them."""
-        if len(ranks) == 1 or self._store is None:
+        if len(ranks) == 1:
             return self._gated(self._library.MPI.COMM_SELF.Dup)
-        self._announce(self._store.clone(), name, ranks)
-        with self._turn:
-            store = self._store
-            while name not in self._made:
-                entry, members = json.loads(store.get(f"journal/{self._read + 1}"))
-                self._read += 1
-                if self._rank in members:
-                    self._made[entry] = self._make(entry, members)
-            return self._made.pop(name)
+        assert context.clients is not None
+        with context.clients.borrow() as store:
+            _announce(store, name, ranks, self._rank)
+            made = self._await(store, name, ranks, context)
+        if isinstance(made, BaseException):
+            raise made
+        return made
 
-    def _announce(self, store: dist.Store, name: str, ranks: tuple[int, ...]) -> None:
-        if store.add(f"ready/{name}", 1) == len(ranks):
-            place = store.add("journal", 1)
-            store.set(f"journal/{place}", json.dumps([name, ranks]))
+    def _await(self, store: dist.Store, name: str, ranks: tuple[int, ...], context: Context) -> Any:
+        deadline = monotonic() + context.timeout
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            with self._turn, self._making:
+                if context.closed:
+                    raise AbortedError(f"opening {name} was given up")
+                self._follow(store)
+                if name in self._made:
+                    return self._made.pop(name)
+            if monotonic() >= deadline:
+                absent = [rank for rank in ranks if not store.check([_ready(name, rank)])]
+                raise CollectiveTimeoutError(
+                    f"after {context.timeout} s rank {', '.join(map(str, absent))} had not come to {name}"
+                )
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _follow(self, store: dist.Store) -> None:
+        """Make what the journal says next, for whichever thread of this rank has asked for it."""
+        while store.check([_entry(self._read + 1)]):
+            self._read += 1
+            name, members = json.loads(store.get(_entry(self._read)))
+            if self._rank in members:
+                try:
+                    self._made[name] = self._make(name, members)
+                except BaseException as error:  # belongs to whoever asked for that name
+                    self._made[name] = error
 
     def _make(self, name: str, ranks: list[int]) -> Any:
         mpi = self._library.MPI
         group = self._world.Incl(ranks)
         try:
             if self._library.by_name:
-                made = self._gated(
-                    mpi.Intracomm.Create_from_group,
-                    group,
-                    self._prefix + _short(name),
-                    mpi.INFO_NULL,
-                    mpi.ERRORS_RETURN,
-                )
+                tag = self._prefix + _short(name)
+                create = mpi.Intracomm.Create_from_group
+                made = self._gated(create, group, tag, mpi.INFO_NULL, mpi.ERRORS_RETURN)
             else:
                 made = self._gated(self._base.Create_group, group, 0)
         finally:
@@ -83,7 +111,25 @@ class Opener:
             return call(*arguments)
 
     def close(self) -> None:
+        """Nothing is being made any more, or the interpreter could end under it."""
+        self._making.wait(_CLOSE_SECONDS)
         self._world.Free()
+
+
+def _announce(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int) -> None:
+    """Say that ``rank`` is ready for ``name``; the last to say so writes it into the journal."""
+    store.set(_ready(name, rank), "")
+    if store.add(f"mpi/ready/{name}", 1) == len(ranks):
+        place = store.add("mpi/journal", 1)
+        store.set(_entry(place), json.dumps([name, ranks]))
+
+
+def _ready(name: str, rank: int) -> str:
+    return f"mpi/ready/{name}/{rank}"
+
+
+def _entry(place: int) -> str:
+    return f"mpi/journal/{place}"
 
 
 def _short(name: str) -> str:
@@ -91,6 +137,5 @@ def _short(name: str) -> str:
     plain = name.encode("ascii", "backslashreplace").decode()
     if len(plain) <= _LONGEST_NAME:
         return plain
-    import hashlib
-
-    return f"{plain[: _LONGEST_NAME - 41]}#{hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()}"
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{plain[: _LONGEST_NAME - len(digest) - 1]}#{digest}"

@@ -30,12 +30,9 @@ class Mpiexec:
     path: str
     family: str  # "openmpi", or "mpich" and its relatives
 
-    def command(self, programs: Sequence[Sequence[str]]) -> list[str]:
-        """The command line that starts each of ``programs`` as one rank, in this order, on this host."""
-        line = [self.path, *_FLAGS[self.family]]
-        for index, program in enumerate(programs):
-            line += [*([":"] if index else []), "-n", "1", *program]
-        return line
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        """The command line that starts ``ranks`` ranks of ``program`` on this host."""
+        return [self.path, *_FLAGS[self.family], "-n", str(ranks), *program]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """``environ`` as this launcher needs it."""
