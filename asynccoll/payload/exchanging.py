@@ -1,0 +1,128 @@
+"""all_to_all, permute, send and recv: what goes from some ranks to some others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asynccoll import autograd, tensors
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.group import Group
+from asynccoll.lane import Lane
+from asynccoll.payload.common import (
+    no_out,
+    over_tree,
+    require_tensor,
+)
+from asynccoll.trees import is_tree
+from asynccoll.work import Work
+
+
+def all_to_all(
+    lane: Lane,
+    x: Any,
+    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[Any]:
+    x = require_tensor("all_to_all", x, "a tensor whose dim 0 is split among the ranks")
+    size = lane.group.size
+    if x.dim() == 0:
+        raise InvalidArgumentError("all_to_all: a 0-d tensor has no dim 0 to split; pass x.reshape(1)")
+    in_splits = check_splits("input_split_sizes", input_split_sizes, size, x.shape[0])
+    if input_split_sizes is None and x.shape[0] % size:
+        raise InvalidArgumentError(
+            f"all_to_all: dim 0 of shape {list(x.shape)} cannot be split evenly among {size} ranks; pass "
+            "input_split_sizes"
+        )
+    out_splits = check_splits("output_split_sizes", output_split_sizes, size, None)
+    if in_splits is None:
+        in_splits = [x.shape[0] // size] * size
+        out_splits = in_splits if out_splits is None else out_splits
+    if autograd.tracked(x) and out is None:
+        if out_splits is None:
+            raise InvalidArgumentError(
+                "all_to_all: with gradients, output_split_sizes is needed beside input_split_sizes"
+            )
+        return autograd.all_to_all(lane, x, in_splits, out_splits, timeout)
+    return tensors.start_all_to_all(lane, x, in_splits, out_splits, timeout, out)
+
+
+def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int] | None:
+    """The split sizes as a list of one count for each rank that add up to ``total``."""
+    if splits is None:
+        return None
+    listed = list(splits)
+    whole = all(isinstance(count, int) and count >= 0 for count in listed)
+    if len(listed) != size or not whole or (total is not None and sum(listed) != total):
+        wanted = f", adding up to {total}" if total is not None else ""
+        raise InvalidArgumentError(
+            f"all_to_all: {name}={listed!r}; expected {size} counts of rows, none negative{wanted}"
+        )
+    return listed
+
+
+def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: float | None) -> Work[Any]:
+    listed = check_pairs(lane.group, pairs)
+    if is_tree(x):
+        no_out("permute", out)
+        return over_tree(
+            lane,
+            "permute",
+            x,
+            lambda xs: [permute(lane, leaf, listed, None, timeout) for leaf in xs],
+            lambda leaf: permute(lane, leaf, listed, None, timeout),
+            lambda leaf: require_tensor("permute", leaf),
+        )
+    x = require_tensor("permute", x)
+    ranks = lane.group.ranks
+    me = ranks[lane.group.rank]
+    to = next((ranks.index(target) for source, target in listed if source == me), None)
+    origin = next((ranks.index(source) for source, target in listed if target == me), None)
+    if out is None and autograd.tracked(x):
+        return autograd.permute(lane, x, to, origin, timeout)
+    return tensors.start_permute(lane, x, to, origin, out, timeout)
+
+
+def check_pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
+    """Pairs of (source, destination), each end of them in the group and used once."""
+    try:
+        listed = [(source, destination) for source, destination in pairs]
+    except (TypeError, ValueError):
+        raise PayloadTypeError(f"permute: pairs must be (source, destination) ranks, got {pairs!r}") from None
+    for role, end in (("source", 0), ("destination", 1)):
+        used = [pair[end] for pair in listed]
+        for rank in used:
+            group.index(rank, role)
+            if used.count(rank) > 1:
+                raise InvalidArgumentError(f"permute: rank {rank} is a {role} more than once in {listed}")
+    return listed
+
+
+def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Work[None]:
+    x = require_tensor("send", x)
+    return tensors.start_send(lane, x, _peer(lane, dst, "dst"), _check_tag(tag), timeout)
+
+
+def recv(
+    lane: Lane, like: Any, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    like = require_tensor("recv", like, "a tensor like the one that is sent")
+    return tensors.start_recv(lane, like, _peer(lane, src, "src"), _check_tag(tag), out, timeout)
+
+
+def _peer(lane: Lane, rank: int, role: str) -> int:
+    """The index of another rank."""
+    index = lane.group.index(rank, role)
+    if index == lane.group.rank:
+        raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to another one")
+    return index
+
+
+def _check_tag(tag: int) -> int:
+    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
+        return tag
+    raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")

@@ -1,0 +1,147 @@
+"""all_gather and gather of whatever a user passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asynccoll import autograd, tensors
+from asynccoll.lane import Lane
+from asynccoll.messages import (
+    all_gather_messages,
+    gather_messages,
+)
+from asynccoll.payload.common import (
+    check_sendable,
+    message_kind,
+    no_gradient,
+    no_out,
+    normal_dim,
+    over_tree,
+    values_of,
+)
+from asynccoll.spec import Op
+from asynccoll.trees import is_tree
+from asynccoll.values import (
+    as_number,
+    to_message,
+)
+from asynccoll.work import Work
+
+
+def all_gather(
+    lane: Lane,
+    x: Any,
+    dim: int,
+    uneven: bool,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[Any]:
+    if isinstance(x, torch.Tensor) and not uneven:
+        return _all_gather_tensor(lane, x, dim, out, timeout)
+    no_out("all_gather", out)
+    x = as_number(x)
+    if is_tree(x):
+        return over_tree(
+            lane,
+            "all_gather",
+            x,
+            lambda xs: [all_gather(lane, leaf, dim, uneven, None, timeout) for leaf in xs],
+            lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout),
+            lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
+        )
+    kind = message_kind("all_gather", x)
+    rows = all_gather_messages(
+        lane, "all_gather", to_message(x), timeout, device=_device_of(lane, x), detail=kind
+    )
+    return rows.map(lambda found: values_of(lane, found))
+
+
+def _all_gather_tensor(
+    lane: Lane, x: torch.Tensor, dim: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    dim, shape = _gathered_shape("all_gather", lane, x, dim)
+    if out is None and autograd.tracked(x):
+        # The local rearrangement is autograd's own; record it whatever the waiter's grad mode is.
+        def joined(rows: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return join_rows(rows, dim)
+
+        return autograd.all_gather(lane, x, timeout).map(joined)
+    tensors.check_out(out, x, shape)
+    work = tensors.start_all_gather(lane, x, out if dim == 0 else None, timeout)
+    if out is None:
+        return work.map(lambda rows: join_rows(rows, dim))
+    return work.map(lambda rows: tensors.deliver(join_rows(rows, dim), out))
+
+
+def gather(
+    lane: Lane, x: Any, dst: int, dim: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[Any]:
+    index = lane.group.index(dst, "dst")
+    here = lane.group.rank == index
+    if isinstance(x, torch.Tensor):
+        work = _gather_tensor(lane, x, index, dim, out, timeout)
+        return no_gradient(work, x, "gather", "all_gather")
+    no_out("gather", out)
+    x = as_number(x)
+    if is_tree(x):
+        whole = over_tree(
+            lane,
+            "gather",
+            x,
+            lambda xs: [gather(lane, leaf, dst, dim, None, timeout) for leaf in xs],
+            lambda leaf: gather(lane, leaf, dst, dim, None, timeout),
+            lambda leaf: _check_gathered(lane, "gather", leaf, dim, False),
+        )
+        return whole if here else whole.map(lambda _: None)
+    kind = message_kind("gather", x)
+    rows = gather_messages(lane, "gather", to_message(x), index, timeout, detail=f"{kind} dst={dst}")
+    return rows.map(lambda found: values_of(lane, found) if here else None)
+
+
+def _gather_tensor(
+    lane: Lane,
+    x: torch.Tensor,
+    dst: int,
+    dim: int,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[Any]:
+    dim, shape = _gathered_shape("gather", lane, x, dim)
+    tensors.check_out(out, x, shape)
+    return tensors.start_gather(lane, x, dst, timeout).map(
+        lambda rows: None if rows is None else tensors.deliver(join_rows(rows, dim), out)
+    )
+
+
+def _gathered_shape(name: str, lane: Lane, x: torch.Tensor, dim: int) -> tuple[int, list[int]]:
+    """``dim`` from the front, and the shape of all ranks' ``x`` joined along it."""
+    size = lane.group.size
+    if x.dim() == 0 and dim in (0, -1):
+        return 0, [size]
+    dim = normal_dim(name, x, dim)
+    shape = list(x.shape)
+    shape[dim] *= size
+    return dim, shape
+
+
+def _check_gathered(lane: Lane, name: str, x: Any, dim: int, uneven: bool) -> None:
+    check_sendable(lane, Op.parse(name), x)
+    if isinstance(x, torch.Tensor) and not uneven:
+        _gathered_shape(name, lane, x, dim)
+
+
+def _device_of(lane: Lane, x: Any) -> torch.device:
+    """Where the body of a message travels: a device tensor stays on the device."""
+    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+
+
+def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """(n, *shape) concatenated along ``dim`` of shape; of 0-d parts, the rows themselves."""
+    if rows.dim() == 1:
+        return rows
+    if dim == 0:
+        return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
+    return torch.cat(rows.unbind(0), dim)

@@ -1,0 +1,150 @@
+"""all_reduce, reduce and reduce_scatter of whatever a user passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asynccoll import autograd, tensors
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.lane import Lane
+from asynccoll.messages import (
+    all_gather_messages,
+    gather_messages,
+)
+from asynccoll.payload.common import (
+    check_reducible,
+    fused,
+    no_gradient,
+    no_out,
+    normal_dim,
+    over_tree,
+    require_tensor,
+    values_of,
+)
+from asynccoll.spec import Op, ReduceOp, dtype_name
+from asynccoll.trees import is_tree
+from asynccoll.values import (
+    as_number,
+    reduce_numbers,
+    to_message,
+)
+from asynccoll.work import Work
+
+
+def all_reduce(lane: Lane, x: Any, op: Any, out: torch.Tensor | None, timeout: float | None) -> Work[Any]:
+    op = ReduceOp.parse(op)
+    if isinstance(x, torch.Tensor):
+        return all_reduce_tensor(lane, x, op, out, timeout)
+    no_out("all_reduce", out)
+    x = as_number(x)
+    if is_tree(x):
+        return over_tree(
+            lane,
+            "all_reduce",
+            x,
+            lambda xs: fused(xs, lambda flat: all_reduce_tensor(lane, flat, op, None, timeout)),
+            lambda leaf: _all_reduce_number(lane, leaf, op, timeout),
+            lambda leaf: check_reducible(lane, "all_reduce", Op.ALL_REDUCE, leaf, op),
+        )
+    return _all_reduce_number(lane, x, op, timeout)
+
+
+def all_reduce_tensor(
+    lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """Of one tensor, differentiable where autograd is recording."""
+    if out is None and autograd.tracked(x):
+        return autograd.all_reduce(lane, x, op, timeout)
+    return tensors.start_all_reduce(lane, x, op, out, timeout)
+
+
+def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Work[Any]:
+    check_reducible(lane, "all_reduce", Op.ALL_REDUCE, x, op)
+    gathered = all_gather_messages(lane, "all_reduce", to_message(x), timeout, detail=f"{op.value} number")
+    return gathered.map(lambda rows: reduce_numbers(values_of(lane, rows), op))
+
+
+def reduce(
+    lane: Lane, x: Any, dst: int, op: Any, out: torch.Tensor | None, timeout: float | None
+) -> Work[Any]:
+    op = ReduceOp.parse(op)
+    dst = lane.group.index(dst, "dst")
+    here = lane.group.rank == dst
+    if isinstance(x, torch.Tensor):
+        return _reduce_tensor(lane, x, dst, op, out, timeout)
+    no_out("reduce", out)
+    x = as_number(x)
+    if not is_tree(x):
+        return _reduce_number(lane, x, dst, op, timeout)
+    whole = over_tree(
+        lane,
+        "reduce",
+        x,
+        lambda xs: [_reduce_tensor(lane, leaf, dst, op, None, timeout) for leaf in xs],
+        lambda leaf: _reduce_number(lane, leaf, dst, op, timeout),
+        lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
+    )
+    return whole if here else whole.map(lambda _: None)
+
+
+def _reduce_tensor(
+    lane: Lane,
+    x: torch.Tensor,
+    dst: int,
+    op: ReduceOp,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[Any]:
+    work = tensors.start_reduce(lane, x, dst, op, out, timeout)
+    return no_gradient(work, x, "reduce", "all_reduce")
+
+
+def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Work[Any]:
+    check_reducible(lane, "reduce", Op.REDUCE, x, op)
+    rows = gather_messages(lane, "reduce", to_message(x), dst, timeout, detail=f"{op.value} number dst={dst}")
+    return rows.map(lambda found: reduce_numbers(values_of(lane, found), op) if found else None)
+
+
+def reduce_scatter(
+    lane: Lane, x: Any, op: Any, dim: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[Any]:
+    op = ReduceOp.parse(op)
+    if is_tree(x):
+        no_out("reduce_scatter", out)
+        return over_tree(
+            lane,
+            "reduce_scatter",
+            x,
+            lambda xs: [reduce_scatter(lane, leaf, op, dim, None, timeout) for leaf in xs],
+            lambda leaf: reduce_scatter(lane, leaf, op, dim, None, timeout),
+            lambda leaf: _check_scattered(lane, leaf, op, dim),
+        )
+    size = lane.group.size
+    dim = _check_scattered(lane, x, op, dim)
+    rows = split_rows(x, dim, size)
+    if out is None and autograd.tracked(rows):
+        return autograd.reduce_scatter(lane, rows, op, timeout)
+    return tensors.start_reduce_scatter(lane, rows, op, out, timeout)
+
+
+def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> int:
+    """Refuse what cannot be shared out evenly; ``dim`` from the front."""
+    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
+    tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)
+    size = lane.group.size
+    dim = normal_dim("reduce_scatter", x, dim)
+    if x.shape[dim] % size:
+        raise InvalidArgumentError(
+            f"reduce_scatter: dim {dim} of {dtype_name(x.dtype)}{list(x.shape)} has {x.shape[dim]} "
+            f"entries, which {size} ranks cannot share evenly; pad it to a multiple of {size}"
+        )
+    return dim
+
+
+def split_rows(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``x`` (..., n*k, ...) as (n, ..., k, ...): row r is the part of rank r."""
+    if dim == 0:
+        return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+    return torch.stack(x.chunk(size, dim)) if x.shape[dim] else x.unsqueeze(0).expand(size, *x.shape)

@@ -1,0 +1,138 @@
+"""broadcast and scatter of whatever a user passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asynccoll import autograd, tensors
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.lane import Lane
+from asynccoll.messages import (
+    broadcast_message,
+    scatter_messages,
+)
+from asynccoll.payload.common import (
+    check_sendable,
+    fused,
+    message_kind,
+    no_out,
+    over_tree,
+    refuse,
+    values_of,
+)
+from asynccoll.spec import Op
+from asynccoll.trees import is_tree
+from asynccoll.values import (
+    as_number,
+    from_message,
+    to_message,
+)
+from asynccoll.work import Work
+
+
+def broadcast(
+    lane: Lane,
+    x: Any,
+    src: int,
+    safe_mode: bool,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[Any]:
+    index = lane.group.index(src, "src")
+    if safe_mode:
+        no_out("broadcast(safe_mode=True)", out)
+        return _broadcast_anything(lane, x, index, timeout)
+    if isinstance(x, torch.Tensor):
+        return broadcast_tensor(lane, x, index, out, timeout)
+    no_out("broadcast", out)
+    x = as_number(x)
+    if is_tree(x):
+        return over_tree(
+            lane,
+            "broadcast",
+            x,
+            lambda xs: fused(xs, lambda flat: broadcast_tensor(lane, flat, index, None, timeout)),
+            lambda leaf: broadcast(lane, leaf, src, False, None, timeout),
+            lambda leaf: check_sendable(lane, Op.BROADCAST, leaf),
+        )
+    kind = message_kind("broadcast", x)
+    message = to_message(x) if lane.group.rank == index else None
+    work = broadcast_message(lane, "broadcast", message, index, timeout, detail=f"{kind} src={src}")
+    return work.map(lambda found: values_of(lane, [found])[0])
+
+
+def broadcast_tensor(
+    lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """Of one tensor, differentiable where autograd is recording."""
+    if out is None and autograd.tracked(x):
+        return autograd.broadcast(lane, x, src, timeout)
+    return tensors.start_broadcast(lane, x, src, out, timeout)
+
+
+def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> Work[Any]:
+    """Others may pass anything: what is sent describes itself, also the shape of a tree."""
+    from asynccoll.codecs import SAFE
+
+    here = lane.group.rank == src
+    x = as_number(x)
+    message = to_message(x, SAFE if is_tree(x) else None) if here else None
+    work = broadcast_message(
+        lane, "broadcast", message, src, timeout, device=torch.device("cpu"), detail=f"safe src={src}"
+    )
+    device = lane.group.context.backend.device
+    return work.map(lambda found: from_message(found, device, SAFE))
+
+
+def scatter(
+    lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    size = lane.group.size
+    index = lane.group.index(src, "src")
+    messages = None
+    tracked = False
+    if lane.group.rank == index:
+        parts = scatter_parts(x, size)
+        tracked = any(autograd.tracked(part) for part in parts)
+        messages = [to_message(part) for part in parts]
+    elif x is not None:
+        raise InvalidArgumentError(
+            f"scatter: only src={src} passes the tensors; pass None on the others, got a {type(x).__name__}"
+        )
+    work = scatter_messages(lane, "scatter", messages, index, timeout, detail=f"src={src}")
+    device = lane.group.context.backend.device
+    received = work.map(lambda message: from_message(message, device))
+    if out is not None:
+        received = received.map(lambda part: _into(part, out))
+    if tracked:
+        received = received.map(lambda y: autograd.without_gradient(y, "scatter", "all_to_all"))
+    return received
+
+
+def _into(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    tensors.check_out(out, part, part.shape)
+    return out.copy_(part)
+
+
+def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
+    """One tensor for each rank, from a list of them or from one to be cut along dim 0."""
+    if isinstance(x, torch.Tensor):
+        if x.dim() == 0 or x.shape[0] % size:
+            raise InvalidArgumentError(
+                f"scatter: a tensor of shape {list(x.shape)} cannot be cut into {size} equal parts along "
+                f"dim 0; pass a list of {size} tensors, or one whose dim 0 divides by {size}"
+            )
+        return list(x.chunk(size)) if x.shape[0] else [x] * size
+    if not isinstance(x, (list, tuple)) or not all(isinstance(part, torch.Tensor) for part in x):
+        raise refuse(
+            "scatter",
+            x,
+            f"a list of {size} tensors (or one to cut along dim 0) on src; other objects by scatter_object",
+        )
+    if len(x) != size:
+        raise InvalidArgumentError(
+            f"scatter: got {len(x)} tensors for {size} ranks; pass one for each rank of the group"
+        )
+    return list(x)

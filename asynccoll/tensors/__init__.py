@@ -1,0 +1,35 @@
+"""Collectives of one tensor: plan, encode, issue; decode at the waiter.
+
+Each ``start_*`` function gives a ``Work`` for the whole result, in a canonical layout (ranks are rows).
+Nothing here is differentiable (``autograd`` wraps it), validates what the public functions have
+validated, or knows which backend runs it. Roots are indices in the group.
+"""
+
+from asynccoll.tensors.common import check_out, deliver, plan_for
+from asynccoll.tensors.exchanging import start_all_to_all, start_permute
+from asynccoll.tensors.moving import (
+    start_all_gather,
+    start_barrier,
+    start_broadcast,
+    start_gather,
+    start_recv,
+    start_send,
+)
+from asynccoll.tensors.reducing import start_all_reduce, start_reduce, start_reduce_scatter
+
+__all__ = [
+    "check_out",
+    "deliver",
+    "plan_for",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_barrier",
+    "start_broadcast",
+    "start_gather",
+    "start_permute",
+    "start_recv",
+    "start_reduce",
+    "start_reduce_scatter",
+    "start_send",
+]

@@ -1,0 +1,150 @@
+"""What the collectives of one tensor share: planning, issuing, and the memory of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from asynccoll import dispatch
+from asynccoll.backends.waiters import Waiters
+from asynccoll.checks import checked, signature
+from asynccoll.completion import Completion, Promise
+from asynccoll.encoding import decode, encode
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.lane import Lane, Program, Start
+from asynccoll.operation import Operation
+from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, dtype_name
+from asynccoll.waiting import in_loop
+
+#: Above this size the copy that a functional result needs would hold the event loop (64 MiB: some
+#: 50 ms of page faults), so a thread makes it, while the operation keeps its place in the lane.
+OFFLOAD_BYTES = 2 << 20
+_copiers = Waiters("asynccoll-copy")
+
+
+def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None) -> Plan:
+    """The plan for ``x``, from the lane's own small cache (a plan does not depend on the shape)."""
+    key = (op, reduce, x.dtype, x.device, x.layout, x.is_contiguous())
+    plan = lane.plans.get(key)
+    if plan is None:
+        device = x.device.type
+        if device == "meta":
+            raise PayloadTypeError(
+                f"{op.value} of a meta tensor: it has no data to send; materialise it first, as in "
+                "torch.empty_like(x, device='cpu')"
+            )
+        spec = TensorSpec(x.dtype, (), device, x.is_contiguous(), x.layout is not torch.strided)
+        topology = lane.group.topology(device)
+        plan = dispatch.plan(op, spec, topology, lane.group.context.policy, reduce)
+        lane.plans[key] = plan
+    return plan
+
+
+def issue(
+    lane: Lane,
+    plan: Plan,
+    start: Start,
+    x: torch.Tensor,
+    timeout: float | None,
+    *,
+    detail: object = "",
+    shape: Sequence[int] | None = None,
+    before: Callable[[], object] | None = None,
+) -> Operation:
+    """Hand one native call to the lane: alone, or behind a big copy or a comparison of signatures."""
+    name = plan.name
+    size_bytes = x.nbytes
+    if before is None and not lane.group.context.policy.check:
+        return lane.issue(name, start, size_bytes, timeout)
+    program: Program | None = None
+    if before is not None:
+        program = _after(before, start)
+    if lane.group.context.policy.check:
+        text = signature(name, dtype_name(x.dtype), shape, str(getattr(detail, "value", detail)))
+        program = checked(lane, text, start, program)
+    assert program is not None
+    return lane.run(name, program, size_bytes, timeout)
+
+
+def _after(before: Callable[[], object], start: Start) -> Program:
+    """``start``, once ``before`` has run in a thread of its own."""
+
+    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+        promise = Promise()
+
+        def run() -> None:
+            try:
+                before()
+            except BaseException as error:
+                promise.settle(error)
+            else:
+                promise.settle()
+
+        _copiers.submit(promise, run)
+        yield promise
+        return start(communicator)
+
+    return program
+
+
+def physical(x: torch.Tensor) -> torch.Tensor:
+    """``x`` without autograd history, lazy conjugation or negation: what memory really holds."""
+    x = x.detach()
+    if x.is_complex() and x.is_conj():
+        x = x.resolve_conj()
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:
+    """``out`` must be able to hold a result of ``shape`` as it is."""
+    if out is None or out is x:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise PayloadTypeError(f"out must be a tensor, got {type(out).__name__}")
+    if out.shape != torch.Size(shape) or out.dtype is not x.dtype or out.device != x.device:
+        raise InvalidArgumentError(
+            f"out is {dtype_name(out.dtype)}{list(out.shape)} on {out.device}; expected "
+            f"{dtype_name(x.dtype)}{list(shape)} on {x.device}"
+        )
+
+
+def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Memory for ``shape`` elements of the wire: the caller's ``out`` where it can serve as it is."""
+    if out is not None and out.dtype is wire.dtype and out.device == wire.device and out.is_contiguous():
+        return out.detach().view(shape)
+    return torch.empty(shape, dtype=wire.dtype, device=wire.device)
+
+
+def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The result; in ``out`` where the caller gave one that could not be used directly."""
+    if out is None:
+        return result
+    if out.data_ptr() != result.data_ptr() or not out.is_contiguous():
+        out.detach().copy_(result.view(out.shape))
+    return out
+
+
+def owned(
+    x: torch.Tensor, plan: Plan, out: torch.Tensor | None
+) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    """A wire tensor that may be overwritten, holding ``x``; and the copy still to make, if it is big."""
+    source = physical(x)
+    wire = encode(source, plan)
+    shared = wire.data_ptr() == source.data_ptr() and wire.numel() > 0
+    if not shared and not (plan.direct and out is not None):
+        return wire, None
+    buffer = target_for(out, wire, wire.shape)
+    if buffer.data_ptr() == wire.data_ptr() and wire.numel() > 0:
+        return buffer, None
+    if buffer.numel() * buffer.element_size() >= OFFLOAD_BYTES and in_loop():
+        return buffer, lambda: buffer.copy_(wire)
+    return buffer.copy_(wire), None
+
+
+def reduced(wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int) -> torch.Tensor:
+    """What came back from a reduction, as ``x`` was: divided if it is an average, decoded."""
+    if plan.divide:
+        wire.div_(size)
+    return decode(wire, plan, x.dtype, x.device)

@@ -1,0 +1,136 @@
+"""Whole tensors from rank to rank: broadcast, gathering, messages, and the barrier."""
+
+from __future__ import annotations
+
+import torch
+
+from asynccoll import dispatch
+from asynccoll.encoding import decode, encode
+from asynccoll.lane import Lane
+from asynccoll.spec import Op, TensorSpec
+from asynccoll.tensors.common import check_out, deliver, issue, owned, physical, plan_for, target_for
+from asynccoll.work import Work
+
+
+def start_broadcast(
+    lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """The ``x`` of ``src``, whose shape every rank's ``x`` has."""
+    plan = plan_for(lane, Op.BROADCAST, x)
+    check_out(out, x, x.shape)
+    copy = None
+    if lane.group.rank == src:
+        buffer, copy = owned(x, plan, out)
+    else:
+        like = encode(torch.empty(0, dtype=x.dtype, device=x.device), plan)
+        ratio = x.element_size() // like.element_size()
+        buffer = target_for(out, like, x.shape if ratio == 1 else (x.numel() * ratio,))
+    operation = issue(
+        lane,
+        plan,
+        lambda communicator: communicator.broadcast(buffer, src),
+        buffer,
+        timeout,
+        detail=f"src={lane.group.ranks[src]}",
+        shape=x.shape,
+        before=copy,
+    )
+    if plan.direct:
+        return Work((operation,), lambda: deliver(buffer.view(x.shape), out))
+    return Work(
+        (operation,),
+        lambda: deliver(decode(buffer.view(-1), plan, x.dtype, x.device).view(x.shape), out),
+    )
+
+
+def start_all_gather(
+    lane: Lane, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """Every rank's ``x`` as rows: (n, *x.shape)."""
+    plan = plan_for(lane, Op.ALL_GATHER, x)
+    size = lane.group.size
+    wire = encode(physical(x).reshape(-1), plan)
+    target = target_for(out, wire, (size * wire.numel(),))
+    operation = issue(
+        lane,
+        plan,
+        lambda communicator: communicator.all_gather(target, wire),
+        wire,
+        timeout,
+        shape=x.shape,
+    )
+    shape = (size, *x.shape)
+    if plan.direct:
+        return Work((operation,), lambda: target.view(shape))
+    return Work((operation,), lambda: decode(target, plan, x.dtype, x.device).view(shape))
+
+
+def start_gather(lane: Lane, x: torch.Tensor, dst: int, timeout: float | None) -> Work[torch.Tensor | None]:
+    """Every rank's ``x`` as rows (n, *x.shape) on ``dst``, None elsewhere."""
+    plan = plan_for(lane, Op.GATHER, x)
+    here = lane.group.rank == dst
+    wire = encode(physical(x).reshape(-1), plan)
+    rows = wire.new_empty((lane.group.size, wire.numel())) if here else None
+    parts = list(rows.unbind(0)) if rows is not None else None
+    operation = issue(
+        lane,
+        plan,
+        lambda communicator: communicator.gather(parts, wire, dst),
+        wire,
+        timeout,
+        detail=f"dst={lane.group.ranks[dst]}",
+        shape=x.shape,
+    )
+    if rows is None:
+        return Work((operation,), lambda: None)
+    shape = (lane.group.size, *x.shape)
+    return Work((operation,), lambda: decode(rows.view(-1), plan, x.dtype, x.device).view(shape))
+
+
+def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Work[None]:
+    """``x`` to ``dst``; done when the receiver has taken it."""
+    plan = plan_for(lane, Op.SEND, x)
+    wire = encode(physical(x), plan)
+    operation = lane.issue(
+        "send",
+        lambda communicator: communicator.send(wire, dst, tag),
+        wire.numel() * wire.element_size(),
+        timeout,
+        stream=("send", dst, tag),
+    )
+    return Work((operation,), lambda: None)
+
+
+def start_recv(
+    lane: Lane,
+    like: torch.Tensor,
+    src: int,
+    tag: int,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[torch.Tensor]:
+    """A tensor shaped as ``like`` from ``src``."""
+    plan = plan_for(lane, Op.RECV, like)
+    check_out(out, like, like.shape)
+    probe = encode(torch.empty(0, dtype=like.dtype, device=like.device), plan)
+    count = like.numel() * like.element_size() // probe.element_size()
+    buffer = target_for(out, probe, (count,))
+    operation = lane.issue(
+        "recv",
+        lambda communicator: communicator.recv(buffer, src, tag),
+        count * probe.element_size(),
+        timeout,
+        stream=("recv", src, tag),
+    )
+    return Work(
+        (operation,),
+        lambda: deliver(decode(buffer, plan, like.dtype, like.device).view(like.shape), out),
+    )
+
+
+def start_barrier(lane: Lane, timeout: float | None) -> Work[None]:
+    """Done once every member has called it."""
+    spec = TensorSpec(torch.uint8)
+    plan = dispatch.plan(Op.BARRIER, spec, lane.group.topology("cpu"), lane.group.context.policy)
+    operation = issue(lane, plan, lambda communicator: communicator.barrier(), torch.empty(0), timeout)
+    return Work((operation,), lambda: None)
