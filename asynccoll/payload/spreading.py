@@ -126,11 +126,10 @@ def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
             )
         return list(x.chunk(size)) if x.shape[0] else [x] * size
     if not isinstance(x, (list, tuple)) or not all(isinstance(part, torch.Tensor) for part in x):
-        raise refuse(
-            "scatter",
-            x,
-            f"a list of {size} tensors (or one to cut along dim 0) on src; other objects by scatter_object",
+        wanted = (
+            f"a list of {size} tensors (or one to cut along dim 0) on src; other objects by scatter_object"
         )
+        raise refuse("scatter", x, wanted)
     if len(x) != size:
         raise InvalidArgumentError(
             f"scatter: got {len(x)} tensors for {size} ranks; pass one for each rank of the group"

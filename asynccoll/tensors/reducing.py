@@ -19,7 +19,7 @@ def start_all_reduce(
 ) -> Work[torch.Tensor]:
     """The reduction of every rank's ``x``, in the shape of ``x``."""
     plan = plan_for(lane, Op.ALL_REDUCE, x, op)
-    if out is not None:
+    if out is not x:
         check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         return _all_reduce_sparse(lane, plan, x, timeout)
