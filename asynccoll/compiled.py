@@ -1,82 +1,154 @@
-"""What a collective is inside ``torch.compile``: torch's own functional ops on our registered group.
+"""What a collective is inside ``torch.compile``: torch's own functional ops on the world's process group.
 
 Dynamo refuses context variables, frames and locks, so the public functions come here before they touch
-any. The result's ``wait()`` is what orders the graph; ``await`` is refused there, by dynamo itself.
+any. What has to be looked up is looked up while the graph is made, and is a constant in it. The
+result's ``wait()`` is what orders the graph; ``await`` is refused there, by dynamo itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asynccoll.errors import UnsupportedOpError
+from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from asynccoll.spec import ReduceOp
 
-#: The name under which ``runtime`` registers the world's process group for the compiler.
-WORLD = "asynccoll_world"
+if TYPE_CHECKING:
+    from asynccoll.context import Context
+
+__all__ = ["CompiledWork", "renew"]
+
+#: Those that torch's functional ops know, under the same names.
+_REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR})
+
+
+class _Graphs:
+    """Whether this process has made a graph with a collective in it."""
+
+    made = False
+
+
+def renew(context: Context) -> None:
+    """In a next life of the world, give graphs of an earlier one their group again."""
+    if _Graphs.made and context.world_size > 1:
+        context.world.process_group()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _world() -> str:
+    """The registered name of the world's process group, which the first graph makes."""
+    from asynccoll.runtime import current
+
+    group = current().world.process_group()
+    _Graphs.made = True
+    return str(group.group_name)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+def _size() -> int:
+    return _world_size()
+
+
+def _world_size() -> int:
+    from asynccoll.runtime import current
+
+    return current().world_size
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+def _reduction(op: Any, integers: bool) -> tuple[str, int]:
+    """torch's name of the reduction, and what to divide by; refused here as it is outside of graphs."""
+    parsed = ReduceOp.parse(op)
+    if parsed not in _REDUCTIONS:
+        known = ", ".join(sorted(op.value for op in _REDUCTIONS))
+        raise UnsupportedOpError(f"op={op!r} is not known inside torch.compile, where there are {known}")
+    if parsed is ReduceOp.AVG and integers:
+        raise InvalidArgumentError("op='avg' of integers is not an integer; sum them, or convert them first")
+    if parsed is ReduceOp.AVG:  # of the two only sum has a gradient there
+        return ReduceOp.SUM.value, _world_size()
+    return parsed.value, 1
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+def _is_source(src: Any) -> bool:
+    from asynccoll.runtime import current
+
+    world = current().world
+    return world.index(src, "src") == world.rank
+
+
+def _check(group: Any) -> None:
+    _require_world(group is None)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+def _require_world(given: bool) -> None:
+    if not given:
+        raise UnsupportedOpError("inside torch.compile collectives run over the world; pass group=None")
+
+
+def _integers(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 class CompiledWork:
     """The handle inside a compiled graph: ``wait()`` gives the tensor."""
 
-    def __init__(self, tensor: torch.Tensor, dim: int = 0, parts: int = 1) -> None:
+    def __init__(self, tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 1) -> None:
         self.tensor = tensor
         self.dim = dim
         self.parts = parts
+        self.divisor = divisor
 
     def wait(self) -> torch.Tensor:
-        done = torch.ops._c10d_functional.wait_tensor(self.tensor)
+        done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
         if self.dim:
             done = torch.cat(torch.chunk(done, self.parts, dim=0), dim=self.dim)
-        return done
-
-
-def _check(group: Any) -> None:
-    if group is not None:
-        raise UnsupportedOpError("inside torch.compile collectives run over the world; pass group=None")
-
-
-def _size() -> int:
-    size: int = torch.distributed.distributed_c10d._get_group_size_by_name(WORLD)
-    return size
+        return done / self.divisor if self.divisor > 1 else done
 
 
 def all_reduce(x: Any, op: Any, group: Any) -> Any:
     _check(group)
-    return CompiledWork(torch.ops._c10d_functional.all_reduce(x, str(op).lower(), WORLD))
+    name, divisor = _reduction(op, _integers(x))
+    reduce = torch.ops._c10d_functional.all_reduce
+    return CompiledWork(reduce(x.contiguous(), name, _world()), divisor=divisor)
 
 
 def broadcast(x: Any, src: int, group: Any) -> Any:
     _check(group)
-    return CompiledWork(torch.ops._c10d_functional.broadcast(x, src, WORLD))
+    ours = _is_source(src)
+    if x.requires_grad and torch.is_grad_enabled():
+        # torch's op has no gradient, and says so in a warning only. A sum of zeros and one has.
+        silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
+        return all_reduce(x.masked_fill(silent, 0), "sum", None)
+    return CompiledWork(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
 
 
 def all_gather(x: Any, dim: int, group: Any) -> Any:
     _check(group)
+    gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, WORLD)
-    return CompiledWork(gathered, dim, size)
+    if x.dim() == 0:
+        x = x.reshape(1)
+    return CompiledWork(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
 
 
 def reduce_scatter(x: Any, op: Any, dim: int, group: Any) -> Any:
     _check(group)
+    reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()
-    if dim:
+    name, divisor = _reduction(op, _integers(x))
+    if dim % x.dim():
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
-    return CompiledWork(
-        torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), str(op).lower(), size, WORLD)
-    )
+    return CompiledWork(reduce_scatter(x.contiguous(), name, size, _world()), divisor=divisor)
 
 
-def all_to_all(
-    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any
-) -> Any:
+def all_to_all(x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any) -> Any:
     _check(group)
     size = _size()
     even = [x.shape[0] // size] * size
-    return CompiledWork(
-        torch.ops._c10d_functional.all_to_all_single(
-            x.contiguous(), list(out_splits or even), list(in_splits or even), WORLD
-        )
-    )
+    exchange = torch.ops._c10d_functional_autograd.all_to_all_single
+    received, sent = list(out_splits or even), list(in_splits or even)
+    return CompiledWork(exchange(x.contiguous(), received, sent, _world()))

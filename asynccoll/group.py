@@ -84,10 +84,7 @@ class Group:
         if not isinstance(name, str) or not name:
             raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
         if self.rank < 0:
-            raise InvalidArgumentError(
-                f"rank {self.context.rank} is not in the group of ranks {list(self.ranks)}; only "
-                "members may communicate in it (guard the call with `ac.get_rank(group) >= 0`)"
-            )
+            raise self._not_a_member()
         with self._lock:
             if name in self._lanes:
                 return self._lanes[name]
@@ -100,12 +97,42 @@ class Group:
             lane = self._lanes[name] = Lane(self, name)
             return lane
 
+    def _not_a_member(self) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"rank {self.context.rank} is not in the group of ranks {list(self.ranks)}; only "
+            "members may communicate in it (guard the call with `ac.get_rank(group) >= 0`)"
+        )
+
     def close(self, *, abort: bool) -> None:
         """Close the lanes and what orders them."""
         if self._turnstile is not None:
             self._turnstile.close()
         for lane in self.lanes():
             lane.close(abort=abort)
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like:
+        ``DistributedDataParallel(model, process_group=ac.new_group([0, 1]).process_group())``.
+
+        Has connections of its own, so that torch's collectives never interleave with those of a lane.
+        Made on the first call, which waits for all members; gone after ``ac.finalize()``.
+
+        Raises:
+            UnsupportedOpError: the backend is none of torch's, or ranks are threads of one process.
+            InvalidArgumentError: this rank is not a member.
+        """
+        if self.rank < 0:
+            raise self._not_a_member()
+        if self.context.thread_rank:
+            raise UnsupportedOpError(
+                "torch knows one process group per name and process; here ranks are threads"
+            )
+        native = self.context.backend.native_group(self)
+        if not isinstance(native, dist.ProcessGroup):
+            raise UnsupportedOpError(
+                f"{self.context.backend.name} has no torch process group; gloo and nccl have one"
+            )
+        return native
 
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asynccoll import backends
+from asynccoll import backends, compiled
 from asynccoll.backends.serial import SerialBackend
 from asynccoll.context import Context, Identity
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, NotInitializedError
@@ -106,9 +106,7 @@ def _implicit(process: _Process) -> Context:
             "call ac.initialize() here, or start processes with the 'spawn' method"
         )
     if process.finalized:
-        raise NotInitializedError(
-            "asynccoll was finalized; call ac.initialize() again before any collective"
-        )
+        raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
     info = detect(os.environ)
     if info.world_size > 1:
         raise NotInitializedError(
@@ -209,6 +207,7 @@ def initialize(
             process.context = context
         process.finalized = False
         _install_exit_hook(process)
+    compiled.renew(context)
 
 
 def _check_mode(check: str | None) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import torch._C._distributed_c10d as _native  # torch.distributed re-exports onl
 import torch.distributed as dist
 
 from asynccoll.backends.channels import Channels
+from asynccoll.backends.published import publish, withdraw
 from asynccoll.backends.rendezvous import LOOPBACK, locate, matching_launch, own_part, rendezvous
 from asynccoll.backends.waiters import InProgress
 from asynccoll.completion import Completion
@@ -39,6 +41,9 @@ _MILLISECOND = timedelta(milliseconds=1)
 _OPENING_SECONDS = 2.0
 #: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
 _LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
+
+#: Without its types: the stubs leave out half of it.
+_Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
@@ -304,6 +309,9 @@ class C10dBackend:
         self._loopback = loopback
         self._owns_default_group = owns_default_group
         self._opening = InProgress()
+        self._devices: list[Any] = []
+        self._published: dict[str, dist.ProcessGroup] = {}
+        self._lock = threading.Lock()
 
     def capabilities(self, device: str) -> Capabilities:
         return NCCL if self.by_device.get(device) == "nccl" else GLOO
@@ -324,9 +332,7 @@ class C10dBackend:
 
         return C10dCommunicator(transports, Channels(open_pair, group.rank))
 
-    def _transport(
-        self, native: str, context: Context, name: str, rank: int, size: int
-    ) -> _Transport:
+    def _transport(self, native: str, context: Context, name: str, rank: int, size: int) -> _Transport:
         stream_ordered = native == "nccl"
         return _Transport(
             self._native(native, context, name, rank, size),
@@ -346,33 +352,53 @@ class C10dBackend:
                 return self.create_gloo(dist.PrefixStore(name, client), rank, size)
 
     def native_group(self, group: Group) -> Any:
-        """A ``torch.distributed.ProcessGroup`` around the default lane's natives, for DDP and others."""
-        communicator = group.lane().communicator
-        assert isinstance(communicator, C10dCommunicator)
-        return communicator.native(self.device.type)
+        """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
+        known = self._published.get(group.key)
+        if known is not None:
+            return known
+        clients = group.context.clients
+        assert clients is not None
+        # Compiled graphs keep the name: one made for a world of another size must not find this one.
+        name = f"asynccoll_{group.key}_{group.size}"
+        natives = {
+            device: (native, self._native(native, group.context, f"{name}/{device}", group.rank, group.size))
+            for device, native in self.by_device.items()
+        }
+        store = dist.PrefixStore(name, clients.take())
+        made = self._published[group.key] = publish(name, group.ranks, group.rank, store, natives)
+        return made
 
     def close(self, *, abort: bool) -> None:
         # A helper thread in gloo's constructor must be out of it before the interpreter may end.
         self._opening.wait(_OPENING_SECONDS)
+        self._devices = []
+        for published in self._published.values():
+            withdraw(published)
+        self._published.clear()
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
     def create_gloo(self, store: dist.Store, rank: int, size: int) -> Any:
         """A bare gloo group on the chosen interface."""
-        gloo = dist.ProcessGroupGloo
-        options = gloo._Options()
-        if self._interface:
-            options._devices = [
-                gloo.create_device(interface=interface) for interface in self._interface.split(",")
-            ]
-        elif self._loopback:
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        else:
-            options._devices = [gloo.create_default_device()]
+        options = _Gloo._Options()
+        options._devices = self._gloo_devices()
         options._timeout = self._timeout
         options._threads = 2
-        return gloo(store, rank, size, options)
+        return _Gloo(store, rank, size, options)
+
+    def _gloo_devices(self) -> list[Any]:
+        """What gloo listens on: one thread and one socket for all lanes of this world."""
+        with self._lock:
+            if not self._devices:
+                if self._interface:
+                    names = self._interface.split(",")
+                    self._devices = [_Gloo.create_device(interface=name) for name in names]
+                elif self._loopback:
+                    self._devices = [_Gloo.create_device(hostname="127.0.0.1")]
+                else:
+                    self._devices = [_Gloo.create_default_device()]
+            return self._devices
 
     def create_nccl(self, store: dist.Store, rank: int, size: int) -> Any:
         """A bare nccl group on this rank's device."""
@@ -466,9 +492,7 @@ def _default_group() -> tuple[str, dist.Store, int, int] | None:
     return dist.get_backend(), store, dist.get_rank(), dist.get_world_size()
 
 
-def adopt(
-    name: str, store: dist.Store, rank: int, world_size: int, timeout: float, check: str
-) -> Context:
+def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: float, check: str) -> Context:
     """A context beside the user's default group. Opens nothing until an operation needs it."""
     from asynccoll.context import Context
 

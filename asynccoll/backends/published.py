@@ -1,0 +1,49 @@
+"""Process groups of ours under torch's eyes: what DDP and ``torch.compile`` run on.
+
+They have native groups of their own, like every lane: torch's collectives on them never interleave
+with our queued programs. torch finds them by name and asks for their ranks in tables of its own, which
+are filled here and emptied when the world ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as _native
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+__all__ = ["publish", "withdraw"]
+
+
+def publish(
+    name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, natives: Mapping[str, tuple[str, Any]]
+) -> dist.ProcessGroup:
+    """A torch process group called ``name`` around ``natives``: device type -> (backend name, group)."""
+    group: Any = dist.ProcessGroup(store, rank, len(ranks))
+    for device, (backend, native) in natives.items():
+        kind = getattr(dist.ProcessGroup.BackendType, backend.upper(), dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device(device), kind, native)
+        group._set_default_backend(kind)
+    group._set_group_name(name)
+    group._set_group_desc(name)
+    world: Any = _c10d._world
+    world.pg_names[group] = name
+    world.pg_map[group] = (next(iter(natives.values()))[0], store)
+    world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    _native._register_process_group(name, group)
+    return group  # type: ignore[no-any-return]  # built from Any: the stubs leave out half of it
+
+
+def withdraw(group: dist.ProcessGroup) -> None:
+    """Make torch forget it; its connections close with the last reference."""
+    world: Any = _c10d._world
+    for table in (world.pg_map, world.pg_group_ranks):
+        table.pop(group, None)
+    name = world.pg_names.pop(group, None)
+    if name is not None:
+        with contextlib.suppress(RuntimeError):  # a user's destroy_process_group() forgets all of them
+            _native._unregister_process_group(name)

@@ -1,0 +1,171 @@
+"""Collectives inside `torch.compile`, and DDP, on process groups of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import asynccoll as ac
+import oracle
+import scripts
+import worlds
+from ranks import Rank
+from worlds import World
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+STEPS: dict[str, Step] = {
+    "all_reduce": lambda x: ac.all_reduce(x).wait() * x,
+    "average": lambda x: ac.all_reduce(x, op="AVG").wait() * x,
+    "broadcast": lambda x: ac.broadcast(x * 2, src=1).wait() * x,
+    "all_gather": lambda x: ac.all_gather(x * x).wait(),
+    "all_gather of columns": lambda x: ac.all_gather(x * x, dim=-1).wait(),
+    "reduce_scatter": lambda x: ac.reduce_scatter(x * x).wait(),
+    "reduce_scatter of columns": lambda x: ac.reduce_scatter(x * x, dim=1, op="avg").wait(),
+    "all_to_all": lambda x: ac.all_to_all(x * x).wait(),
+}
+
+
+@pytest.fixture(scope="module")
+def gloo_pair() -> World:
+    return worlds.world("gloo", 2)
+
+
+def _value_and_gradient(step: Step, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = (torch.arange(8.0).reshape(2, 4) + rank).requires_grad_()
+    result = step(x)
+    weight = torch.arange(float(result.numel())).reshape(result.shape) * (rank + 1)
+    (result * weight).sum().backward()
+    assert x.grad is not None
+    return result.detach(), x.grad
+
+
+async def same_in_a_graph(me: Rank, compiler: str) -> None:
+    for name, step in STEPS.items():
+        with me.case(f"{name} by {compiler}"):
+            torch._dynamo.reset()
+            expected = _value_and_gradient(step, me.rank)
+            got = _value_and_gradient(torch.compile(step, fullgraph=True, backend=compiler), me.rank)
+            oracle.same(list(got), list(expected))
+
+
+def test_a_graph_gives_what_eager_gives(gloo_pair: World) -> None:
+    """One graph, no break; values and gradients are bit for bit those of the eager call."""
+    gloo_pair.run(same_in_a_graph, "aot_eager", runner="blocking", timeout=120.0)
+
+
+@pytest.mark.slow
+def test_inductor_gives_what_eager_gives(gloo_pair: World, tmp_path: Path) -> None:
+    """The same through the compiler that people use."""
+    gloo_pair.run(same_in_a_graph, "inductor", runner="blocking", timeout=400.0)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown reduction": ({"op": "nope"}, "unknown reduction 'nope'"),
+    "a logical reduction": ({"op": "and"}, "not known inside torch.compile"),
+    "a group": ({"group": [0, 1]}, "pass group=None"),
+}
+
+
+async def refused_in_a_graph(me: Rank) -> None:
+    for name, (arguments, says) in REFUSED.items():
+        with me.case(name):
+            torch._dynamo.reset()
+            step = torch.compile(
+                lambda x, given=arguments: ac.all_reduce(x, **given).wait(),
+                fullgraph=True,
+                backend="aot_eager",
+            )
+            with pytest.raises(Exception, match=says):  # dynamo's error; ours is its text
+                step(torch.ones(2))
+
+
+def test_what_a_graph_cannot_do_is_refused_while_it_is_made(gloo_pair: World) -> None:
+    """Nothing is sent, and the text says what is known."""
+    gloo_pair.run(refused_in_a_graph, runner="blocking", timeout=60.0)
+
+
+async def ddp_beside_ours(me: Rank) -> None:
+    torch.manual_seed(0)
+    group = ac.new_group(range(me.size)).process_group()
+    plain = torch.nn.Linear(64, 64)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group, bucket_cap_mb=1)
+    model.module.load_state_dict(plain.state_dict())
+    inputs = [torch.randn(8, 64) for _ in range(me.size)]
+    for turn in range(3):
+        ours = ac.all_reduce(torch.full((1000,), me.rank + turn))
+        model.zero_grad()
+        model(inputs[me.rank]).square().sum().backward()
+        with me.case(f"ours beside DDP, turn {turn}"):
+            oracle.same(await me.get(ours), torch.full((1000,), sum(range(me.size)) + me.size * turn))
+    for rank_input in inputs:
+        (plain(rank_input).square().sum() / me.size).backward()
+    with me.case("gradients are the average over ranks"):
+        assert plain.weight.grad is not None
+        torch.testing.assert_close(model.module.weight.grad, plain.weight.grad)
+
+
+def test_ddp_runs_on_our_group_beside_our_collectives(gloo_pair: World, runner: str) -> None:
+    """DDP's traffic has connections of its own: neither side's numbers are touched."""
+    gloo_pair.run(ddp_beside_ours, runner=runner)
+
+
+async def known_to_torch(me: Rank) -> None:
+    with me.case("the same group every time, with torch's own functions working on it"):
+        group = ac.new_group(range(me.size)).process_group()
+        assert ac.new_group(range(me.size)).process_group() is group
+        assert dist.get_process_group_ranks(group) == list(range(me.size))
+        x = torch.tensor([me.rank + 1])
+        dist.broadcast(x, src=1, group=group)
+        oracle.same(x, torch.tensor([2]))
+    with me.case("and taken by ours"):
+        oracle.same(ac.all_reduce(1, group=group).wait(), me.size)
+
+
+def test_torch_knows_the_group(gloo_pair: World) -> None:
+    gloo_pair.run(known_to_torch, runner="blocking")
+
+
+async def outside(me: Rank) -> None:
+    group = ac.new_group([1])
+    if me.rank == 0:
+        await me.refuses(
+            "process_group", ac.InvalidArgumentError, group.process_group, says=("rank 0", "[1]")
+        )
+
+
+def test_a_non_member_has_no_process_group(gloo_pair: World) -> None:
+    gloo_pair.run(outside, runner="blocking")
+
+
+TWO_LIVES = """
+    import torch, asynccoll as ac
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def total(x):
+        return ac.all_reduce(x).wait()
+
+    for life in range(2):
+        ac.initialize("gloo")
+        print(total(torch.ones(1)).item())
+        name = ac.new_group([0, 1]).process_group().group_name
+        ac.finalize()
+        try:
+            _resolve_process_group(name)
+        except Exception:
+            print("forgotten")
+"""
+
+
+def test_a_graph_outlives_its_world(tmp_path: Path) -> None:
+    """finalize takes the group from torch; after the next initialize the same graph runs on the new one."""
+    for ended in scripts.run(tmp_path, TWO_LIVES, ranks=2):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["2.0", "forgotten"] * 2
