@@ -51,15 +51,27 @@ class _Job:
 
     __slots__ = ("generator", "program", "promise", "start", "step", "unopened")
 
-    def __init__(
-        self, start: Start | None, program: Program | None, *, unopened: bool = False
-    ) -> None:
+    def __init__(self, start: Start | None, program: Program | None, *, unopened: bool = False) -> None:
         self.unopened = unopened  # needs no communicator
         self.start = start
         self.program = program
         self.promise = Promise()
         self.generator: Generator[Completion, None, Completion] | None = None
         self.step: Completion | None = None
+
+
+class _Owner:
+    """Who issued last on an order, and where."""
+
+    __slots__ = ("actor", "place")
+
+    def __init__(self) -> None:
+        self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
+        self.place = Place("", 0)
+
+
+def _nobody() -> None:
+    """The owner of an order on which nothing was issued."""
 
 
 class Lane:
@@ -75,7 +87,7 @@ class Lane:
         self.plans: dict[Any, Plan] = {}
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._in_flight: deque[Operation] = deque()
-        self._owners: dict[object, tuple[weakref.ref[actors.Actor], Place]] = {}
+        self._owners: dict[object, _Owner] = {}
         self._together = False  # what is accepted now shares one place in the order
         self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
         self._lock = threading.Lock()
@@ -108,20 +120,21 @@ class Lane:
         tag), which does not queue behind other streams.
         """
         with self._lock:
-            place = self._accept(stream)
+            owner = self._admitted_owner(stream)
             communicator = self.communicator
             if (
-                communicator is not None
-                and self._turnstile is None
-                and not self._queue
-                and self._active is None
-                and not self._driving
+                communicator is None
+                or self._queue
+                or self._active is not None
+                or self._driving
+                or self._turnstile is not None
             ):
+                job = _Job(start, None)
+                operation = self._enqueue(job, name, size_bytes, timeout, stream, owner)
+            else:
+                # First of all the start: what is noted down afterwards costs no latency.
                 completion = start(communicator)
-                return self._record(name, completion, place, size_bytes, timeout, stream)
-            job = _Job(start, None)
-            self._queue.append(job)
-            operation = self._record(name, job.promise, place, size_bytes, timeout, stream)
+                return self._record(name, completion, size_bytes, timeout, stream, owner)
         self._start_queued()
         return operation
 
@@ -129,26 +142,25 @@ class Lane:
         self, name: str, program: Program, size_bytes: int = 0, timeout: float | None = None
     ) -> Operation:
         """Accept an operation of several native calls."""
-        job = _Job(None, program)
         with self._lock:
-            place = self._accept(None)
-            self._queue.append(job)
-            operation = self._record(name, job.promise, place, size_bytes, timeout)
+            owner = self._admitted_owner(None)
+            operation = self._enqueue(_Job(None, program), name, size_bytes, timeout, None, owner)
         self._start_queued()
         return operation
 
-    def _accept(self, stream: object) -> Place:
-        """Check that the caller may issue here now; the place of the call."""
-        if self.broken is not None:
-            raise self.broken.with_traceback(None)
-        place = caller()
-        if self._checks_owner:
-            self._claim(stream, place)
-        if stream is None and not self._together:
-            self.sequence += 1
+    def _enqueue(
+        self,
+        job: _Job,
+        name: str,
+        size_bytes: int,
+        timeout: float | None,
+        stream: object,
+        owner: _Owner,
+    ) -> Operation:
         if self.communicator is None and not self._opening:
             self._open()
-        return place
+        self._queue.append(job)
+        return self._record(name, job.promise, size_bytes, timeout, stream, owner)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -160,19 +172,27 @@ class Lane:
         finally:
             self._together = False
 
-    def _claim(self, stream: object, place: Place) -> None:
-        """The caller owns this order from now on, if it may."""
-        node = actors.current()
-        held = self._owners.get(stream)
-        if held is not None:
-            owner = held[0]()  # None: gone, with the context it lived in
-            if owner is node.actor:
-                self._owners[stream] = (held[0], place)
-                return
-            over = owner is None or actors.ended(owner) or actors.descends(node, owner)
-            if not over and not actors.left(owner, held[1].file):
-                raise self._crossing(node.actor, place, owner, held[1])
-        self._owners[stream] = (weakref.ref(node.actor), place)
+    def _admitted_owner(self, stream: object) -> _Owner:
+        """Check that the caller may issue here now; from now on it owns this order."""
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
+        owner = self._owners.get(stream)
+        if owner is None:
+            owner = self._owners[stream] = _Owner()
+        if self._checks_owner:
+            node = actors.current()
+            held = owner.actor()
+            if held is not node.actor:
+                if held is not None:
+                    self._check_handover(node, held, owner.place)
+                owner.actor = weakref.ref(node.actor)
+        return owner
+
+    def _check_handover(self, node: actors.Descent, held: actors.Actor, before: Place) -> None:
+        """Another actor follows on this order: only once its owner has ended, or as its descendant."""
+        if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
+            return
+        raise self._crossing(node.actor, caller(), held, before)
 
     def _crossing(
         self, actor: actors.Actor, place: Place, owner: actors.Actor, before: Place
@@ -189,24 +209,30 @@ class Lane:
         self,
         name: str,
         completion: Completion,
-        place: Place,
         size_bytes: int,
         timeout: float | None,
-        stream: object = None,
+        stream: object,
+        owner: _Owner,
     ) -> Operation:
+        owner.place = place = caller()
+        if stream is not None:
+            sequence = 0  # messages of a stream have no place in the lane's order of collectives
+        else:
+            if not self._together:
+                self.sequence += 1
+            sequence = self.sequence
         kind = (name, size_bytes.bit_length())
         estimate = self._estimates.get(kind)
         if estimate is None:
             estimate = self._estimates[kind] = Estimate(size_bytes)
-        limit = self.group.context.timeout if timeout is None else timeout
-        # Messages of a stream have no place in the lane's order of collectives.
-        sequence = self.sequence if stream is None else 0
+        context = self.group.context
+        limit = context.timeout if timeout is None else timeout
         operation = Operation(self, name, sequence, completion, place, limit, estimate)
         in_flight = self._in_flight
         while in_flight and in_flight[0].completion.done():
             in_flight.popleft()
         in_flight.append(operation)
-        for observe in self.group.context.observers:
+        for observe in context.observers:
             observe(operation, size_bytes)
         return operation
 

@@ -14,8 +14,8 @@ _TORCH = os.path.join("site-packages", "torch") + os.sep
 
 #: Files known to be of the package or of torch: looking one up is cheaper than comparing it.
 _ours: set[str] = set()
-#: Between here and the user there are at least `caller`, who asks for it, and a public function.
-_LEAST_DEPTH = 3
+#: Between here and the user there are at least: this, Lane._record, Lane.issue, start_*, _start.
+_LEAST_DEPTH = 5
 
 
 class Place(NamedTuple):
@@ -30,7 +30,10 @@ class Place(NamedTuple):
 
 def caller() -> Place:
     """The innermost place outside this package (about 0.2 us: it is called for every operation)."""
-    frame = sys._getframe(_LEAST_DEPTH)
+    try:
+        frame = sys._getframe(_LEAST_DEPTH)
+    except ValueError:  # called from the top of a thread of our own
+        frame = sys._getframe(1)
     while (file := frame.f_code.co_filename) in _ours or _is_ours(file):
         parent = frame.f_back
         if parent is None:

@@ -28,7 +28,7 @@ from asynccoll.operation import INLINE_SECONDS
 if TYPE_CHECKING:
     from asynccoll.operation import Operation
 
-__all__ = ["Signal", "block", "in_loop", "pause", "suspend"]
+__all__ = ["Signal", "block", "in_loop", "pause", "quick", "suspend"]
 
 AddWaker = Callable[[Callable[[], object]], object]
 
@@ -73,25 +73,41 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
 
 def block(operation: Operation, seconds: float | None) -> None:
     """Wait without a loop, at most ``seconds`` from now and to the operation's own deadline."""
-    deadline = operation.deadline
-    if seconds is not None:
-        deadline = min(deadline, monotonic() + seconds)
+    now = monotonic()
+    deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
-    began = monotonic()
-    watched = False
+    if deadline - now > _SLICE_SECONDS and completion.wait(_SLICE_SECONDS):
+        return
+    watch = operation.lane.group.context.watch
+    watch.add(operation)
     try:
         while not operation.done():
-            now = monotonic()
-            if now >= deadline:
+            left = deadline - monotonic()
+            if left <= 0:
                 raise _late(operation)
-            if completion.wait(min(deadline - now, _SLICE_SECONDS)) and began == now:
-                operation.estimate.took(monotonic() - operation.started)
-            if not watched and now - began > _SLICE_SECONDS:
-                watched = True
-                operation.lane.group.context.watch.add(operation)
+            completion.wait(min(left, _SLICE_SECONDS))
     finally:
-        if watched:
-            operation.lane.group.context.watch.discard(operation)
+        watch.discard(operation)
+
+
+def quick(operation: Operation) -> bool:
+    """Whether the operation is done, or ends while it is waited for in place.
+
+    The whole of an await in the common case, in one call: no generator, no look at what is not needed.
+    Where there is more to it (trio, a turn that is over, a cancelled task), ``suspend`` sees to it.
+    """
+    loop = _running_loop()
+    if loop is None or "trio" in sys.modules:
+        return False
+    turn = _turn_of(loop)
+    now = monotonic()
+    if now >= turn.ends or getattr(asyncio_task(loop), "_must_cancel", False):
+        return False
+    completion = operation.completion
+    if completion.done():
+        operation.estimate.at_most(now - operation.started)
+        return True
+    return _inline(operation, turn)
 
 
 def suspend(operation: Operation) -> Generator[Any, Any, None]:
@@ -100,8 +116,7 @@ def suspend(operation: Operation) -> Generator[Any, Any, None]:
     if loop is None:
         if not operation.done():
             raise RuntimeError(
-                f"await of {operation!r} outside an event loop; use work.wait(), or asyncio.run or "
-                "trio.run"
+                f"await of {operation!r} outside an event loop; use work.wait(), or asyncio.run or trio.run"
             )
         return
     turn = _turn_of(loop)

@@ -23,7 +23,7 @@ from asynccoll.errors import (
     UnawaitedWorkWarning,
     WorkNotDoneError,
 )
-from asynccoll.waiting import Signal, block, pause, suspend
+from asynccoll.waiting import Signal, block, pause, quick, suspend
 
 if TYPE_CHECKING:
     import asyncio
@@ -91,7 +91,8 @@ class Work(Generic[T]):
         self._heard = True
         if self._state == _PENDING:
             for operation in self._operations:
-                yield from suspend(operation)
+                if not quick(operation):
+                    yield from suspend(operation)
             if not self._operations:
                 yield from pause()
         else:
@@ -313,9 +314,7 @@ async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
     return [work.result() for work in listed]
 
 
-async def as_completed(
-    works: Iterable[Work[T]], *, timeout: float | None = None
-) -> AsyncIterator[Work[T]]:
+async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
     """Each of ``works`` as it becomes done, the fastest first.
 
     ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all,

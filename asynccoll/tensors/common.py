@@ -97,6 +97,13 @@ def physical(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg() if x.is_neg() else x
 
 
+def fresh(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` as memory holds it; of a plain tensor in a single tensor operation."""
+    if x.requires_grad or x.is_neg() or x.is_complex():
+        x = physical(x)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:
     """``out`` must be able to hold a result of ``shape`` as it is."""
     if out is None:

@@ -10,7 +10,18 @@ import torch
 from asynccoll.encoding import encode, reduce_chunks
 from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, Plan, ReduceOp, Wire
-from asynccoll.tensors.common import check_out, deliver, issue, owned, physical, plan_for, reduced, target_for
+from asynccoll.tensors.common import (
+    OFFLOAD_BYTES,
+    check_out,
+    deliver,
+    fresh,
+    issue,
+    owned,
+    physical,
+    plan_for,
+    reduced,
+    target_for,
+)
 from asynccoll.work import Work
 
 
@@ -25,8 +36,10 @@ def start_all_reduce(
         return _all_reduce_sparse(lane, plan, x, timeout)
     if plan.via != "native":
         return _all_reduce_gathered(lane, plan, x, out, timeout)
-    if out is x and plan.direct and x.is_contiguous():
-        buffer, copy = x, None
+    copy = None
+    if plan.direct and x.is_contiguous() and (out is x or x.nbytes < OFFLOAD_BYTES):
+        # The common cases, with as few tensor operations as there can be: none, or one copy.
+        buffer = x if out is x else fresh(x) if out is None else out.detach().copy_(x)
     else:
         buffer, copy = owned(x, plan, out)
     wire_op = plan.wire_reduce
@@ -40,8 +53,8 @@ def start_all_reduce(
         shape=x.shape,
         before=copy,
     )
-    if buffer is x:
-        return Work((operation,), lambda: x)
+    if plan.direct and (out is None or out is x):
+        return Work((operation,), lambda: buffer)
     if plan.direct:
         return Work((operation,), partial(deliver, buffer, out))
     size = lane.group.size
