@@ -1,11 +1,11 @@
 """Functional async collectives: plain functions that start at once and return an awaitable ``Work``.
 
-    import asynccoll as ac
+import asynccoll as ac
 
-    ac.initialize()
-    work = ac.all_reduce(grad)      # started now
-    loss = next_batch_forward()     # overlaps with it
-    grad = await work               # asyncio or trio; work.wait() without a loop
+ac.initialize()
+work = ac.all_reduce(grad)      # started now
+loss = next_batch_forward()     # overlaps with it
+grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
 from asynccoll import overlap, trace
@@ -25,12 +25,15 @@ from asynccoll.errors import (
     PayloadTypeError,
     PeerLostError,
     PeerRefusedError,
+    SpawnError,
     UnawaitedWorkWarning,
     UnsupportedOpError,
     WorkNotDoneError,
 )
 from asynccoll.group import Group
 from asynccoll.lanes import TaskGroup, create_task_group, lane, scope
+from asynccoll.launch.parallel import Parallel
+from asynccoll.launch.spawn import spawn
 from asynccoll.ops import (
     all_gather,
     all_gather_object,
@@ -86,10 +89,12 @@ __all__ = (
     "LaneOrderError",
     "LaunchEnvironmentError",
     "NotInitializedError",
+    "Parallel",
     "PayloadTypeError",
     "PeerLostError",
     "PeerRefusedError",
     "ReduceOp",
+    "SpawnError",
     "TaskGroup",
     "UnawaitedWorkWarning",
     "UnsupportedOpError",

@@ -9,6 +9,7 @@
     ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the text names those that have it
     ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
     ├── LaneLimitError (RuntimeError)           too many lanes in one group
+    ├── SpawnError (RuntimeError)               a rank that ``spawn`` started has failed; ``rank`` says which
     ├── WorkNotDoneError (RuntimeError)         ``result()`` before the work is done
     └── CollectiveError (RuntimeError)          an operation that was sent has failed
         ├── CollectiveTimeoutError (TimeoutError)
@@ -41,6 +42,7 @@ __all__ = [
     "PayloadTypeError",
     "PeerLostError",
     "PeerRefusedError",
+    "SpawnError",
     "UnawaitedWorkWarning",
     "UnsupportedOpError",
     "WorkNotDoneError",
@@ -81,6 +83,20 @@ class LaneOrderError(AsyncCollError, RuntimeError):
 
 class LaneLimitError(AsyncCollError, RuntimeError):
     """More lanes were opened in one group than a group may have."""
+
+
+class SpawnError(AsyncCollError, RuntimeError):
+    """A rank that ``spawn`` or ``Parallel`` started has failed; its traceback is in the text.
+
+    ``rank`` is the rank that failed first, -1 if none could tell.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[SpawnError], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
 
 
 class WorkNotDoneError(AsyncCollError, RuntimeError):

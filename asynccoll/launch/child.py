@@ -2,6 +2,7 @@
 
     python child.py script PATH ARGS...
     python child.py module NAME ARGS...
+    python child.py program PATH ARGS...    (anything: only its death with the launcher is seen to)
 
 The launcher starts this file by its path, and it imports the standard library only: what the
 user's program sees, ``sys.path`` and the moment torch is imported included, stays its own affair.
@@ -33,6 +34,11 @@ CRASH_FILE = "crash.txt"
 
 _PR_SET_PDEATHSIG = 1
 
+#: Names the directory where each rank under mpiexec leaves its process number and how it failed.
+ERROR_DIRECTORY = "ASYNCCOLL_ERROR_DIRECTORY"
+
+_HERE = str(Path(__file__).parent)
+
 #: What ``python -m`` itself calls; the public functions of runpy put ``__main__`` back afterwards.
 _run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
 
@@ -40,8 +46,10 @@ _run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
 def main() -> None:
     """Run what the command line names; whatever ends it ends this process the same way."""
     kind, target, *arguments = sys.argv[1:]
-    _die_with_launcher()
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    die_with_launcher()
+    if kind == "program":
+        os.execv(target, [target, *arguments])  # noqa: S606 - becoming it is the purpose
+    error_file = _error_file()
     if error_file and not faulthandler.is_enabled():
         faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
     for stream in (sys.stdout, sys.stderr):
@@ -55,18 +63,19 @@ def main() -> None:
         raise
     except SystemExit as stop:
         if error_file and stop.code not in (None, 0):
-            _record(Path(error_file), stop, shown=True)
+            record(Path(error_file), stop, shown=True)
+            abort_mpi(stop.code if isinstance(stop.code, int) else 1)
         raise
     except BaseException as error:
-        error.__traceback__ = _own_frames_removed(error.__traceback__)
+        error.__traceback__ = own_frames_removed(error.__traceback__)
         quiet = bool(error_file) and not _restarts_left() and _hook_is_common()
         if error_file:
-            _record(Path(error_file), error, shown=not quiet)
+            record(Path(error_file), error, shown=not quiet)
         _set_excepthook(quiet=quiet)
         raise
 
 
-def _die_with_launcher() -> None:
+def die_with_launcher() -> None:
     """Have the kernel kill this rank when its launcher is gone, however that died."""
     if sys.platform != "linux":
         return
@@ -118,7 +127,7 @@ def _replace_first_path(directory: str) -> None:
         sys.path[0] = directory
 
 
-def _own_frames_removed(trace: types.TracebackType | None) -> types.TracebackType | None:
+def own_frames_removed(trace: types.TracebackType | None) -> types.TracebackType | None:
     """``trace`` from the user's first frame on."""
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -126,7 +135,27 @@ def _own_frames_removed(trace: types.TracebackType | None) -> types.TracebackTyp
 
 
 def _is_ours(filename: str) -> bool:
-    return filename in {__file__, "<frozen runpy>", runpy.__file__}
+    return filename.startswith(_HERE) or filename in {"<frozen runpy>", runpy.__file__}
+
+
+def _error_file() -> str | None:
+    """Where the launcher reads how this rank failed.
+
+    torch elastic names a file for each rank; mpiexec can only tell all of them one directory.
+    """
+    directory = os.environ.get(ERROR_DIRECTORY)
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+    if not directory or not rank:
+        return os.environ.get("TORCHELASTIC_ERROR_FILE")
+    Path(directory, f"{rank}.pid").write_text(str(os.getpid()))
+    return str(Path(directory, f"{rank}.json"))
+
+
+def abort_mpi(code: int) -> None:
+    """Have MPI end the job with this process: the other ranks would wait for it in MPI_Finalize."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        mpi._set_abort_status(code)
 
 
 def _restarts_left() -> bool:
@@ -135,7 +164,7 @@ def _restarts_left() -> bool:
     return done < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
-def _record(path: Path, error: BaseException, *, shown: bool) -> None:
+def record(path: Path, error: BaseException, *, shown: bool) -> None:
     """Write the error in torch elastic's format, with what only we know beside it."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     now = time.time()
@@ -157,6 +186,15 @@ def _record(path: Path, error: BaseException, *, shown: bool) -> None:
         unfinished.replace(path)
 
 
+def read_record(path: Path) -> dict[str, object] | None:
+    """What a rank has recorded, if it has."""
+    try:
+        found: dict[str, object] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
 def _hook_is_common() -> bool:
     """Whether only Python or torch would print an uncaught exception, so the launcher may."""
     module = getattr(sys.excepthook, "__module__", None) or ""
@@ -169,7 +207,7 @@ def _set_excepthook(*, quiet: bool) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not quiet:
-            users = _own_frames_removed(trace)
+            users = own_frames_removed(trace)
             before(kind, error.with_traceback(users), users)
 
     sys.excepthook = hook

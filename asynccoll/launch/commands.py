@@ -31,10 +31,16 @@ def _run_elastic(request: RunRequest) -> int:
     return run_elastic(request)
 
 
+def _run_mpiexec(request: RunRequest) -> int:
+    from asynccoll.launch.mpirun import run as run_mpiexec
+
+    return run_mpiexec(request)
+
+
 Engine = Callable[[RunRequest], int]
 
 #: Engines by name; each starts all ranks, waits for them and returns the exit code.
-ENGINES: dict[str, Engine] = {"elastic": _run_elastic}
+ENGINES: dict[str, Engine] = {"elastic": _run_elastic, "mpiexec": _run_mpiexec}
 
 #: Backends whose ranks something other than torch elastic has to start.
 ENGINE_OF_BACKEND = {"mpi": "mpiexec", "horovod": "horovodrun"}

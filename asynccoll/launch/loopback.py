@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-__all__ = ["ADDRESS", "NAME", "register"]
+__all__ = ["ADDRESS", "NAME", "listening_store", "register"]
 
 #: The name torch elastic knows this rendezvous by.
 NAME = "asynccoll-loopback"
@@ -46,7 +46,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._store = None  # frees a port that was asked for by number
-        self._store = _listening_store(self._port)
+        self._store = listening_store(self._port)
         control = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(control, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
 
@@ -66,7 +66,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def _listening_store(port: int) -> TCPStore:
+def listening_store(port: int) -> TCPStore:
     """A store served at the loopback address; port 0 takes any that is free."""
     listener = socket.create_server((ADDRESS, port))
     port = listener.getsockname()[1]

@@ -1,0 +1,41 @@
+"""The program of one rank that ``spawn`` starts under mpiexec: ``python mpi_rank.py PLAN``.
+
+The plan holds two pickles: how to prepare this interpreter, as multiprocessing does it, and the job.
+Started by its path, it imports the standard library only until the parent's import path is in place.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from multiprocessing import spawn as preparing
+from pathlib import Path
+
+
+def main(plan: str) -> None:
+    """Carry the job out; an error is in the job's records, and mpiexec is told by the exit code."""
+    with Path(plan).open("rb") as file:
+        preparing.prepare(pickle.load(file))  # noqa: S301 - written by the process that started us
+        from asynccoll.launch import child
+
+        child.die_with_launcher()
+        rank, local_rank = _place()
+        task = pickle.load(file)  # noqa: S301
+    try:
+        task.carry_out(rank, local_rank)
+    except BaseException as error:
+        child.abort_mpi(1)
+        sys.exit(0 if isinstance(error, SystemExit) and error.code in (None, 0) else 1)
+
+
+def _place() -> tuple[int, int]:
+    """Rank and local rank, as mpiexec says."""
+    from asynccoll.launch.env import detect
+
+    info = detect(os.environ)
+    return info.rank, info.local_rank
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

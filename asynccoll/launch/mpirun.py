@@ -1,0 +1,133 @@
+"""The engine under ``asynccoll run --backend mpi``: the mpiexec of this environment, on this host.
+
+mpiexec starts the ranks, passes their output on and ends them all when one has failed. Added are a
+runner that records tracebacks, a report that shows the first failure once, and an end that leaves
+nothing behind. What mpiexec has no word for (several hosts, restarts, redirection) is refused with the
+advice to call it directly.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.launch import child, mpiexec, processes
+from asynccoll.launch.commands import RunRequest
+from asynccoll.launch.report import Failure, read_failure, report
+from asynccoll.launch.witness import Witness
+
+__all__ = ["run"]
+
+#: The options that mean something here; torchrun's others are about engines that mpiexec is not.
+_TAKEN = {"--nproc-per-node", "--nnodes", "--standalone", "--no-python"}
+INTERRUPT_GRACE_S = 3.0
+
+
+def run(request: RunRequest) -> int:
+    """Start the ranks, wait for them, and return the exit code of mpiexec."""
+    _refuse(request.options)
+    ranks = _ranks(request.options.get("--nproc-per-node", "1"))
+    launcher = mpiexec.find()
+    processes.adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as errors:
+        environ = launcher.environment(_environment(request.backend, ranks, errors))
+        line = launcher.command(ranks, _program(request))
+        guarded = [sys.executable, child.__file__, "program", *line]
+        stopped: list[signal.Signals] = []
+        witness = Witness(Path(errors), ranks)
+        with subprocess.Popen(guarded, env=environ) as running:
+            processes.on_stop_signals(
+                lambda number: _stop(running, number, stopped), escalate_after_s=INTERRUPT_GRACE_S
+            )
+            code = running.wait()
+        first = witness.ended()
+        processes.kill_children()
+        return _ended(code, stopped, Path(errors), ranks, first)
+
+
+def _refuse(options: Mapping[str, str | bool]) -> None:
+    refused = sorted(name for name in options if name not in _TAKEN)
+    if refused or str(options.get("--nnodes", "1")) != "1":
+        what = ", ".join(refused) if refused else f"--nnodes {options['--nnodes']}"
+        raise InvalidArgumentError(
+            f"`asynccoll run --backend mpi` starts ranks with mpiexec on this host, which cannot do {what}; "
+            "for more, call mpiexec itself: `mpiexec -n 4 --hostfile hosts python script.py`"
+        )
+
+
+def _ranks(text: object) -> int:
+    """The number of ranks: a number, ``auto``, ``cpu`` or ``gpu``, as torchrun understands them."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        count: int = determine_local_world_size(str(text))
+    except ValueError as error:
+        raise InvalidArgumentError(f"-n {text}: {error}") from error
+    if count < 1:
+        raise InvalidArgumentError(f"-n {text}: expected at least one rank")
+    return count
+
+
+def _environment(backend: str | None, ranks: int, errors: str) -> dict[str, str]:
+    """What the ranks inherit; whatever the user has set stays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        **os.environ,
+        "ASYNCCOLL_BACKEND": backend or "mpi",
+        child.ERROR_DIRECTORY: errors,
+    }
+
+
+def _program(request: RunRequest) -> list[str]:
+    if "--no-python" in request.options:
+        return [request.program, *request.arguments]
+    kind = "module" if request.module else "script"
+    return [sys.executable, child.__file__, kind, request.program, *request.arguments]
+
+
+def _stop(running: subprocess.Popen[bytes], number: signal.Signals, stopped: list[signal.Signals]) -> None:
+    stopped.append(number)
+    running.send_signal(number)
+
+
+def _ended(code: int, stopped: list[signal.Signals], errors: Path, ranks: int, first: list[int]) -> int:
+    """Tell how it ended; the exit code of ``asynccoll run``."""
+    if stopped:
+        said = "interrupted" if stopped[0] == signal.SIGINT else f"got {stopped[0].name}"
+        print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
+        return 128 + stopped[0]
+    if code:
+        print(_report(code, errors, ranks, first), file=sys.stderr, flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def _report(code: int, errors: Path, ranks: int, first: list[int]) -> str:
+    """The first failure that a rank recorded; else which rank was the first to end."""
+    failures = [found for rank in range(ranks) if (found := _failure(errors, rank)) is not None]
+    if failures:
+        return report(failures)
+    text = f"asynccoll run: mpiexec ended with code {code}, and no rank recorded an error"
+    if not first:
+        return f"{text}; what mpiexec said is above"
+    pid = _read(errors / f"{first[0]}.pid")
+    return f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
+
+
+def _failure(errors: Path, rank: int) -> Failure | None:
+    recorded = child.read_record(errors / f"{rank}.json")
+    if recorded is None:
+        return None
+    pid = int(_read(errors / f"{rank}.pid") or 0)
+    return read_failure(rank, pid, 1, socket.gethostname(), recorded, "")
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""

@@ -1,0 +1,77 @@
+"""How many ranks a job has, on which node these are, and where all meet: checked once, for all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["Nodes"]
+
+_PORT = 15000
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The place of this node in a job that is started node by node; the rules are ignite's."""
+
+    nproc_per_node: int
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    init_method: str | None = None
+
+    def __post_init__(self) -> None:
+        _positive("nproc_per_node", self.nproc_per_node)
+        nnodes = 1 if self.nnodes is None else _positive("nnodes", self.nnodes)
+        if nnodes > 1 and self.node_rank is None:
+            raise InvalidArgumentError(f"nnodes={nnodes} needs node_rank=, this node's number")
+        rank = self.node_rank or 0
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nnodes:
+            raise InvalidArgumentError(f"node_rank must be from 0 to {nnodes - 1}, got {self.node_rank!r}")
+        self._check_meeting(nnodes)
+        object.__setattr__(self, "nnodes", nnodes)
+        object.__setattr__(self, "node_rank", rank)
+
+    def _check_meeting(self, nnodes: int) -> None:
+        by_url = self.init_method not in (None, "env://")
+        if by_url and self.named:
+            raise InvalidArgumentError(
+                f"init_method={self.init_method!r} says where the ranks meet; master_addr and master_port "
+                "belong to 'env://'"
+            )
+        if nnodes > 1 and not by_url and None in (self.master_addr, self.master_port):
+            raise InvalidArgumentError(
+                f"nnodes={nnodes} needs master_addr= and master_port= (or init_method=), where ranks meet; "
+                f"got master_addr={self.master_addr!r} and master_port={self.master_port!r}"
+            )
+
+    @property
+    def named(self) -> bool:
+        """Whether the caller said an address or a port."""
+        return self.master_addr is not None or self.master_port is not None
+
+    @property
+    def address(self) -> str:
+        return self.master_addr or os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def port(self) -> int:
+        return self.master_port or int(os.environ.get("MASTER_PORT", _PORT))
+
+    @property
+    def world_size(self) -> int:
+        return self.nproc_per_node * (self.nnodes or 1)
+
+    @property
+    def first(self) -> int:
+        """The first rank of this node."""
+        return self.nproc_per_node * (self.node_rank or 0)
+
+
+def _positive(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgumentError(f"{name} must be a positive number, got {value!r}")
+    return value

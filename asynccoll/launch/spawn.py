@@ -1,0 +1,227 @@
+"""``spawn``: a function on ranks in processes of their own, started from this one.
+
+What starts them depends on the backend: a table, one row each. The ranks of c10d backends are started
+by torch.multiprocessing and meet in a store that this process serves; those of mpi by the mpiexec of
+this environment. Above the public API: a rank calls ``initialize``, the function, ``finalize``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from multiprocessing import spawn as preparing
+from pathlib import Path
+from typing import Any
+
+from asynccoll.backends import available
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.launch import child, mpi_rank, mpiexec
+from asynccoll.launch.job import Job, failed, portable
+from asynccoll.launch.nodes import Nodes
+from asynccoll.runtime import finalize, initialize
+
+__all__ = ["known_backend", "spawn"]
+
+_START_METHODS = ("spawn", "fork", "forkserver")
+_NODES = ("nnodes", "node_rank", "master_addr", "master_port", "init_method")
+
+
+def spawn(
+    backend: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    **kwargs: Any,
+) -> Any:
+    """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks; return when all are done.
+
+    >>> ac.spawn("gloo", train, (config,), nproc_per_node=2)
+
+    Each rank is a process that has joined a world on ``backend`` (as ``ac.initialize`` does) when ``fn``
+    is called, and leaves it afterwards. ``fn`` is found by its name there, so it stands at the top level
+    of a module (or script whose start is under ``if __name__ == "__main__":``); with cloudpickle
+    installed it may be any function. ``serial`` runs it here.
+
+    Args:
+        backend: as for ``ac.initialize``.
+        fn: called with the rank's index on this node, then ``args`` and ``kwargs_dict``.
+        args, kwargs_dict: what it is called with besides.
+        nproc_per_node: the number of ranks on this node.
+        kwargs: for gloo, nccl and other backends of torch: ``nnodes``, ``node_rank``, ``master_addr``,
+            ``master_port``, ``init_method``, ``start_method`` (``"spawn"``, the default, ``"fork"`` or
+            ``"forkserver"``), ``daemon``, and ``join`` (with ``join=False`` torch's process context comes
+            back at once). All others go to ``ac.initialize``: ``timeout``, ``check``, ...
+
+    Raises:
+        SpawnError: a rank failed; the text has the traceback of the first that did.
+        InvalidArgumentError: values that contradict each other.
+        BackendNotFoundError: the backend, or what starts its ranks, is not here.
+    """
+    name = known_backend(backend)
+    Nodes(nproc_per_node)  # refuses what is no number of ranks
+    task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
+    return _STARTERS.get(name, _spawn_processes)(task, nproc_per_node, dict(kwargs))
+
+
+def known_backend(backend: Any) -> str:
+    """The backend's name, if it is one that can be used here."""
+    if not isinstance(backend, str):
+        raise InvalidArgumentError(f"backend must be a name, got {backend!r}")
+    name = backend.strip().lower()
+    if ":" not in name and name not in available():
+        raise BackendNotFoundError(
+            f"backend {backend!r} is not usable here; available: {', '.join(available())}"
+        )
+    return name
+
+
+@contextlib.contextmanager
+def _reporting(task: Job) -> Iterator[Job]:
+    """The job with a directory for the ranks' errors, which goes away."""
+    with tempfile.TemporaryDirectory(prefix="asynccoll-spawn-", ignore_cleanup_errors=True) as made:
+        yield replace(task, directory=made)
+
+
+# The world of one
+
+
+def _spawn_serial(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+    _one_node(task, kwargs)
+    if ranks != 1:
+        raise InvalidArgumentError(f"backend 'serial' is a world of one, got nproc_per_node={ranks}")
+    initialize(task.backend, **kwargs)
+    try:
+        task.function(0, *task.args, **task.kwargs)
+    finally:
+        finalize()
+
+
+def _one_node(task: Job, kwargs: dict[str, Any]) -> None:
+    """Take the arguments about nodes away; there is this one only."""
+    nnodes, node_rank = kwargs.pop("nnodes", 1), kwargs.pop("node_rank", 0)
+    if (nnodes, node_rank) != (1, 0):
+        raise InvalidArgumentError(
+            f"spawn starts {task.backend} ranks on this node only, got nnodes={nnodes}, "
+            f"node_rank={node_rank}; on several nodes start the script with the backend's own launcher"
+        )
+
+
+# torch.multiprocessing
+
+
+def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
+    import torch.multiprocessing as mp  # heavy, and only for this
+
+    nodes = Nodes(ranks, **{name: kwargs.pop(name, None) for name in _NODES})
+    how, join = _start_options(kwargs), kwargs.pop("join", True)
+    if how["start_method"] != "fork":
+        task = replace(task, function=portable(task.function))
+    variables, store = _meeting(nodes)
+    with _reporting(replace(task, options=kwargs)) as told:
+        start: Any = mp.start_processes
+        context = start(_rank, (told, nodes, variables), ranks, join=False, **how)
+        if not join:
+            context.asynccoll_store = store  # the ranks meet there for as long as they live
+            return context
+        try:
+            while not context.join():
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
+            here = range(nodes.first, nodes.first + ranks)
+            raise failed(told, here, codes, str(error)) from None
+    return None
+
+
+def _start_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What torch.multiprocessing is told, taken out of ``kwargs``."""
+    # Functions of a notebook stand in no file: only a fork has them.
+    method = kwargs.pop("start_method", "fork" if hasattr(builtins, "__IPYTHON__") else "spawn")
+    if method not in _START_METHODS:
+        raise InvalidArgumentError(
+            f"start_method must be one of {', '.join(map(repr, _START_METHODS))}, got {method!r}"
+        )
+    return {"daemon": kwargs.pop("daemon", False), "start_method": method}
+
+
+def _meeting(nodes: Nodes) -> tuple[dict[str, object], Any]:
+    """The variables that tell the ranks where they meet, and the store if this process serves it."""
+    if nodes.init_method not in (None, "env://"):
+        return {}, None
+    if nodes.named:
+        return {"MASTER_ADDR": nodes.address, "MASTER_PORT": nodes.port}, None
+    from asynccoll.launch.loopback import ADDRESS, listening_store
+
+    store = listening_store(0)
+    # How torch elastic tells its workers of a store that it serves for them.
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": True}
+    return {"MASTER_ADDR": ADDRESS, "MASTER_PORT": store.port, **agent}, store
+
+
+def _rank(local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, object]) -> None:
+    """The program of one rank."""
+    child.die_with_launcher()
+    rank = nodes.first + local_rank
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": nodes.world_size,
+        "LOCAL_WORLD_SIZE": nodes.nproc_per_node,
+        "GROUP_RANK": nodes.node_rank,
+        **variables,
+    }
+    os.environ.update({name: str(value) for name, value in place.items()})
+    if variables:
+        task.carry_out(rank, local_rank)
+    else:
+        method = nodes.init_method
+        task.carry_out(rank, local_rank, init_method=method, rank=rank, world_size=nodes.world_size)
+
+
+# mpiexec
+
+
+def _spawn_mpi(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+    _one_node(task, kwargs)
+    launcher = mpiexec.find()
+    with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
+        plan = Path(told.directory, "job")
+        plan.write_bytes(pickle.dumps(_preparation()) + pickle.dumps(told))
+        line = launcher.command(ranks, [sys.executable, str(Path(mpi_rank.__file__)), str(plan)])
+        ended = subprocess.run(
+            [sys.executable, child.__file__, "program", *line],
+            env=launcher.environment(_without_place(os.environ)),
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        if ended.returncode:
+            text = f"mpiexec ended with code {ended.returncode}; what it said is above"
+            raise failed(told, range(ranks), {}, text)
+
+
+def _preparation() -> dict[str, Any]:
+    """What multiprocessing tells a new interpreter, so that it finds the same modules and ``__main__``."""
+    data = preparing.get_preparation_data("asynccoll-rank")
+    data.pop("authkey", None)  # a secret of ours, which does not go into files
+    return {**data, "start_method": "spawn"}
+
+
+def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the place that a launcher gave this process: mpiexec gives new ones."""
+    given = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_")
+    torch_place = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    return {k: v for k, v in environ.items() if not k.startswith(given) and k not in torch_place}
+
+
+_STARTERS: dict[str, Callable[[Job, int, dict[str, Any]], Any]] = {
+    "serial": _spawn_serial,
+    "mpi": _spawn_mpi,
+}
