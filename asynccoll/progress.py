@@ -11,6 +11,7 @@ It must not know what it polls, nor who waits for it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -70,17 +71,14 @@ class Progress:
         """Look now: something became ripe earlier than it had said."""
         if self._thread is None:
             self._start()
-        try:
-            self._alarm.release()
-        except RuntimeError:
-            pass  # it rings already
+        if self._alarm.locked():
+            with contextlib.suppress(RuntimeError):  # another thread has rung meanwhile
+                self._alarm.release()
 
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(
-                    target=self._run, name="asynccoll-progress", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name="asynccoll-progress", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:

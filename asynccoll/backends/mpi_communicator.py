@@ -40,9 +40,7 @@ IN_PLACE = MPI.IN_PLACE
 class MpiCommunicator:
     """A communicator of our own: of one group, lane and epoch."""
 
-    def __init__(
-        self, native: Any, *, gate: threading.Lock | None, limit: int, on_device: bool
-    ) -> None:
+    def __init__(self, native: Any, *, gate: threading.Lock | None, limit: int, on_device: bool) -> None:
         self.native = native
         self._gate = gate
         self._limit = limit
@@ -79,20 +77,24 @@ class MpiCommunicator:
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         call = self.native.Iallreduce
         if x.numel() > self._limit:
-            parts = [(IN_PLACE, _typed(part), OPS[op]) for part in x.view(-1).split(self._limit)]
+            parts = [(IN_PLACE, part, OPS[op]) for part in self._pieces(x)]
             return self._start_parts(call, parts, x)
         return self._start(call, (IN_PLACE, _typed(x), OPS[op]), x)
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self.native.Ireduce
-        parts = x.view(-1).split(self._limit) if x.numel() > self._limit else (x,)
-        if dst == self._rank:
-            calls = [(IN_PLACE, _typed(part), OPS[op], dst) for part in parts]
-        else:
-            calls = [(_typed(part), None, OPS[op], dst) for part in parts]
-        if len(calls) > 1:
-            return self._start_parts(call, calls, x)
-        return self._start(call, calls[0], x)
+        parts: list[tuple[Any, ...]] = [
+            (IN_PLACE, part, OPS[op], dst) if dst == self._rank else (part, None, OPS[op], dst)
+            for part in self._pieces(x)
+        ]
+        if len(parts) > 1:
+            return self._start_parts(call, parts, x)
+        return self._start(call, parts[0], x)
+
+    def _pieces(self, x: torch.Tensor) -> list[tuple[Any, int, Any]]:
+        """A tensor as MPI takes it to be reduced, in as many calls as its counts allow."""
+        flat, limit = x.view(-1), self._limit
+        return [_typed(flat[start : start + limit]) for start in range(0, max(1, x.numel()), limit)]
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         if overlap(x, out):
@@ -103,16 +105,13 @@ class MpiCommunicator:
         arguments = ((memory(x), count, kind), (memory(out), count, kind), OPS[op])
         return self._start(self.native.Ireduce_scatter_block, arguments, x, out)
 
-    def _reduce_scatter_by_reduces(
-        self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
-    ) -> Completion:
+    def _reduce_scatter_by_reduces(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Each rank's part by reductions to it: counts per call stay small."""
-        calls = []
+        calls: list[tuple[Any, ...]] = []
         for rank, row in enumerate(x.view(self._size, -1)):
-            into = out.view(-1).split(self._limit) if rank == self._rank else ()
-            for index, part in enumerate(row.split(self._limit)):
-                target = _typed(into[index]) if into else None
-                calls.append((_typed(part), target, OPS[op], rank))
+            pieces = self._pieces(row)
+            into = self._pieces(out) if rank == self._rank else [None] * len(pieces)
+            calls += [(part, target, OPS[op], rank) for part, target in zip(pieces, into, strict=True)]
         return self._start_parts(self.native.Ireduce, calls, x, out)
 
     # Movement
@@ -135,7 +134,7 @@ class MpiCommunicator:
 
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
         if x is not None and spread(x) > self._limit:
-            x = torch.cat([part.view(-1) for part in x]).view(len(x), -1)
+            x = list(torch.cat([part.view(-1) for part in x]).view(len(x), -1))
         sent = self._parts(x) if x is not None else None
         arguments = (sent, bytes_of(out, self._limit), src)
         return self._start(self.native.Iscatterv, arguments, out, x)

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,6 @@ class Library:
     cuda_aware: bool
 
 
-_loaded: Library | None = None
-
-
 def load() -> Library:
     """The library, initialised.
 
@@ -54,21 +52,18 @@ def load() -> Library:
         BackendNotFoundError: mpi4py or an MPI library is missing, or it allows one thread only.
         InvalidArgumentError: MPI was finalized already, which it can be once in a process.
     """
-    global _loaded
-    if _loaded is None:
-        _loaded = _load()
-    if _loaded.MPI.Is_finalized():
+    mpi = _import()
+    if mpi.Is_finalized():
         raise InvalidArgumentError(
             "MPI was finalized in this process and cannot be initialised again; call "
             "ac.initialize('mpi') before MPI.Finalize()"
         )
-    return _loaded
+    return _examine(mpi)
 
 
-def _load() -> Library:
-    mpi = _import()
-    if mpi.Is_finalized():
-        return Library(mpi, _name(mpi), None, by_name=False, limit=_INT_MAX, cuda_aware=False)
+@lru_cache(maxsize=1)
+def _examine(mpi: Any) -> Library:
+    """What the library can do; from now on we see to its end."""
     if not mpi.Is_initialized():  # mpi4py.rc.initialize is False: it was left to us
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi, os.getpid())
