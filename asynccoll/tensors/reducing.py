@@ -37,7 +37,8 @@ def start_all_reduce(
     if plan.via != "native":
         return _all_reduce_gathered(lane, plan, x, out, timeout)
     copy = None
-    if plan.direct and x.is_contiguous() and (out is x or x.nbytes < OFFLOAD_BYTES):
+    small = x.nbytes < OFFLOAD_BYTES and (out is None or out.is_contiguous())
+    if plan.direct and x.is_contiguous() and (out is x or small):
         # The common cases, with as few tensor operations as there can be: none, or one copy.
         buffer = x if out is x else fresh(x) if out is None else out.detach().copy_(x)
     else:
