@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -40,6 +40,7 @@ class Codec:
     decode: Callable[[bytes], Any]
 
 
+#: Types in C, which nobody can change: a pickle may call its types and set attributes on them.
 _HARMLESS: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -51,29 +52,27 @@ _HARMLESS: dict[tuple[str, str], Any] = {
         slice,
         collections.OrderedDict,
         collections.deque,
-        collections.Counter,
-        datetime.date,
-        datetime.time,
-        datetime.datetime,
-        datetime.timedelta,
-        datetime.timezone,
+        dt.date,
+        dt.time,
+        dt.datetime,
+        dt.timedelta,
+        dt.timezone,
         decimal.Decimal,
-        fractions.Fraction,
-        uuid.UUID,
-        pathlib.PurePosixPath,
-        pathlib.PureWindowsPath,
-        pathlib.PosixPath,
-        pathlib.WindowsPath,
         torch.Size,
         torch.device,
     )
 }
 _TYPES = frozenset(_HARMLESS.values())
-#: What the pickles of harmless types refer to beside the types themselves.
-_HELPERS = {
-    ("_codecs", "encode"): lambda text, encoding: text.encode("latin-1"),
-    ("fractions", "Fraction"): fractions.Fraction,
-    ("uuid", "SafeUUID"): uuid.SafeUUID,
+_PATHS = {
+    kind.__name__: kind
+    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+}
+#: Types in Python, which a pickle never gets to see: they travel as what they are made of.
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    collections.Counter: lambda counter: ("counter", dict(counter)),
+    fractions.Fraction: lambda value: ("fraction", value.numerator, value.denominator),
+    uuid.UUID: lambda value: ("uuid", value.int),
+    **dict.fromkeys(_PATHS.values(), lambda path: ("path", type(path).__name__, str(path))),
 }
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -82,6 +81,9 @@ class _SafePickler(pickle.Pickler):
     """Refuses what the safe unpickler would, before anything is sent; tensors go as plain bytes."""
 
     def persistent_id(self, obj: Any) -> Any:
+        parts = _PARTS.get(type(obj))
+        if parts is not None:
+            return parts(obj)
         if isinstance(obj, torch.Tensor):
             return _from_tensor(obj)
         if isinstance(obj, torch.dtype):
@@ -100,10 +102,7 @@ class _SafePickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind = obj if isinstance(obj, type) else type(obj)
-        if kind in _TYPES or (isinstance(obj, uuid.SafeUUID)):
-            return NotImplemented
-        name = getattr(obj, "__qualname__", None)
-        if (getattr(obj, "__module__", None), name) in _HELPERS:
+        if kind in _TYPES:
             return NotImplemented
         raise PayloadTypeError(
             f"the default codec does not carry {kind.__module__}.{kind.__qualname__} (it decodes without "
@@ -154,7 +153,7 @@ def _from_tensor(x: torch.Tensor) -> tuple[Any, ...]:
 
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _HARMLESS.get((module, name)) or _HELPERS.get((module, name))
+        found = _HARMLESS.get((module, name))
         if found is None:
             raise CollectiveError(
                 f"an object refers to {module}.{name}, which the default codec does not decode; pass "
@@ -185,6 +184,10 @@ _LOAD: dict[str, Callable[..., Any]] = {
     "enum": _to_enum,
     "dataclass": _to_dataclass,
     "namedtuple": _to_namedtuple,
+    "counter": collections.Counter,
+    "fraction": fractions.Fraction,
+    "uuid": lambda value: uuid.UUID(int=value),
+    "path": lambda name, text: _PATHS[name](text),
 }
 
 
@@ -198,7 +201,15 @@ def _encode_safe(obj: Any) -> bytes:
 
 
 def _decode_safe(raw: bytes) -> Any:
-    return _SafeUnpickler(io.BytesIO(raw)).load()
+    try:
+        return _SafeUnpickler(io.BytesIO(raw)).load()
+    except CollectiveError:
+        raise
+    except Exception as error:  # whatever bytes that nobody encoded here may lead to
+        raise CollectiveError(
+            f"what came is no object of the default codec ({type(error).__name__}: {error}); pass the same "
+            "codec= on every rank"
+        ) from error
 
 
 def _encode_pickle(obj: Any) -> bytes:
