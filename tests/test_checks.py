@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import asynccoll as ac
 import oracle
+import scripts
 import worlds
 from ranks import Rank, raising
 from worlds import World
@@ -197,3 +199,31 @@ async def does_not_block(me: Rank) -> None:
 def test_the_comparison_does_not_block_the_call(checked: World, runner: str) -> None:
     """The call returns before the peer has come."""
     checked.run(does_not_block, runner=runner)
+
+
+FROM_ENVIRONMENT = """
+    import torch, asynccoll as ac
+    ac.initialize("gloo", timeout=20)
+    x = torch.ones(4 if ac.get_rank() == 0 else 8)
+    try:
+        ac.all_reduce(x).wait()
+    except ac.CollectiveMismatchError as error:
+        print("[4]" in str(error), "[8]" in str(error))
+    ac.finalize()
+"""
+
+
+def test_the_environment_asks_for_full_checks(tmp_path: Path) -> None:
+    """ASYNCCOLL_CHECK=full is check="full" of a program that does not say."""
+    for ended in scripts.run(tmp_path, FROM_ENVIRONMENT, ranks=2, env={"ASYNCCOLL_CHECK": "full"}):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["True", "True"]
+
+
+def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the program says itself is not overruled; and a wrong word is refused, by its name."""
+    monkeypatch.setenv("ASYNCCOLL_CHECK", "everything")
+    with pytest.raises(ac.InvalidArgumentError, match="everything"):
+        ac.initialize("serial")
+    ac.initialize("serial", check="off")
+    ac.finalize()

@@ -69,9 +69,7 @@ def _has(package: str) -> Callable[[], bool]:
 
 _TABLE: dict[str, _Entry] = {
     "serial": _Entry("asynccoll.backends.serial:create", lambda: True, ""),
-    "gloo": _Entry(
-        "asynccoll.backends.c10d:create", dist.is_gloo_available, "a torch built with gloo"
-    ),
+    "gloo": _Entry("asynccoll.backends.c10d:create", dist.is_gloo_available, "a torch built with gloo"),
     "nccl": _Entry(
         "asynccoll.backends.c10d:create",
         lambda: dist.is_nccl_available() and torch.cuda.is_available(),
@@ -168,7 +166,11 @@ def _factory(name: str) -> Callable[[Request], Context]:
             f"backend {name!r} is not usable here; it needs {entry.install}. Available: "
             f"{', '.join(available())}"
         )
-    return _load(entry.factory)
+    try:
+        return _load(entry.factory)
+    except (ImportError, AttributeError) as error:
+        cure = f"; install it anew: {entry.install}" if entry.install else ""
+        raise BackendNotFoundError(f"backend {name!r} does not load: {error}{cure}") from error
 
 
 def _entry(name: str) -> _Entry:

@@ -1,0 +1,84 @@
+"""The event loop while a collective is out: an await never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from blockbuster import BlockBuster, BlockingError
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank
+
+TURNS = 20
+
+
+@pytest.fixture(scope="module")
+def gloo_pair() -> worlds.World:
+    return worlds.world("gloo", 2)
+
+
+async def _count_turns(me: Rank, sign: str) -> None:
+    """Let the loop turn while the other rank keeps us waiting; then let it join."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(me.show, sign)
+
+
+def _guard() -> BlockBuster:
+    """What raises at blocking calls in a loop, but for the bounded inline wait, at most 1 ms a turn."""
+    guard = BlockBuster()
+    guard.functions["threading.Lock.acquire"].can_block_in("asynccoll/completion.py", "wait")
+    return guard
+
+
+async def suspended(me: Rank) -> None:
+    calls = {
+        "all_reduce": lambda: ac.all_reduce(torch.ones(1000)),
+        "number": lambda: ac.all_reduce(5),
+        "object": lambda: ac.all_gather_object({"rank": me.rank}),
+        "new lane": lambda: ac.all_reduce(torch.ones(2), lane="guarded"),
+    }
+    for name, call in calls.items():
+        sign = f"guarded {name}"
+        with me.case(name):
+            if me.rank == 1:
+                me.see(sign)
+                await call()
+                continue
+            guard = _guard()
+            guard.activate()
+            try:
+                turns = asyncio.create_task(_count_turns(me, sign))
+                work = call()
+                assert not work.done()
+                got = await work
+                await turns
+            finally:
+                guard.deactivate()
+            if name == "object":
+                oracle.same(got, [{"rank": 0}, {"rank": 1}])
+
+
+def test_an_await_blocks_no_loop(gloo_pair: worlds.World) -> None:
+    """Under a guard that raises at every blocking call, suspended awaits of each kind get their result."""
+    gloo_pair.run(suspended, runner="asyncio")
+
+
+async def _blocks() -> None:
+    time.sleep(0.001)  # that is what the guard is to find
+
+
+def test_the_guard_finds_what_blocks() -> None:
+    """The test above can fail: the same guard stops a sleep."""
+    guard = _guard()
+    guard.activate()
+    try:
+        with pytest.raises(BlockingError):
+            asyncio.run(_blocks())
+    finally:
+        guard.deactivate()

@@ -1,0 +1,77 @@
+"""Backends of other packages, found through the entry-point group `asynccoll.backends`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import scripts
+
+BACKEND = """
+from asynccoll.backends.serial import SerialBackend
+from asynccoll.context import Context, Identity
+
+
+def create(request):
+    options = request.take_options("flavour")
+    backend = SerialBackend()
+    backend.name = f"toy of {options.get('flavour', 'nothing')}"
+    return Context(backend, Identity(), check=request.check)
+"""
+METADATA = "Metadata-Version: 2.1\nName: toy-backend\nVersion: 1.0\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """A package with a working backend `toy` and a broken one; the environment that finds it."""
+    home = tmp_path / "site"
+    info = home / "toy_backend-1.0.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text(METADATA)
+    info.joinpath("entry_points.txt").write_text(
+        "[asynccoll.backends]\nToy = toy_backend:create\nbroken = toy_backend_that_is_not:create\n"
+    )
+    home.joinpath("toy_backend.py").write_text(BACKEND)
+    return {"PYTHONPATH": f"{home}:{scripts.rank_environment()['PYTHONPATH']}"}
+
+
+USES = """
+    import sys, asynccoll as ac
+    print("toy" in ac.available_backends(), "toy_backend" in sys.modules)
+    ac.initialize("TOY", flavour="mint")
+    print(ac.backend(), ac.all_reduce(5).wait())
+    ac.finalize()
+    try:
+        ac.initialize("toy", colour="red")
+    except ac.InvalidArgumentError as error:
+        print("colour" in str(error), "flavour" in str(error))
+    try:
+        ac.initialize("gloom")
+    except ac.BackendNotFoundError as error:
+        print("toy" in str(error))
+"""
+
+
+def test_a_backend_of_another_package(tmp_path: Path, installed: dict[str, str]) -> None:
+    """Listed without being loaded, asked for in any case, with options of its own; named by the error."""
+    (ended,) = scripts.run(tmp_path, USES, launched=False, env=installed)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == ["True False", "toy of mint 5", "True True", "True"]
+
+
+BROKEN = """
+    import asynccoll as ac
+    try:
+        ac.initialize("broken")
+    except ac.BackendNotFoundError as error:
+        print(error)
+"""
+
+
+def test_a_backend_that_does_not_load(tmp_path: Path, installed: dict[str, str]) -> None:
+    """The error is typed and says which package to install anew."""
+    (ended,) = scripts.run(tmp_path, BROKEN, launched=False, env=installed)
+    assert ended.code == 0, ended.err
+    assert "toy_backend_that_is_not" in ended.out
+    assert "pip install toy-backend" in ended.out
