@@ -8,7 +8,7 @@ result's ``wait()`` is what orders the graph; ``await`` is refused there, by dyn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from asynccoll.spec import ReduceOp
 
 if TYPE_CHECKING:
     from asynccoll.context import Context
+    from asynccoll.work import Work
 
 __all__ = ["CompiledWork", "renew"]
 
@@ -109,46 +110,53 @@ class CompiledWork:
         return done / self.divisor if self.divisor > 1 else done
 
 
-def all_reduce(x: Any, op: Any, group: Any) -> Any:
+def _work(tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 1) -> Work[Any]:
+    """To a type checker a ``Work``, for it has its ``wait()``."""
+    return cast("Work[Any]", CompiledWork(tensor, dim=dim, parts=parts, divisor=divisor))
+
+
+def all_reduce(x: Any, op: Any, group: Any) -> Work[Any]:
     _check(group)
     name, divisor = _reduction(op, _integers(x))
     reduce = torch.ops._c10d_functional.all_reduce
-    return CompiledWork(reduce(x.contiguous(), name, _world()), divisor=divisor)
+    return _work(reduce(x.contiguous(), name, _world()), divisor=divisor)
 
 
-def broadcast(x: Any, src: int, group: Any) -> Any:
+def broadcast(x: Any, src: int, group: Any) -> Work[Any]:
     _check(group)
     ours = _is_source(src)
     if x.requires_grad and torch.is_grad_enabled():
         # torch's op has no gradient, and says so in a warning only. A sum of zeros and one has.
         silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
         return all_reduce(x.masked_fill(silent, 0), "sum", None)
-    return CompiledWork(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
+    return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
 
 
-def all_gather(x: Any, dim: int, group: Any) -> Any:
+def all_gather(x: Any, dim: int, group: Any) -> Work[Any]:
     _check(group)
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
     if x.dim() == 0:
         x = x.reshape(1)
-    return CompiledWork(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
+    return _work(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
 
 
-def reduce_scatter(x: Any, op: Any, dim: int, group: Any) -> Any:
+def reduce_scatter(x: Any, op: Any, dim: int, group: Any) -> Work[Any]:
     _check(group)
     reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()
     name, divisor = _reduction(op, _integers(x))
     if dim % x.dim():
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
-    return CompiledWork(reduce_scatter(x.contiguous(), name, size, _world()), divisor=divisor)
+    return _work(reduce_scatter(x.contiguous(), name, size, _world()), divisor=divisor)
 
 
-def all_to_all(x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any) -> Any:
+def all_to_all(
+    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any
+) -> Work[Any]:
     _check(group)
     size = _size()
     even = [x.shape[0] // size] * size
     exchange = torch.ops._c10d_functional_autograd.all_to_all_single
     received, sent = list(out_splits or even), list(in_splits or even)
-    return CompiledWork(exchange(x.contiguous(), received, sent, _world()))
+    return _work(exchange(x.contiguous(), received, sent, _world()))

@@ -111,10 +111,10 @@ class Group:
             lane.close(abort=abort)
 
     def process_group(self) -> dist.ProcessGroup:
-        """The same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like:
-        ``DistributedDataParallel(model, process_group=ac.new_group([0, 1]).process_group())``.
+        """The same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.
 
-        Has connections of its own, so that torch's collectives never interleave with those of a lane.
+        ``DistributedDataParallel(model, process_group=ac.new_group([0, 1]).process_group())``.
+        It has connections of its own, so that torch's collectives never interleave with those of a lane.
         Made on the first call, which waits for all members; gone after ``ac.finalize()``.
 
         Raises:

@@ -359,8 +359,10 @@ class Lane:
         self._drive()
 
     def restart(self) -> None:
-        """Reopen, forgetting what was accepted (but not the pauses in it); whoever calls this fails
-        those operations."""
+        """Reopen, forgetting what was accepted (but not the pauses in it).
+
+        Whoever calls this fails those operations.
+        """
         with self._lock:
             self._queue = deque(job for job in self._queue if job.unopened)
             self._active = None

@@ -46,8 +46,7 @@ class Liveness:
             store.set(_key(self._rank), json.dumps([host, port, socket.gethostname(), os.getpid()]))
 
     def learn(self, ranks: tuple[int, ...]) -> None:
-        """Read the addresses that ``ranks`` have published, while the store is there: rank 0 may take
-        it with it."""
+        """Read what ``ranks`` have published, while the store is there: rank 0 may take it with it."""
         unknown = [rank for rank in ranks if rank != self._rank and rank not in self._peers]
         if self._clients is None or not unknown:
             return

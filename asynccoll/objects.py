@@ -52,7 +52,8 @@ def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float |
         if not isinstance(objs, (list, tuple)) or len(objs) != lane.group.size:
             got = f"{len(objs)} objects" if isinstance(objs, (list, tuple)) else f"a {type(objs).__name__}"
             raise InvalidArgumentError(
-                f"scatter_object: src must pass a list of {lane.group.size} objects, one for each rank; got {got}"
+                f"scatter_object: src must pass a list of {lane.group.size} objects, one for each rank; "
+                f"got {got}"
             )
         messages = [to_message(obj, chosen) for obj in objs]
     work = scatter_messages(lane, "scatter_object", messages, index, timeout, detail=f"src={src}")

@@ -72,7 +72,7 @@ _process = _Process()
 
 def _forget_parent() -> None:
     """A forked child starts uninitialised: the parent's connections are not its own."""
-    global _process
+    global _process  # noqa: PLW0603  # what a process has is what this module is for
     _process = _Process()
     _process.inherited = dist.distributed_c10d.GroupMember.WORLD if dist.is_available() else None
     _of_thread.set(None)
@@ -272,7 +272,7 @@ def _at_exit() -> None:
         if out and not died:
             out = context.drain(EXIT_SECONDS)
         if out:
-            print(
+            print(  # noqa: T201  # the program is over: there is nobody left to raise to
                 f"asynccoll: rank {context.rank} ends with {len(out)} operations in flight, which are "
                 f"aborted: {out[0]!r}",
                 file=sys.stderr,

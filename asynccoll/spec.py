@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -206,7 +206,7 @@ class Plan:
         return "\n".join([head, *(f"  - {reason}" for reason in self.why)])
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -39,7 +39,8 @@ class Clients:
         try:
             return self._free.pop()
         except IndexError:
-            return self._store.clone()
+            made: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in the stub
+            return made
 
     @contextmanager
     def borrow(self) -> Iterator[dist.Store]:

@@ -78,7 +78,7 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[A
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return cls.__name__, tuple(x._fields), list(x), lambda values: cls(*values)
     if isinstance(x, (list, tuple)):
-        make = (lambda values: list(values)) if isinstance(x, list) else (lambda values: tuple(values))
+        make = list if isinstance(x, list) else tuple
         return cls.__name__, (), list(x), make
     names = tuple(field.name for field in dataclasses.fields(x))
     return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)

@@ -93,9 +93,8 @@ class Turnstile:
         self._closed = True
         self._free.set()
         if self._thread is not None:
-            with contextlib.suppress(RuntimeError):
-                with self._clients.borrow() as store:
-                    store.set(self._key(self._passed, self._group.rank), "")
+            with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
+                store.set(self._key(self._passed, self._group.rank), "")
             self._thread.join(timeout=1.0)
 
     def _key(self, place: int, rank: int) -> str:

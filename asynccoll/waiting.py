@@ -54,7 +54,7 @@ _latest: tuple[Any, _Turn] = (lambda: None, _Turn())
 
 
 def _turn_of(loop: Any) -> _Turn:
-    global _latest
+    global _latest  # noqa: PLW0603  # a cache of one
     known, turn = _latest
     if known() is loop:
         return turn

@@ -73,7 +73,7 @@ class Watch:
                 self._ask_after(lane)
 
     def _ask_after(self, lane: Lane) -> None:
-        """Is a rank gone that this lane waits for, or did one refuse its call?"""
+        """Find out whether a rank is gone that this lane waits for, or has refused its call."""
         lost = self._context.loss(lane)
         if lost is not None:
             lane.lose(lost)

@@ -166,8 +166,10 @@ class Work(Generic[T]):
         return derived
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call ``callback(work)`` once the work is done: at once if it is, else on the completing
-        thread, where it must not block or wait for other works."""
+        """Call ``callback(work)`` once the work is done: at once if it is.
+
+        Else on the completing thread, where it must not block or wait for other works.
+        """
         if not self._operations:
             callback(self)
             return

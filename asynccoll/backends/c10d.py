@@ -96,7 +96,7 @@ class HostCompletion(Completion):
         self._work = work
         self._future: Any = None
         self._fine = False
-        self.done = work.is_completed
+        self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
 
     def wait(self, seconds: float) -> bool:
         limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
@@ -113,7 +113,7 @@ class HostCompletion(Completion):
         def fired(_: Any) -> None:
             # The work says that it is done only after its future's callbacks have run.
             self._future = future
-            self.done = future.done
+            self.done = future.done  # type: ignore[method-assign]  # see above
             callback()
 
         future.add_done_callback(fired)

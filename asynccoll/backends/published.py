@@ -34,7 +34,7 @@ def publish(
     world.pg_names[group] = name
     world.pg_map[group] = (next(iter(natives.values()))[0], store)
     world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
-    _native._register_process_group(name, group)
+    _native._register_process_group(name, group)  # type: ignore[arg-type]  # a NewType of str
     return group  # type: ignore[no-any-return]  # built from Any: the stubs leave out half of it
 
 

@@ -37,7 +37,6 @@ def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TC
         port = listener.getsockname()[1]
     if not serve:
         _await_server(host, port, timeout.total_seconds())
-    given = {} if listener is None else {"master_listen_fd": listener.detach()}  # the store closes it
     store = dist.TCPStore(
         host,
         port,
@@ -45,7 +44,7 @@ def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TC
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,  # one server per address and process, shared with torch's own
-        **given,
+        master_listen_fd=listener.detach() if listener is not None else None,  # the store closes it
     )
     if serve:
         _served.clear()
