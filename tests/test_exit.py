@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import scripts
+from asynccoll.runtime import EXIT_SECONDS
 
 ENDS_IN_FLIGHT = """
     import torch, asynccoll as ac
@@ -174,3 +175,67 @@ def test_four_ranks_end_without_an_abort(tmp_path: Path) -> None:
         for ended in scripts.run(tmp_path, FINALIZES, ranks=4):
             assert ended.code == 0, ended.err
             assert ended.out.split() == ["done"]
+
+
+ROUNDS = """
+    import torch, asynccoll as ac
+    for _ in range(10):
+        ac.initialize("gloo")
+        works = [ac.all_reduce(torch.ones(100), lane=lane) for lane in ("a", "b", "c")]
+        assert all(work.wait().eq(ac.get_world_size()).all() for work in works)
+        if ac.get_rank():
+            ac.send(torch.ones(1), dst=0).wait()
+        else:
+            for peer in range(1, ac.get_world_size()):
+                ac.recv(torch.ones(1), src=peer).wait()
+        ac.finalize()
+"""
+
+
+def test_worlds_that_follow_each_other(tmp_path: Path) -> None:
+    """At one address, on three lanes and with messages: no rank meets an earlier world, and all is quiet."""
+    for ended in scripts.run(tmp_path, ROUNDS, ranks=4):
+        assert ended.code == 0, ended.err
+        assert ended.err == ""
+
+
+RANK_0_FIRST = """
+    import pathlib, sys, time
+    import asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    sign = pathlib.Path(__file__).with_name("rank 0 is through")
+    if ac.get_rank() == 0:
+        sign.touch()
+        sys.exit()
+    while not sign.exists():
+        time.sleep(0.001)
+    for lane in "abc":
+        print(ac.all_reduce(1, group=[1, 2], lane=lane).wait())
+"""
+
+
+def test_rank_0_ends_first(tmp_path: Path) -> None:
+    """The rank that serves the store stays until the others need it no more: they still open lanes."""
+    first, *others = scripts.run(tmp_path, RANK_0_FIRST, ranks=3)
+    assert (first.code, first.err) == (0, "")
+    for ended in others:
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out.split() == ["2", "2", "2"]
+
+
+DIES_BEFORE_THE_STORE = """
+    import os, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        os._exit(3)
+"""
+
+
+def test_rank_0_waits_for_no_dead_rank(tmp_path: Path) -> None:
+    """A rank that died says no goodbye, and is not waited for."""
+    first, second = scripts.run(tmp_path, DIES_BEFORE_THE_STORE, ranks=2)
+    assert second.code == 3
+    assert (first.code, first.err) == (0, "")
+    assert first.seconds < 0.9 * EXIT_SECONDS + second.seconds
