@@ -1,9 +1,9 @@
 """The one progress thread of a process, for operations that can only be polled (mpi, horovod).
 
-An operation is *watched* from its issue on: the thread looks at it once it is ripe, so that what a
-waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
-same. The thread polls tightly for as long as an operation is expected to take, then backs off; with
-nothing to watch it sleeps until something comes.
+An operation is *watched* from its issue on. The thread looks at it after a short grace, so that what
+a waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
+same. It polls tightly for as long as the operation is expected to take, then backs off; with nothing
+to watch it sleeps until something comes.
 
 It must not know what it polls, nor who waits for it.
 """
@@ -23,6 +23,8 @@ __all__ = ["Pollable", "Progress", "progress"]
 
 #: Looks without sleep at what is overdue, before naps begin.
 YIELDS = 50
+#: How long an operation is left to its waiter.
+GRACE_SECONDS = 2e-4
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
 #: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
@@ -37,16 +39,37 @@ class Pollable(Protocol):
 
     #: over, as far as anybody has noticed
     finished: bool
-    #: when (``monotonic``) the thread is to look at it first
-    ripe: float
-    #: until when it is expected to be over soon, so that looking again at once is worth it
-    tight: float
     #: somebody waits for it in place and looks himself
     attended: bool
+    #: the thread is to look at it without grace
+    urgent: bool
+
+    def expected(self) -> float:
+        """How many seconds it may well take from now: for so long, looking again at once is worth it."""
+        ...
 
     def poll(self) -> bool:
         """Look; whether it is over. Whoever is to be told has been told then."""
         ...
+
+
+class _Watched:
+    """One operation as the thread sees it."""
+
+    __slots__ = ("item", "ripe", "tight")
+
+    def __init__(self, item: Pollable, now: float) -> None:
+        self.item = item
+        #: when to look at it first
+        self.ripe = now if item.urgent else now + GRACE_SECONDS
+        #: until when to look again at once
+        self.tight = now + item.expected()
+
+    def over(self, now: float) -> bool:
+        item = self.item
+        if item.attended or (self.ripe > now and not item.urgent):
+            return item.finished
+        return item.poll()
 
 
 class Progress:
@@ -62,13 +85,13 @@ class Progress:
         self._stopped = False
 
     def watch(self, item: Pollable) -> None:
-        """Poll ``item`` until it is over, from when it is ripe."""
+        """Poll ``item`` until it is over; from now on if it is urgent, else after a while."""
         self._new.append(item)
         if self._resting:
             self.rouse()
 
     def rouse(self) -> None:
-        """Look now: something became ripe earlier than it had said."""
+        """Look now: something has become urgent."""
         if self._thread is None:
             self._start()
         if self._alarm.locked():
@@ -91,17 +114,18 @@ class Progress:
             thread.join(1.0)
 
     def _run(self) -> None:
-        watched: list[Pollable] = []
+        watched: list[_Watched] = []
         rounds = 0
         busy_until = 0.0
+        self._resting = False
         while not self._stopped:
             now = monotonic()
             if self._new:
                 rounds = 0
                 busy_until = now + LINGER_SECONDS
-                self._take(watched)
+                self._take(watched, now)
             before = len(watched)
-            watched = [item for item in watched if not _over(item, now)]
+            watched = [one for one in watched if not one.over(now)]
             if len(watched) < before:
                 rounds = 0  # where one ended, others may be close
             if watched:
@@ -112,19 +136,19 @@ class Progress:
             else:
                 self._rest()
 
-    def _take(self, watched: list[Pollable]) -> None:
+    def _take(self, watched: list[_Watched], now: float) -> None:
         """Those newly issued that are not over yet: most were finished by their waiter."""
         new = self._new
         while new:
             item = new.popleft()
             if not item.finished:
-                watched.append(item)
+                watched.append(_Watched(item, now))
 
-    def _pause(self, watched: list[Pollable], now: float, rounds: int) -> int:
+    def _pause(self, watched: list[_Watched], now: float, rounds: int) -> int:
         """Wait before the next look; how many looks there were since something happened."""
-        mine = [item for item in watched if not item.attended]
-        ripe = [item for item in mine if item.ripe <= now]
-        if any(now < item.tight for item in ripe):
+        mine = [one for one in watched if not one.item.attended]
+        ripe = [one for one in mine if one.ripe <= now]
+        if any(now < one.tight for one in ripe):
             give_way()
             return rounds
         if ripe:
@@ -133,9 +157,9 @@ class Progress:
                 give_way()
                 return rounds
         nap = SHORTEST_NAP_SECONDS * 2 ** min(rounds - YIELDS, 6) if ripe else LONGEST_NAP_SECONDS
-        for item in mine:
-            if item.ripe > now:
-                nap = min(nap, item.ripe - now)
+        for one in mine:
+            if one.ripe > now:
+                nap = min(nap, one.ripe - now)
         self._alarm.acquire(timeout=min(nap, LONGEST_NAP_SECONDS))
         return rounds
 
@@ -146,12 +170,6 @@ class Progress:
         if not self._new and not self._stopped:
             self._alarm.acquire()
         self._resting = False
-
-
-def _over(item: Pollable, now: float) -> bool:
-    if item.attended or item.ripe > now:
-        return item.finished
-    return item.poll()
 
 
 progress = Progress()

@@ -101,12 +101,15 @@ class MpiBackend:
         device: torch.device,
         *,
         owns_default_group: bool,
+        crowded: bool,
     ) -> None:
+        from asynccoll.backends.mpi_completion import BURST, BURST_WHERE_CROWDED
         from asynccoll.backends.mpi_opening import Opener
 
         self.library = library
         self.device = device
         self._base = base
+        self._burst = BURST_WHERE_CROWDED if crowded else BURST
         self._owns_default_group = owns_default_group
         self._opener = Opener(library, base, f"asynccoll {next(_worlds)} ")
 
@@ -121,7 +124,7 @@ class MpiBackend:
         group.context.liveness.learn(group.ranks)
         library = self.library
         return MpiCommunicator(
-            native, gate=library.gate, limit=library.limit, on_device=library.cuda_aware
+            native, gate=library.gate, limit=library.limit, on_device=library.cuda_aware, burst=self._burst
         )
 
     def native_group(self, group: Group) -> Any:
@@ -167,7 +170,8 @@ def create(request: Request) -> Context:
     store = _make_store(base, timeout, one_host=identity.nnodes == 1) if base.Get_size() > 1 else None
     device = _device(library, identity.local_rank)
     owns_default = options.get("torch_group", True) and _make_default_group(store, identity, timeout)
-    backend = MpiBackend(library, base, device, owns_default_group=owns_default)
+    crowded = identity.nproc_per_node > _cores()
+    backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     context.world.lane().open()
     return context
@@ -231,6 +235,11 @@ def _make_default_group(store: dist.Store | None, identity: Identity, timeout: t
         timeout=timeout,
     )
     return True
+
+
+def _cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own_address() -> str:

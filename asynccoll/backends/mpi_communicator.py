@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from asynccoll.backends.mpi_completion import Fate, Guarded, Many, MpiCompletion, typed
+from asynccoll.backends.mpi_completion import Common, Guarded, Many, MpiCompletion, typed
 from asynccoll.backends.mpi_types import (
     BYTE,
     OPS,
@@ -40,12 +40,16 @@ IN_PLACE = MPI.IN_PLACE
 class MpiCommunicator:
     """A communicator of our own: of one group, lane and epoch."""
 
-    def __init__(self, native: Any, *, gate: threading.Lock | None, limit: int, on_device: bool) -> None:
+    def __init__(
+        self, native: Any, *, gate: threading.Lock | None, limit: int, on_device: bool, burst: int
+    ) -> None:
         self.native = native
         self._gate = gate
         self._limit = limit
         self._on_device = on_device
-        self._fate = Fate()
+        self._guarded = gate is not None or on_device
+        self._all_reduce = native.Iallreduce
+        self._common = Common(burst)
         self._rank: int = native.Get_rank()
         self._size: int = native.Get_size()
         self._highest_tag: int = native.Get_attr(MPI.TAG_UB)
@@ -64,7 +68,7 @@ class MpiCommunicator:
                     request = Guarded(call(*arguments), self._gate)
         except MPI.Exception as error:
             return Ready(typed(error))
-        return MpiCompletion(request, (x, keep, arguments), x.nbytes, self._fate)
+        return MpiCompletion(request, (x, keep, arguments), x.nbytes, self._common)
 
     def _start_parts(
         self, call: Callable[..., Any], parts: Sequence[Sequence[Any]], x: torch.Tensor, keep: object = None
@@ -75,11 +79,21 @@ class MpiCommunicator:
     # Arithmetic
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
-        call = self.native.Iallreduce
-        if x.numel() > self._limit:
+        count = x.numel()
+        if count > self._limit:
             parts = [(IN_PLACE, part, OPS[op]) for part in self._pieces(x)]
-            return self._start_parts(call, parts, x)
-        return self._start(call, (IN_PLACE, _typed(x), OPS[op]), x)
+            return self._start_parts(self.native.Iallreduce, parts, x)
+        if self._guarded:
+            return self._start(self.native.Iallreduce, (IN_PLACE, _typed(x), OPS[op]), x)
+        # The same, spelled out: this is the call whose latency matters most.
+        size = x.nbytes
+        try:
+            request = self._all_reduce(
+                IN_PLACE, (address(x.data_ptr(), size), count, TYPES[x.dtype]), OPS[op]
+            )
+        except MPI.Exception as error:
+            return Ready(typed(error))
+        return MpiCompletion(request, x, size, self._common)
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self.native.Ireduce
@@ -198,14 +212,14 @@ class MpiCommunicator:
 
     def close(self) -> None:
         """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
-        if self._fate.abandoned:
+        if self._common.abandoned:
             return
         with contextlib.suppress(MPI.Exception), self._gate or contextlib.nullcontext():
             self.native.Free()
 
     def abort(self) -> None:
         """Give up what is in flight. MPI cannot take a collective back: its memory is kept for good."""
-        self._fate.abandoned = True
+        self._common.abandoned = True
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -19,66 +19,70 @@ from mpi4py import MPI
 
 from asynccoll.completion import Callback, Completion
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
-from asynccoll.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, give_way, progress
+from asynccoll.progress import (
+    GRACE_SECONDS,
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
+    give_way,
+    progress,
+)
 
-__all__ = ["Fate", "Guarded", "Many", "MpiCompletion", "typed"]
+__all__ = ["BURST", "BURST_WHERE_CROWDED", "Common", "Guarded", "Many", "MpiCompletion", "typed"]
 
-#: How long every operation is expected to take at least; a small one among awake ranks takes 1 % of it.
-GRACE_SECONDS = 2e-4
-#: Expected beyond that, per byte.
+#: How long an operation is expected to take beyond the grace, per byte.
 SECONDS_PER_BYTE = 1e-9
 #: From this size on the progress thread begins at once: the transfer is long enough to be worth it.
 LARGE_BYTES = 4 << 20
-#: Tests in a row before the processor is offered to others.
-TESTS_PER_YIELD = 4
+#: Tests in a row before the processor is offered to others: some 10 us where every rank has a core.
+BURST = 64
+BURST_WHERE_CROWDED = 4
+
+_new_lock = threading.Lock
+watch = progress.watch
 
 #: Requests that will never end, with the memory that MPI may still write to.
 _abandoned: list[Any] = []
 
 
-class Fate:
-    """Whether the communicator of a request is still of use."""
+class Common:
+    """What the requests of one communicator have in common."""
 
-    __slots__ = ("abandoned",)
+    __slots__ = ("abandoned", "burst")
 
-    def __init__(self) -> None:
+    def __init__(self, burst: int) -> None:
+        #: it is of no use any more; what is in flight there never ends
         self.abandoned = False
+        #: tests in a row before the processor is offered to others
+        self.burst = burst
 
 
 class MpiCompletion(Completion):
-    """One request (or ``Many``), and the memory it works on."""
+    """One request (or ``Many``), and the memory it works on.
 
-    __slots__ = (
-        "_buffers",
-        "_callbacks",
-        "_error",
-        "_fate",
-        "_lock",
-        "_request",
-        "attended",
-        "finished",
-        "ripe",
-        "tight",
-    )
+    Made for every operation, so what most never change is the class's, not the instance's.
+    """
 
-    def __init__(self, request: Any, buffers: Any, size_bytes: int, fate: Fate) -> None:
+    finished = False
+    attended = False
+    urgent = False
+    _callbacks: list[Callback] | None = None
+    _error: CollectiveError | None = None
+
+    def __init__(self, request: Any, buffers: Any, size_bytes: int, common: Common) -> None:
         self._request = request
         self._buffers = buffers
-        self._fate = fate
-        self._lock = threading.Lock()
-        self._callbacks: list[Callback] | None = None
-        self._error: CollectiveError | None = None
-        self.finished = False
-        self.attended = False
-        now = monotonic()
-        self.tight = now + GRACE_SECONDS + size_bytes * SECONDS_PER_BYTE
+        self._size_bytes = size_bytes
+        self._common = common
+        self._lock = _new_lock()
         if size_bytes < LARGE_BYTES:
-            self.ripe = now + GRACE_SECONDS
-            progress.watch(self)
+            watch(self)
         else:
-            self.ripe = now
-            progress.watch(self)
+            self.urgent = True
+            watch(self)
             progress.rouse()
+
+    def expected(self) -> float:
+        return GRACE_SECONDS + self._size_bytes * SECONDS_PER_BYTE
 
     def done(self) -> bool:
         # Callbacks may take locks that the caller holds: with any, only poll() ends it.
@@ -86,32 +90,50 @@ class MpiCompletion(Completion):
 
     def _test(self) -> bool:
         """Ask MPI, unless another thread is asking; whether it is over."""
-        if not self._lock.acquire(blocking=False):
+        lock = self._lock
+        if self.finished or not lock.acquire(False):
             return self.finished
         try:
-            if not self.finished and self._ask():
-                self._request = self._buffers = None
-                self.finished = True
+            # Another thread may have asked between the two looks.
+            if self.finished or self._request.Test():
+                self._end()
+        except MPI.Exception as error:
+            self._fail(error)
         finally:
-            self._lock.release()
+            lock.release()
         return self.finished
 
-    def _ask(self) -> bool:
+    def _test_often(self) -> bool:
+        """The same, several times in a row: nothing but the library takes time in between."""
+        lock = self._lock
+        if self.finished or not lock.acquire(False):
+            return self.finished
         try:
-            return bool(self._request.Test())
+            if not self.finished:
+                test = self._request.Test
+                for _ in range(self._common.burst):
+                    if test():
+                        self._end()
+                        break
         except MPI.Exception as error:
-            self._error = typed(error)
-            return True
+            self._fail(error)
+        finally:
+            lock.release()
+        return self.finished
+
+    def _end(self) -> None:
+        self._request = self._buffers = None
+        self.finished = True
+
+    def _fail(self, error: MPI.Exception) -> None:
+        self._error = typed(error)
+        self._end()
 
     def poll(self) -> bool:
-        if not self.finished and self._fate.abandoned:
+        if not self.finished and self._common.abandoned:
             _abandoned.append(self)
             return True
-        if not self._test():
-            return False
-        if self._callbacks is not None:
-            self._tell()
-        return True
+        return self._test() and self._told()
 
     def _tell(self) -> None:
         with self._lock:
@@ -120,23 +142,30 @@ class MpiCompletion(Completion):
             callback()
 
     def wait(self, seconds: float) -> bool:
-        # The thread may be testing just now, and the other way round: either ends it.
-        self.attended = True
+        if self._test_often():
+            return self._told()
+        self.attended = True  # the thread leaves it alone, unless it is testing just now
         try:
-            return self._wait_tightly(monotonic() + seconds)
+            return self._wait(seconds)
         finally:
             self.attended = False
 
-    def _wait_tightly(self, deadline: float) -> bool:
-        tight = min(deadline, max(self.tight, monotonic() + GRACE_SECONDS))
-        poll = self.poll
-        while True:
-            for _ in range(TESTS_PER_YIELD):
-                if poll():
-                    return self.finished
-            if monotonic() >= tight:
-                return self._wait_with_naps(deadline)
+    def _told(self) -> bool:
+        if self._callbacks is not None:
+            self._tell()
+        return True
+
+    def _wait(self, seconds: float) -> bool:
+        """Test and yield for as long as it is expected to take, then nap in between."""
+        now = monotonic()
+        deadline = now + seconds
+        tight = min(deadline, now + self.expected())
+        while now < tight:
             give_way()
+            if self._test_often():
+                return self._told()
+            now = monotonic()
+        return self._wait_with_naps(deadline)
 
     def _wait_with_naps(self, deadline: float) -> bool:
         nap = SHORTEST_NAP_SECONDS
@@ -154,7 +183,7 @@ class MpiCompletion(Completion):
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
-                self.ripe = 0.0
+                self.urgent = True
                 later = True
             else:
                 later = False
