@@ -95,9 +95,7 @@ async def callback_await(x: torch.Tensor) -> None:
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     work = dist.all_reduce(x, async_op=True)
-    work.get_future().add_done_callback(
-        lambda _: loop.call_soon_threadsafe(done.set_result, None)
-    )
+    work.get_future().add_done_callback(lambda _: loop.call_soon_threadsafe(done.set_result, None))
     await done
 
 
