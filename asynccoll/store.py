@@ -1,66 +1,69 @@
-"""Connections to the store, lent out: a client serves one request at a time, and a new one is dear.
+"""The connection to the store, shared: a client serves one request at a time, and a new one is dear.
 
-Each connection costs a descriptor at both ends and a reverse look-up of the peer's name inside the
-store's only thread, which serves nobody meanwhile: where a name server loses one packet, that is five
-seconds for everybody. So there are as many connections as are in use at once, not one per lane.
+Each connection costs a descriptor at both ends and a reverse look-up of the other end's name at both,
+on the server's side in the only thread that serves: where a name server loses one packet, that is five
+seconds. So a rank has one connection for all of its lanes, and lends it for a request at a time.
 
-Nobody waits inside the store. A native wait cannot be called off, and a thread that comes back from one
-while the interpreter ends aborts the process; so waiting is asking again, and can be given up.
+Nobody waits inside the store. A native wait keeps the connection, cannot be called off, and a thread
+that comes back from one while the interpreter ends aborts the process; so waiting is asking again, and
+can be given up.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from time import monotonic, sleep
 
 import torch.distributed as dist
 
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
 
-__all__ = ["Clients"]
+__all__ = ["Clients", "Waiting"]
 
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
 
 
 class Clients:
-    """The connections of one rank to one store."""
+    """The connection of one rank to one store."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store  # the user's or the rendezvous' own; others may block on it
-        self._free: list[dist.Store] = []
+        self._client: dist.Store | None = None
         self._gone: dist.DistNetworkError | None = None
+        self._lock = threading.RLock()
 
     def take(self) -> dist.Store:
-        """A connection for good, for a library that goes on using it."""
+        """A connection of its own for a library that goes on using it."""
         if self._gone is not None:  # a new one would try to connect until the timeout
             raise self._gone.with_traceback(None)
-        try:
-            return self._free.pop()
-        except IndexError:
-            made: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in the stub
-            return made
+        made: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in the stub
+        return made
 
     @contextmanager
     def borrow(self) -> Iterator[dist.Store]:
-        """A connection for the block, to be used by nobody else; one that failed does not come back.
+        """The connection for the block, which must not wait in it.
 
         Raises ``torch.distributed.DistNetworkError`` once the store has gone.
         """
-        client = self.take()
-        try:
-            yield client
-        except dist.DistNetworkError as error:
-            self._gone = error
-            raise
-        self._free.append(client)
+        with self._lock:
+            if self._client is None:
+                self._client = self.take()
+            try:
+                yield self._client
+            except dist.DistNetworkError as error:
+                self._gone, self._client = error, None
+                raise
 
     def close(self) -> None:
         """Disconnect; what asks from now on is told that the store is gone."""
-        self._gone = dist.DistNetworkError("this rank has left its world")
-        self._free.clear()
-        del self._store
+        with self._lock:
+            self._gone = dist.DistNetworkError("this rank has left its world")
+            self._client = None
+            del self._store
 
     def meet(self, name: str, index: int, size: int, seconds: float, given_up: Callable[[], bool]) -> None:
         """Return once all ``size`` members have come to ``name``; this one is number ``index``.
@@ -72,7 +75,7 @@ class Clients:
         keys = [f"{name}/here/{member}" for member in range(size)]
         with self.borrow() as client:
             client.set(keys[index], "")
-            missing = _missing(client, keys, seconds, given_up)
+        missing = self.await_keys(keys, seconds, given_up)
         if missing and given_up():
             raise AbortedError(f"meeting the other ranks for {name} was given up")
         if missing:
@@ -81,14 +84,48 @@ class Clients:
                 f"after {seconds} s member {absent} of {size} had not come to {name}"
             )
 
+    def await_keys(self, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
+        """The keys that are not set when waiting ends: none, or those that did not come in time."""
+        deadline = monotonic() + seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            with self.borrow() as client:
+                if client.check(keys):
+                    return []
+                if given_up() or monotonic() >= deadline:
+                    return [key for key in keys if not client.check([key])]
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-def _missing(client: dist.Store, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
-    """The keys that are not set when waiting ends: none, or those that did not come in time."""
-    deadline = monotonic() + seconds
-    pause = _FIRST_PAUSE_SECONDS
-    while not client.check(keys):
-        if given_up() or monotonic() >= deadline:
-            return [key for key in keys if not client.check([key])]
-        sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    return []
+
+class Waiting(dist.Store):
+    """The store for a library that waits in it: its waits share the connection, and can be given up."""
+
+    def __init__(self, clients: Clients, seconds: float, given_up: Callable[[], bool]) -> None:
+        super().__init__()
+        self._clients = clients
+        self._seconds = seconds
+        self._given_up = given_up
+
+    def set(self, key: str, value: str) -> None:
+        with self._clients.borrow() as client:
+            client.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with self._clients.borrow() as client:
+            return client.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._clients.borrow() as client:
+            return client.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._clients.borrow() as client:
+            return client.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        missing = self._clients.await_keys(keys, seconds, self._given_up)
+        if missing:
+            raise CollectiveTimeoutError(f"after {seconds} s nobody had set {missing[0]} in the store")

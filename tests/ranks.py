@@ -33,6 +33,7 @@ import torch
 
 import asynccoll as ac
 import oracle
+from asynccoll import watch
 
 Report = Callable[..., None]
 
@@ -226,6 +227,7 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None:
     """Join the world (unless it is to be bare), then run what is sent until told to close."""
     report = report_to(connection)
+    watch.PATIENCE_SECONDS = 0.1  # or each refused call costs its peers a second of the suite
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     bare = options.pop("bare", False)

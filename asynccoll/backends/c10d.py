@@ -28,6 +28,7 @@ from asynccoll.backends.waiters import InProgress
 from asynccoll.completion import Completion
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.spec import Capabilities, Op, ReduceOp
+from asynccoll.store import Waiting
 
 if TYPE_CHECKING:
     from asynccoll.backends import Request
@@ -344,12 +345,13 @@ class C10dBackend:
         clients = context.clients
         assert clients is not None
         with self._opening:
-            clients.meet(name, rank, size, context.timeout, lambda: context.closed)
+            given_up = lambda: context.closed  # noqa: E731  # what it says
+            clients.meet(name, rank, size, context.timeout, given_up)
             if native != "gloo":  # may ask the store again, whenever it likes
                 create = _CREATE.get(native, _create_other(native))
                 return create(self, dist.PrefixStore(name, clients.take()), rank, size)
-            with clients.borrow() as client:
-                return self.create_gloo(dist.PrefixStore(name, client), rank, size)
+            waiting = Waiting(clients, context.timeout, given_up)
+            return self.create_gloo(dist.PrefixStore(name, waiting), rank, size)
 
     def native_group(self, group: Group) -> Any:
         """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
@@ -364,7 +366,7 @@ class C10dBackend:
             device: (native, self._native(native, group.context, f"{name}/{device}", group.rank, group.size))
             for device, native in self.by_device.items()
         }
-        store = dist.PrefixStore(name, clients.take())
+        store = dist.PrefixStore(name, Waiting(clients, group.context.timeout, lambda: group.context.closed))
         made = self._published[group.key] = publish(name, group.ranks, group.rank, store, natives)
         return made
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll.backends.mpi_library import Library
 from asynccoll.backends.waiters import InProgress
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
+from asynccoll.store import Waiting
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -53,9 +54,9 @@ class Opener:
         if len(ranks) == 1:
             return self._gated(self._library.MPI.COMM_SELF.Dup)
         assert context.clients is not None
-        with context.clients.borrow() as store:
-            _announce(store, name, ranks, self._rank)
-            made = self._await(store, name, ranks, context)
+        store = Waiting(context.clients, context.timeout, lambda: context.closed)
+        _announce(store, name, ranks, self._rank)
+        made = self._await(store, name, ranks, context)
         if isinstance(made, BaseException):
             raise made
         return made
