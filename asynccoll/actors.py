@@ -21,9 +21,7 @@ Actor = Any  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared
 _running_loop = asyncio._get_running_loop
 # Before 3.12 asyncio.current_task is Python and three times dearer than the table it reads.
 asyncio_task = (
-    asyncio.current_task
-    if sys.version_info >= (3, 12)
-    else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
+    asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
 
 

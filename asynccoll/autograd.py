@@ -81,9 +81,7 @@ def all_reduce(lane: Lane, x: torch.Tensor, op: ReduceOp, timeout: float | None)
             )
         return _all_reduce(_backward(lane), grad, op, timeout).wait()
 
-    return _record(
-        x, x.shape, lambda x, out: tensors.start_all_reduce(lane, x, op, out, timeout), adjoint
-    )
+    return _record(x, x.shape, lambda x, out: tensors.start_all_reduce(lane, x, op, out, timeout), adjoint)
 
 
 def _all_reduce(lane: Lane, x: torch.Tensor, op: ReduceOp, timeout: float | None) -> Work[torch.Tensor]:
@@ -99,14 +97,10 @@ def all_gather(lane: Lane, x: torch.Tensor, timeout: float | None) -> Work[torch
         return _reduce_scatter(_backward(lane), grad, ReduceOp.SUM, timeout).wait()
 
     shape = (lane.group.size, *x.shape)
-    return _record(
-        x, shape, lambda x, out: tensors.start_all_gather(lane, x, out, timeout), adjoint
-    )
+    return _record(x, shape, lambda x, out: tensors.start_all_gather(lane, x, out, timeout), adjoint)
 
 
-def reduce_scatter(
-    lane: Lane, rows: torch.Tensor, op: ReduceOp, timeout: float | None
-) -> Work[torch.Tensor]:
+def reduce_scatter(lane: Lane, rows: torch.Tensor, op: ReduceOp, timeout: float | None) -> Work[torch.Tensor]:
     """Row ``rank`` of the reduction. Backward: all_gather of the gradients."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
@@ -170,9 +164,7 @@ def broadcast(lane: Lane, x: torch.Tensor, src: int, timeout: float | None) -> W
         # Zeros that still hang on the total: every rank must join a second backward.
         return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
 
-    return _record(
-        x, x.shape, lambda x, out: tensors.start_broadcast(lane, x, src, out, timeout), adjoint
-    )
+    return _record(x, x.shape, lambda x, out: tensors.start_broadcast(lane, x, src, out, timeout), adjoint)
 
 
 def permute(

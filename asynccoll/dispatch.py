@@ -51,15 +51,9 @@ _WIDER = {
     torch.uint32: torch.int64,
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
-    **{
-        dtype: torch.float32
-        for dtype in (
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-            torch.float8_e4m3fnuz,
-            torch.float8_e5m2fnuz,
-        )
-    },
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.float32
+    ),
 }
 _REAL = {
     torch.complex32: torch.float16,
@@ -112,14 +106,10 @@ def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> No
     )
     allowed, advice = meaning.get(reduce, (True, ""))
     if not allowed:
-        raise PayloadTypeError(
-            f"{op.value}: {reduce.value} of {dtype_name(dtype)} has no meaning; {advice}"
-        )
+        raise PayloadTypeError(f"{op.value}: {reduce.value} of {dtype_name(dtype)} has no meaning; {advice}")
 
 
-def _refuse_sparse(
-    op: Op, spec: TensorSpec, capabilities: Capabilities, reduce: ReduceOp | None
-) -> None:
+def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce: ReduceOp | None) -> None:
     if not spec.sparse or (op is Op.ALL_REDUCE and capabilities.sparse and reduce is ReduceOp.SUM):
         return
     raise UnsupportedOpError(

@@ -20,9 +20,7 @@ def explain_call(lane: Lane, name: str, x: Any, call: dict[str, Any]) -> Plan:
     op = Op.parse(name)
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
-    return dispatch.plan(
-        op, spec, lane.group.topology(spec.device), lane.group.context.policy, reduce
-    )
+    return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.group.context.policy, reduce)
 
 
 def explain_offline(

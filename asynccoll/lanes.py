@@ -131,9 +131,9 @@ class TaskGroup:
         await self._group.__aenter__()
         return self
 
-    async def __aexit__(self, *exc: Any) -> bool | None:
+    async def __aexit__(self, *exc: object) -> bool | None:
         assert self._group is not None
-        return await self._group.__aexit__(*exc)
+        return await self._group.__aexit__(*exc)  # type: ignore[arg-type]  # what `async with` passes
 
     @property
     def cancel_scope(self) -> Any:
@@ -154,15 +154,13 @@ class TaskGroup:
         own = f"{self._parent}/{chosen}"
         if own in self._live:
             raise InvalidArgumentError(
-                f"a child named {chosen!r} is still running in this task group; two of them on one lane could "
-                "cross between ranks: pass another name="
+                f"a child named {chosen!r} is still running in this task group; two of them on one lane "
+                "could cross between ranks: pass another name="
             )
         self._live.add(own)
         self._group.start_soon(self._run, own, function, args, name=own)
 
-    async def _run(
-        self, own: str, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]
-    ) -> None:
+    async def _run(self, own: str, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
         try:
             with lane(own):
                 await function(*args)

@@ -74,12 +74,16 @@ def _open(row: torch.Tensor, body: torch.Tensor | None = None) -> tuple[Message,
     header = raw[_FIXED.size : start]
     if SLOT_BYTES - start >= body_length:
         # A copy, so that a short tensor does not sit at an odd address of the slot.
-        body = torch.frombuffer(bytearray(raw[start : start + body_length]), dtype=torch.uint8) if body_length else _EMPTY
+        body = (
+            torch.frombuffer(bytearray(raw[start : start + body_length]), dtype=torch.uint8)
+            if body_length
+            else _EMPTY
+        )
     elif body is not None:
         body = body[:body_length]
     else:
         body = _EMPTY
-    return Message(kind, header, body), longest if longest else _overflow(body_length, header_length)
+    return Message(kind, header, body), longest or _overflow(body_length, header_length)
 
 
 def _overflow(body_length: int, header_length: int) -> int:
@@ -96,9 +100,7 @@ def _padded(message: Message, length: int, device: torch.device) -> torch.Tensor
     return padded
 
 
-def _run(
-    lane: Lane, name: str, detail: str, program: Program, size_bytes: int, timeout: float | None
-) -> Any:
+def _run(lane: Lane, name: str, detail: str, program: Program, size_bytes: int, timeout: float | None) -> Any:
     if lane.group.context.policy.check:
         program = checked(lane, signature(name, detail=detail), program=program)
     return lane.run(name, program, size_bytes, timeout)

@@ -44,8 +44,7 @@ class Estimate:
 
     def at_most(self, seconds: float) -> None:
         """The operation was found done: it took no longer than this."""
-        if seconds < self.seconds:
-            self.seconds = seconds
+        self.seconds = min(self.seconds, seconds)
 
 
 class Operation:

@@ -365,9 +365,7 @@ def recv(
     return _start(group, lane, timeout, payload.recv, like, src, tag, out)
 
 
-def barrier(
-    *, group: Any = None, lane: str | None = None, timeout: float | None = None
-) -> Work[None]:
+def barrier(*, group: Any = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:
     """Ready once every rank of the group has called it.
 
     Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.

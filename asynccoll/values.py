@@ -7,6 +7,7 @@ dtype, shape and device type. What is none of these goes through a codec (``code
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import pathlib
 import struct
@@ -27,9 +28,7 @@ _INT64 = struct.Struct("<q")
 _FLOAT64 = struct.Struct("<d")
 _COMPLEX128 = struct.Struct("<dd")
 
-_DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=dtype_name
-)
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=dtype_name)
 _BY_NAME = {dtype_name(dtype): dtype for dtype in _DTYPES}
 
 
@@ -183,7 +182,7 @@ def reduce_numbers(numbers: list[Any], op: ReduceOp) -> Any:
         return type(numbers[0])(all(numbers))
     if op is ReduceOp.OR:
         return type(numbers[0])(any(numbers))
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and any(x != x for x in numbers):
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and any(math.isnan(x) for x in numbers):
         return float("nan")  # as torch does; Python's min depends on the order
     total = functools.reduce(_ON_NUMBERS[op], numbers)
     if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and isinstance(total, bool):
