@@ -80,14 +80,14 @@ def _is_source(src: Any) -> bool:
     return world.index(src, "src") == world.rank
 
 
-def _check(group: Any) -> None:
-    _require_world(group is None)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
-def _require_world(given: bool) -> None:
-    if not given:
-        raise UnsupportedOpError("inside torch.compile collectives run over the world; pass group=None")
+def _require(plain: bool) -> None:
+    """Refuse what torch's functional ops cannot do, rather than do something else."""
+    if not plain:
+        raise UnsupportedOpError(
+            "inside torch.compile collectives run over the world (group=None) and give a new tensor: "
+            "leave out group=, out=, uneven= and safe_mode=, or call them outside of the graph"
+        )
 
 
 def _integers(x: torch.Tensor) -> bool:
@@ -115,15 +115,15 @@ def _work(tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 
     return cast("Work[Any]", CompiledWork(tensor, dim=dim, parts=parts, divisor=divisor))
 
 
-def all_reduce(x: Any, op: Any, group: Any) -> Work[Any]:
-    _check(group)
+def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None) -> Work[Any]:
+    _require(group is None and out is None)
     name, divisor = _reduction(op, _integers(x))
     reduce = torch.ops._c10d_functional.all_reduce
     return _work(reduce(x.contiguous(), name, _world()), divisor=divisor)
 
 
-def broadcast(x: Any, src: int, group: Any) -> Work[Any]:
-    _check(group)
+def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Work[Any]:
+    _require(group is None and out is None and not safe_mode)
     ours = _is_source(src)
     if x.requires_grad and torch.is_grad_enabled():
         # torch's op has no gradient, and says so in a warning only. A sum of zeros and one has.
@@ -132,8 +132,8 @@ def broadcast(x: Any, src: int, group: Any) -> Work[Any]:
     return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
 
 
-def all_gather(x: Any, dim: int, group: Any) -> Work[Any]:
-    _check(group)
+def all_gather(x: Any, dim: int, group: Any, *, uneven: bool, out: Any) -> Work[Any]:
+    _require(group is None and out is None and not uneven)
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
     if x.dim() == 0:
@@ -141,8 +141,8 @@ def all_gather(x: Any, dim: int, group: Any) -> Work[Any]:
     return _work(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
 
 
-def reduce_scatter(x: Any, op: Any, dim: int, group: Any) -> Work[Any]:
-    _check(group)
+def reduce_scatter(x: Any, op: Any, dim: int, group: Any, *, out: Any) -> Work[Any]:
+    _require(group is None and out is None)
     reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()
     name, divisor = _reduction(op, _integers(x))
@@ -152,9 +152,9 @@ def reduce_scatter(x: Any, op: Any, dim: int, group: Any) -> Work[Any]:
 
 
 def all_to_all(
-    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any
+    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any, *, out: Any
 ) -> Work[Any]:
-    _check(group)
+    _require(group is None and out is None)
     size = _size()
     even = [x.shape[0] // size] * size
     exchange = torch.ops._c10d_functional_autograd.all_to_all_single

@@ -425,6 +425,7 @@ class Lane:
         """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
         if abort:
             self.break_off(AbortedError(f"{self} was aborted"))
+        self._in_flight.clear()  # they hold native works, and those the connections
         communicators = [*self._retired, *([self.communicator] if self.communicator else [])]
         self._retired, self.communicator = [], None
         for communicator in communicators:

@@ -106,7 +106,7 @@ def all_reduce(
     Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``.
     """
     if torch.compiler.is_compiling():
-        return compiled.all_reduce(x, op, group)
+        return compiled.all_reduce(x, op, group, out=out)
     return _start(group, lane, timeout, payload.all_reduce, x, op, out)
 
 
@@ -158,7 +158,7 @@ def broadcast(
     elsewhere; not in ``safe_mode``. Source: ``torch.distributed.broadcast``, ``MPI_Ibcast``.
     """
     if torch.compiler.is_compiling():
-        return compiled.broadcast(x, src, group)
+        return compiled.broadcast(x, src, group, safe_mode=safe_mode, out=out)
     return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out)
 
 
@@ -192,7 +192,7 @@ def all_gather(
     ``torch.distributed.all_gather_single``, ``MPI_Iallgather``.
     """
     if torch.compiler.is_compiling():
-        return compiled.all_gather(x, dim, group)
+        return compiled.all_gather(x, dim, group, uneven=uneven, out=out)
     return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out)
 
 
@@ -265,7 +265,7 @@ def reduce_scatter(
     Source: ``torch.distributed.reduce_scatter_tensor``, ``MPI_Ireduce_scatter_block``.
     """
     if torch.compiler.is_compiling():
-        return compiled.reduce_scatter(x, op, dim, group)
+        return compiled.reduce_scatter(x, op, dim, group, out=out)
     return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out)
 
 
@@ -297,7 +297,7 @@ def all_to_all(
     ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
     """
     if torch.compiler.is_compiling():
-        return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group)
+        return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, out=out)
     return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out)
 
 
