@@ -69,7 +69,7 @@ def test_inductor_gives_what_eager_gives(gloo_pair: World, tmp_path: Path) -> No
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown reduction": ({"op": "nope"}, "unknown reduction 'nope'"),
     "a logical reduction": ({"op": "and"}, "not known inside torch.compile"),
-    "a group": ({"group": [0, 1]}, "pass group=None"),
+    "a group": ({"group": [0, 1]}, "leave out group="),
 }
 
 
