@@ -63,7 +63,6 @@ class _Process:
         self.embedded: Context | None = None  # the world of one
         self.finalized = False
         self.thread_ranks = 0
-        self.hooked = False
         self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
 
 
@@ -138,7 +137,7 @@ def _adopt(process: _Process) -> Context:
             dist.get_backend(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
         process.adopted = (native, context)
-        _install_exit_hook(process)
+        _install_exit_hook()
         return context
 
 
@@ -206,7 +205,7 @@ def initialize(
         else:
             process.context = context
         process.finalized = False
-        _install_exit_hook(process)
+        _install_exit_hook()
     compiled.renew(context)
 
 
@@ -254,10 +253,10 @@ def _forget(process: _Process, context: Context) -> None:
             process.adopted = None
 
 
-def _install_exit_hook(process: _Process) -> None:
-    if not process.hooked:
-        process.hooked = True
-        atexit.register(_at_exit)
+def _install_exit_hook() -> None:
+    # Anew each time: hooks run last in, first out, and this one goes before those of what it closes.
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def _at_exit() -> None:
