@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from asynccoll.context import Context
     from asynccoll.group import Group
 
-__all__ = ["C10dBackend"]
+__all__ = ["C10dBackend", "C10dCommunicator", "HostCompletion", "Transport"]
 
 _MILLISECOND = timedelta(milliseconds=1)
 #: How long closing waits for lanes that are being opened; they are told to give up.
@@ -140,6 +140,8 @@ class StreamCompletion(Completion):
 
     __slots__ = ("work",)
 
+    stream_ordered = True
+
     def __init__(self, work: Any) -> None:
         self.work = work
 
@@ -177,7 +179,7 @@ _ALL_TO_ALL = _options(_native.AllToAllOptions)
 _BARRIER = _options(_native.BarrierOptions)
 
 
-class _Transport:
+class Transport:
     """One native process group and what its works are to us."""
 
     def __init__(self, native: Any, complete: Callable[[Any], Completion]) -> None:
@@ -188,13 +190,13 @@ class _Transport:
 class C10dCommunicator:
     """The native groups of one (group, lane): one per device type."""
 
-    def __init__(self, transports: dict[str, _Transport], channels: Channels) -> None:
+    def __init__(self, transports: dict[str, Transport], channels: Channels) -> None:
         self._transports = transports
         self._channels = channels
         # The common case, one transport, needs no look at the tensor's device.
         self._only = next(iter(transports.values())) if len(transports) == 1 else None
 
-    def _for(self, x: torch.Tensor) -> _Transport:
+    def _for(self, x: torch.Tensor) -> Transport:
         return self._only or self._transports[x.device.type]
 
     def native(self, device: str) -> Any:
@@ -333,9 +335,9 @@ class C10dBackend:
 
         return C10dCommunicator(transports, Channels(open_pair, group.rank))
 
-    def _transport(self, native: str, context: Context, name: str, rank: int, size: int) -> _Transport:
+    def _transport(self, native: str, context: Context, name: str, rank: int, size: int) -> Transport:
         stream_ordered = native == "nccl"
-        return _Transport(
+        return Transport(
             self._native(native, context, name, rank, size),
             StreamCompletion if stream_ordered else HostCompletion,
         )

@@ -8,9 +8,8 @@ c10d; ``explain`` tells which.
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib.util
 import os
-import socket
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.backends.mpi_library import Library, load
-from asynccoll.backends.tcpstore import connect
+from asynccoll.backends.mpi_meeting import agree_on_store
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
@@ -143,8 +142,17 @@ class MpiBackend:
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The row for tensors on ``device``."""
+    """The row of the MPI that ``create`` would take."""
+    if _torch_has_the_only_one():
+        from asynccoll.backends import mpi_torch
+
+        return mpi_torch.CAPABILITIES
     return MPI
+
+
+def _torch_has_the_only_one() -> bool:
+    """Whether the name means torch's own MPI: mpi4py, which can do more, is not here."""
+    return dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is None
 
 
 # Making one
@@ -154,6 +162,10 @@ def create(request: Request) -> Context:
     """Join the world that mpiexec made (of one, where there was none)."""
     from asynccoll.context import Context
 
+    if _torch_has_the_only_one():
+        from asynccoll.backends import mpi_torch
+
+        return mpi_torch.create(request)
     options = request.take_options("torch_group")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
@@ -167,7 +179,10 @@ def create(request: Request) -> Context:
     _check_place(request, base.Get_rank(), base.Get_size())
     identity = _locate(mpi, base)
     timeout = timedelta(seconds=request.timeout)
-    store = _make_store(base, timeout, one_host=identity.nnodes == 1) if base.Get_size() > 1 else None
+    store = None
+    if base.Get_size() > 1:
+        one_host = identity.nnodes == 1
+        store = agree_on_store(base.Get_rank(), base.bcast, timeout, one_host=one_host)
     device = _device(library, identity.local_rank)
     owns_default = options.get("torch_group", True) and _make_default_group(store, identity, timeout)
     crowded = identity.nproc_per_node > _cores()
@@ -211,18 +226,6 @@ def _locate(mpi: Any, base: Any) -> Identity:
     return found
 
 
-def _make_store(base: Any, timeout: timedelta, *, one_host: bool) -> dist.Store:
-    """A store that rank 0 serves; where, it tells the others by MPI."""
-    serve = base.Get_rank() == 0
-    if not serve:
-        host, port = json.loads(base.bcast(None))
-        return connect(host, port, serve=False, timeout=timeout)
-    host = "127.0.0.1" if one_host else _own_address()
-    store = connect(host, 0, serve=True, timeout=timeout)
-    base.bcast(json.dumps([host, store.port]))
-    return store
-
-
 def _make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
     """torch's default group over gloo, for DDP, meshes and ``dist.*`` beside us; whether it is ours."""
     if dist.is_initialized() or not dist.is_gloo_available():
@@ -240,12 +243,6 @@ def _make_default_group(store: dist.Store | None, identity: Identity, timeout: t
 def _cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _own_address() -> str:
-    """The address under which other nodes reach this one."""
-    told = os.environ.get("MASTER_ADDR")
-    return told or socket.gethostbyname(socket.gethostname())
 
 
 def _device(library: Library, local_rank: int) -> torch.device:

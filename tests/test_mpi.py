@@ -1,0 +1,343 @@
+"""The mpi backend beyond what every backend must do: the library underneath, its limits, its end.
+
+Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank
+
+pytest.importorskip("mpi4py", reason="the environments mpich and openmpi have it", exc_type=ImportError)
+
+
+@pytest.fixture(scope="session")
+def pair() -> worlds.World:
+    """Two ranks."""
+    return worlds.world("mpi", 2)
+
+
+@pytest.fixture(scope="session")
+def four() -> worlds.World:
+    """Four ranks."""
+    return worlds.world("mpi", 4)
+
+
+def communicator(lane: str = "default") -> Any:
+    """What is under a lane of the world."""
+    from asynccoll.runtime import current
+
+    return current().world.lane(lane).communicator
+
+
+# ---------------------------------------------------------------- beside the user's own MPI
+
+
+async def beside(me: Rank) -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    assert world.Get_size() == me.size
+    handler = world.Get_errhandler()
+    mine, theirs = [], []
+    for turn in range(30):
+        mine.append(ac.all_reduce(turn * 10**me.rank))
+        theirs.append(world.Ibarrier())
+        assert world.allreduce(1) == me.size
+    total = sum(10**rank for rank in range(me.size))
+    for turn, work in reversed(list(enumerate(mine))):
+        assert await me.get(work) == turn * total
+    MPI.Request.Waitall(theirs)
+    assert world.Get_errhandler() == handler
+    native = ac.new_group(range(me.size)).lane().communicator.native
+    assert MPI.Comm.Compare(native, world) == MPI.CONGRUENT, "ours is a communicator of its own"
+
+
+def test_a_job_that_uses_mpi4py_keeps_working(four: worlds.World) -> None:
+    """The user's messages on COMM_WORLD and ours never meet, and COMM_WORLD stays as it was."""
+    four.run(beside)
+
+
+def lives(me: Rank) -> None:
+    from mpi4py import MPI
+
+    for turn in range(3):
+        ac.initialize("mpi", timeout=60.0, torch_group=turn == 0)
+        assert ac.all_reduce(1).wait() == me.size
+        assert ac.all_reduce(1, lane=f"of life {turn}").wait() == me.size
+        assert torch.distributed.is_initialized() == (turn == 0)
+        ac.finalize()
+        assert not MPI.Is_finalized()
+    assert MPI.COMM_WORLD.allreduce(1) == me.size
+
+
+def test_it_can_be_initialized_again_and_mpi_lives_on() -> None:
+    """finalize leaves MPI itself alone; torch's default group goes with the world that made it."""
+    with worlds.fresh("mpi", 2, bare=True) as world:
+        world.run(lives, timeout=40)
+
+
+def contradictions(me: Rank) -> None:
+    for options, said in (
+        ({"rank": 1 - me.rank, "world_size": 2}, "MPI says"),
+        ({"rank": me.rank, "world_size": 3}, "MPI says"),
+    ):
+        with pytest.raises(ac.LaunchEnvironmentError, match=said):
+            ac.initialize("mpi", **options)
+    with pytest.raises(ac.InvalidArgumentError, match="mpiexec"):
+        ac.initialize("mpi", init_method="tcp://127.0.0.1:1", rank=me.rank, world_size=2)
+    with pytest.raises(ac.InvalidArgumentError, match="torch_group"):
+        ac.initialize("mpi", interface="lo")
+    assert not ac.is_initialized()
+
+
+def test_what_contradicts_mpi_is_refused() -> None:
+    """Another rank or size, another way to meet, an unknown option: typed errors that say what MPI says."""
+    with worlds.fresh("mpi", 2, bare=True) as world:
+        world.run(contradictions)
+
+
+# ---------------------------------------------------------------- memory and counts
+
+
+async def in_pieces(me: Rank, limit: int) -> None:
+    under = communicator()
+    usual, under._limit = under._limit, limit
+    try:
+        for dtype in (torch.int64, torch.float32):
+            inputs = oracle.by_rank(oracle.counting, me.size, (me.size * 3, 2), dtype)
+            x, name = inputs[me.rank], str(dtype)
+            check = me.check
+            await check(
+                f"all_reduce {name}", ac.all_reduce, x, expect=oracle.reduced(inputs, "sum"), value=True
+            )
+            largest = oracle.reduced(inputs, "max")
+            await check(f"max {name}", ac.all_reduce, x, op="max", expect=largest)
+            wanted = oracle.reduce(inputs, "sum", 1)[me.rank]
+            await check(f"reduce {name}", ac.reduce, x, dst=1, expect=wanted, value=True)
+            await check(f"broadcast {name}", ac.broadcast, x, src=1, expect=inputs[1])
+            await check(f"all_gather {name}", ac.all_gather, x, expect=oracle.concatenated(inputs))
+            await check(f"gather {name}", ac.gather, x, dst=1, expect=oracle.gather(inputs, 1)[me.rank])
+            part = oracle.reduce_scatter(inputs, "sum")[me.rank]
+            await check(f"reduce_scatter {name}", ac.reduce_scatter, x, expect=part, value=True)
+            swapped = oracle.all_to_all(inputs)[me.rank]
+            await check(f"all_to_all {name}", ac.all_to_all, x, expect=swapped)
+            sent = inputs if me.rank == 1 else None
+            await check(f"scatter {name}", ac.scatter, sent, src=1, expect=x)
+            await _message(me, inputs)
+        await check(
+            "object", ac.all_gather_object, [me.rank] * 500, expect=[[r] * 500 for r in range(me.size)]
+        )
+    finally:
+        under._limit = usual
+
+
+async def _message(me: Rank, inputs: list[torch.Tensor]) -> None:
+    if me.rank == 0:
+        await me.check("send", ac.send, inputs[0], dst=1, expect=None)
+    if me.rank == 1:
+        await me.check("recv", ac.recv, inputs[1], src=0, expect=inputs[0])
+
+
+@pytest.mark.parametrize("limit", [1, 5, 16, 100])
+def test_counts_above_the_limit_are_reached_in_pieces(four: worlds.World, limit: int) -> None:
+    """As with over 2^31 elements on a library of 32-bit counts: datatypes of many bytes, or several calls."""
+    four.run(in_pieces, limit)
+
+
+async def huge(me: Rank) -> None:
+    count = 2**31 + 3
+    x = torch.zeros(count, dtype=torch.uint8)
+    if me.rank == 1:
+        x[0], x[2**31 - 1], x[-1] = 7, 8, 9
+    got = await me.get(ac.all_reduce(x, op="max", out=x))
+    assert got is x
+    assert [int(got[i]) for i in (0, 1, 2**31 - 1, count - 1)] == [7, 0, 8, 9]
+    if me.rank == 0:
+        x[2**31] = 5
+    await me.get(ac.broadcast(x, src=0, out=x))
+    assert [int(x[i]) for i in (0, 2**31 - 1, 2**31, count - 1)] == [7, 8, 5, 9]
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements(pair: worlds.World) -> None:
+    """Real large counts: nothing is cut off or wraps around at 2^31."""
+    pair.run(huge, timeout=120)
+
+
+async def no_copy(me: Rank) -> None:
+    before = _resident()
+    x = torch.zeros(64 << 18)  # 64 MiB
+    for _ in range(3):
+        await me.get(ac.all_reduce(x, out=x))
+    assert _resident() - before < (64 + 48) << 20, "a copy of the tensor was made"
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_mpi_works_on_the_tensors_own_memory(pair: worlds.World) -> None:
+    """An all_reduce in place takes no second buffer of the tensor's size from us."""
+    pair.run(no_copy, timeout=60)
+
+
+# ---------------------------------------------------------------- progress
+
+
+async def unattended(me: Rank, count: int) -> None:
+    x = torch.ones(count)
+    await me.get(ac.barrier())
+    if me.rank == 0:
+        work = ac.all_reduce(x)
+        me.see("done elsewhere")  # blocks this thread: only the progress thread can move it
+        assert float((await me.get(work))[0]) == me.size
+        return
+    assert float((await me.get(ac.all_reduce(x)))[-1]) == me.size
+    me.show("done elsewhere")
+
+
+@pytest.mark.parametrize("count", [1, 10_000, 4 << 20])
+@pytest.mark.parametrize("runner", ["asyncio", "blocking"])
+def test_operations_move_while_nobody_waits_for_them(pair: worlds.World, runner: str, count: int) -> None:
+    """A rank that computes after its call does not hold its peers up."""
+    pair.run(unattended, count, runner=runner, timeout=20)
+
+
+async def relayed(me: Rank) -> None:
+    x = torch.full((1 << 18,), float(me.rank))
+    await me.get(ac.barrier())
+    work = ac.broadcast(x, src=0)
+    if me.rank in (1, 2):
+        me.see("the last has it")
+    assert float((await me.get(work))[-1]) == 0.0
+    if me.rank == 3:
+        me.show("the last has it")
+
+
+def test_a_relay_passes_on_while_it_computes(four: worlds.World) -> None:
+    """In a tree of ranks, data goes through ranks whose own thread is busy."""
+    four.run(relayed)
+
+
+async def idle(me: Rank) -> tuple[float, float]:
+    await me.get(ac.all_reduce(torch.ones(1000)))
+    time.sleep(0.3)
+    start = time.process_time()
+    time.sleep(0.5)
+    nothing = time.process_time() - start
+    if me.rank == 0:
+        work = ac.all_reduce(torch.ones(1000), lane="late")
+        time.sleep(0.2)
+        start = time.process_time()
+        time.sleep(0.5)
+        one = time.process_time() - start
+        me.show("measured")
+        await me.get(work)
+        return nothing, one
+    me.see("measured")
+    await me.get(ac.all_reduce(torch.ones(1000), lane="late"))
+    return nothing, 0.0
+
+
+def test_an_idle_process_burns_no_core(pair: worlds.World) -> None:
+    """Nothing out: nothing used. One operation out that a peer delays: a few per cent of a core."""
+    for nothing, one in pair.run(idle):
+        assert nothing < 0.02
+        assert one < 0.1
+
+
+# ---------------------------------------------------------------- errors
+
+
+async def too_long(me: Rank) -> str:
+    if me.rank == 1:
+        ac.send(torch.ones(4), dst=0).detach()
+        return ""
+    try:
+        await me.get(ac.recv(torch.empty(2), src=1))
+    except ac.CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "a result"
+
+
+def test_a_truncated_message_is_a_typed_error() -> None:
+    """MPI's error code becomes ours and the job goes on; it is not aborted."""
+    with worlds.fresh("mpi", 2) as world:
+        told, _ = world.run(too_long)
+        world.kill()
+    assert told.startswith("CollectiveMismatchError"), told
+    assert "same shapes" in told
+
+
+async def big_tag(me: Rank) -> None:
+    await me.refuses("tag", ac.InvalidArgumentError, ac.send, torch.ones(1), dst=1 - me.rank, tag=2**31 - 2)
+    await me.check("afterwards", ac.all_reduce, 1, expect=2)
+
+
+def test_a_tag_that_the_library_lacks_is_refused(pair: worlds.World) -> None:
+    """MPI bounds tags lower than we do; where it does, the error says so."""
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) >= 2**31 - 2:
+        pytest.skip("this library has all the tags that we allow")
+    pair.run(big_tag)
+
+
+def stuck(me: Rank) -> list[str]:
+    ac.initialize("mpi", timeout=60.0)
+    ac.all_reduce(1).wait()
+    if me.rank == 0:
+        work = ac.all_reduce(torch.ones(1000))
+        start = time.monotonic()
+        ac.finalize(abort=True)
+        took = time.monotonic() - start
+        assert took < 10, f"finalize(abort=True) took {took} s"
+        heard = [type(work.exception()).__name__]
+        me.show("aborted")
+        me.see("heard")
+        return heard
+    me.see("aborted")
+    try:
+        ac.all_reduce(torch.ones(1000), lane="another").wait()
+    except ac.AsyncCollError as error:
+        me.show("heard")
+        ac.finalize(abort=True)
+        return [type(error).__name__]
+    return ["a result"]
+
+
+def test_abort_is_quick_and_peers_hear_of_it() -> None:
+    """What is out fails with AbortedError here; a peer that waits for this rank gets a typed error."""
+    with worlds.fresh("mpi", 2, bare=True) as world:
+        first, second = world.run(stuck, timeout=40)
+        world.kill()
+    assert first == ["AbortedError"]
+    assert second[0] in ("PeerLostError", "AbortedError", "CollectiveError")
+
+
+# ---------------------------------------------------------------- what it says of itself
+
+
+def test_explain_tells_what_travels(pair: worlds.World) -> None:
+    """Native where MPI has it; what it lacks is widened, and the plan says so."""
+    pair.run(explained)
+
+
+def explained(me: Rank) -> None:
+    native = ac.explain("all_reduce", torch.ones(2))
+    assert native.backend == "mpi"
+    assert native.direct
+    cast = str(ac.explain("all_reduce", torch.ones(2, dtype=torch.bfloat16)))
+    assert "travels as float32" in cast
+    moved = ac.explain("broadcast", torch.ones(2, dtype=torch.float8_e5m2))
+    assert moved.direct, "every dtype is moved as it is"

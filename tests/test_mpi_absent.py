@@ -1,0 +1,110 @@
+"""The mpi backend where mpi4py or its library is missing: the line to type, or torch's own MPI."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import asynccoll as ac
+from asynccoll import backends
+from asynccoll.explaining import explain_offline
+from asynccoll.launch import mpiexec
+
+INSTALL = r"pip install asynccoll\[mpi\]"
+
+
+@pytest.fixture
+def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment without it."""
+    find = importlib.util.find_spec
+
+    def without(name: str, *args: Any) -> Any:
+        return None if name.startswith("mpi4py") else find(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+
+
+@pytest.mark.usefixtures("no_mpi4py")
+def test_the_error_has_the_line_to_type() -> None:
+    """Without mpi4py, the exact pip line; and the backend is not listed."""
+    with pytest.raises(ac.BackendNotFoundError, match=INSTALL):
+        ac.initialize("mpi")
+    assert "mpi" not in ac.available_backends()
+    assert not ac.is_initialized()
+
+
+def test_a_missing_library_is_told_like_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py is there and cannot load a libmpi: the same line."""
+    from asynccoll.backends import mpi_library
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", Broken())
+    with pytest.raises(ac.BackendNotFoundError, match=INSTALL) as caught:
+        mpi_library.load()
+    assert "cannot load MPI library" in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_mpi4py")
+def test_torchs_own_mpi_takes_the_name_where_mpi4py_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is visible in the plan."""
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    assert "mpi" in backends.available()
+    plan = explain_offline("all_reduce", backend="mpi", world_size=2)
+    assert "torch's own MPI" in str(plan)
+    with pytest.raises(ac.UnsupportedOpError, match="send"):
+        explain_offline("send", backend="mpi", world_size=2)
+
+
+def test_mpi4py_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both are there, mpi4py: it has what torch's lacks."""
+    monkeypatch.setattr(backends, "_has", lambda package: lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: object())
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    assert "torch's own" not in str(explain_offline("all_reduce", backend="mpi", world_size=2))
+
+
+def test_no_mpiexec_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the line to type; `asynccoll run` turns it into exit code 2."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(mpiexec, "_beside_python", lambda: None)
+    monkeypatch.setattr(mpiexec, "_of_wheel", lambda name: None)
+    mpiexec.find.cache_clear()
+    with pytest.raises(ac.BackendNotFoundError, match=INSTALL):
+        mpiexec.find()
+    mpiexec.find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("said", "family", "flags"),
+    [
+        ("mpiexec (Open MPI) 5.0.11", "openmpi", ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
+        ("HYDRA build details:\n  Version: 5.0.2", "mpich", []),
+    ],
+)
+def test_each_family_is_told_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, said: str, family: str, flags: list[str]
+) -> None:
+    """More ranks than cores are allowed and none is tied to a core; as root, Open MPI is told to run."""
+    monkeypatch.setattr(mpiexec, "_beside_python", lambda: "/bin/mpiexec")
+    told = subprocess.CompletedProcess([], 0, said, "")
+    monkeypatch.setattr(mpiexec.subprocess, "run", lambda *args, **kwargs: told)
+    monkeypatch.setattr(mpiexec.os, "geteuid", lambda: 0)
+    mpiexec.find.cache_clear()
+    found = mpiexec.find()
+    mpiexec.find.cache_clear()
+    assert found.family == family
+    assert found.command(3, ["python", "x.py"]) == ["/bin/mpiexec", *flags, "-n", "3", "python", "x.py"]
+    added = set(found.environment({})) == {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
+    assert added == (family == "openmpi")

@@ -1,0 +1,301 @@
+"""Ranks under mpiexec: started by hand, by `asynccoll run`, in every thread level, and how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import asynccoll
+from asynccoll.launch import mpiexec
+
+pytest.importorskip("mpi4py", reason="the environments mpich and openmpi have it", exc_type=ImportError)
+
+LIMIT_S = 60.0
+
+
+class Ended:
+    """How a command ended and what it said."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.code = done.returncode
+        self.out = done.stdout
+        self.err = done.stderr
+
+    @property
+    def said(self) -> str:
+        return f"code {self.code}\n{self.out}\n{self.err}"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Ours, with the package under test on the path."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    here = str(Path(asynccoll.__file__).parent.parent)
+    environ["PYTHONPATH"] = os.pathsep.join([here, environ.get("PYTHONPATH", "")])
+    return mpiexec.find().environment(environ | variables)
+
+
+def write(directory: Path, source: str) -> str:
+    script = directory / "script.py"
+    script.write_text(textwrap.dedent(source))
+    return str(script)
+
+
+def call(line: list[str], **variables: str) -> Ended:
+    """Run a command line; it has to be done in time."""
+    done = subprocess.run(
+        line,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Ended(done)
+
+
+def by_hand(directory: Path, source: str, ranks: int = 2, **variables: str) -> Ended:
+    """`mpiexec -n RANKS python script.py`."""
+    program = [sys.executable, write(directory, source)]
+    return call(mpiexec.find().command(ranks, program), **variables)
+
+
+def run(directory: Path, source: str, *options: str, ranks: int = 2) -> Ended:
+    """`asynccoll run --backend mpi -n RANKS script.py`."""
+    line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", str(ranks), *options]
+    return call([*line, write(directory, source)])
+
+
+WHO = """
+    import sys
+    import asynccoll as ac
+    ac.initialize()
+    total = ac.all_reduce(ac.get_rank() + 1).wait()
+    place = ac.get_rank(), ac.get_world_size(), ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes()
+    sys.stdout.write(f"{ac.backend()} {place} {total}\\n")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_initialize_without_arguments_under_mpiexec_is_mpi(tmp_path: Path, ranks: int) -> None:
+    """`mpiexec -n 4 python script.py`: the launcher says the rest."""
+    ended = by_hand(tmp_path, WHO, ranks)
+    assert ended.code == 0, ended.said
+    total = ranks * (ranks + 1) // 2
+    name = "mpi" if ranks > 1 or "mpi " in ended.out else "serial"
+    wanted = [f"{name} {(rank, ranks, rank, ranks, 1)} {total}" for rank in range(ranks)]
+    assert sorted(ended.out.split("\n")[:-1]) == wanted
+
+
+def test_asynccoll_run_starts_ranks_with_mpiexec(tmp_path: Path) -> None:
+    """The environment's own mpiexec, under the script's own name and arguments."""
+    ended = run(tmp_path, WHO, ranks=3)
+    assert ended.code == 0, ended.said
+    assert sorted(ended.out.split("\n")[:-1]) == [f"mpi {(rank, 3, rank, 3, 1)} 6" for rank in range(3)]
+
+
+def test_without_mpiexec_it_is_a_world_of_one(tmp_path: Path) -> None:
+    """A script started by plain python may name mpi."""
+    source = WHO.replace("initialize()", "initialize('mpi')")
+    ended = call([sys.executable, write(tmp_path, source)])
+    assert ended.code == 0, ended.said
+    assert ended.out.strip() == "mpi (0, 1, 0, 1, 1) 1"
+
+
+RAISES = """
+    import asynccoll as ac
+    ac.initialize()
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        raise LookupError("of my own")
+    ac.all_reduce(1, lane="never").wait()
+"""
+
+
+@pytest.mark.parametrize("start", [by_hand, run])
+def test_an_uncaught_error_ends_the_job(tmp_path: Path, start) -> None:
+    """The peers would wait for ever; the job ends as MPI ends one whose rank has died."""
+    ended = start(tmp_path, RAISES)
+    assert ended.code != 0
+    assert "LookupError: of my own" in ended.err, ended.said
+    if start is run:
+        assert "asynccoll run: rank 1 failed" in ended.err
+        assert ended.err.count("LookupError: of my own") == 1, "told more than once"
+
+
+EXITS = RAISES.replace('raise LookupError("of my own")', "raise SystemExit(7)")
+
+
+def test_an_exit_code_ends_the_job_and_comes_back(tmp_path: Path) -> None:
+    """`asynccoll run` sees to what MPI alone would wait for: a rank that exits early."""
+    ended = run(tmp_path, EXITS)
+    assert ended.code == 7, ended.said
+
+
+KILLED = """
+    import os, signal
+    import asynccoll as ac
+    ac.initialize()
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ac.all_reduce(1).wait()
+"""
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    """mpiexec kills the others; the report says which rank was first."""
+    ended = run(tmp_path, KILLED, ranks=3)
+    assert ended.code in (9, 137), ended.said
+    assert "rank 1 on " in ended.err, ended.said
+
+
+IN_FLIGHT = """
+    import torch
+    import asynccoll as ac
+    ac.initialize()
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 0:
+        ac.all_reduce(torch.ones(10)).detach()
+        ac.finalize(abort=True)
+    print("end of script")
+"""
+
+
+def test_a_rank_that_aborted_ends_cleanly(tmp_path: Path) -> None:
+    """An operation that never matches does not hang MPI_Finalize."""
+    ended = by_hand(tmp_path, IN_FLIGHT)
+    assert ended.code == 0, ended.said
+    assert ended.out.count("end of script") == 2
+
+
+AFTER_GLOO = """
+    import asynccoll as ac
+    ac.initialize("serial")
+    ac.finalize()
+    ac.initialize("mpi")
+    ac.all_reduce(1, lane="left to the exit hook").detach()
+    print("end of script")
+"""
+
+
+def test_the_exit_hook_runs_before_mpi_is_finalized(tmp_path: Path) -> None:
+    """Also where an earlier world had registered the hook already."""
+    ended = by_hand(tmp_path, AFTER_GLOO)
+    assert ended.code == 0, ended.said
+    assert "aborted" not in ended.err
+
+
+THREADS = """
+    import mpi4py
+    mpi4py.rc.thread_level = "LEVEL"
+    import asyncio, torch, sys
+    import asynccoll as ac
+
+    async def lane(name):
+        for turn in range(50):
+            total = await ac.all_reduce(torch.full((5,), turn), lane=name)
+            assert total.tolist() == [turn * ac.get_world_size()] * 5
+
+    async def main():
+        async with ac.create_task_group() as tg:
+            for k in sorted(range(4), reverse=ac.get_rank() % 2 == 1):
+                tg.start_soon(lane, f"lane {k}", name=str(k))
+
+    ac.initialize("mpi")
+    from mpi4py import MPI
+    asyncio.run(main())
+    work = ac.all_reduce(torch.ones(1 << 20))
+    assert float(work.wait()[0]) == ac.get_world_size()
+    group = ac.new_group([0, 1])
+    if ac.get_rank() < 2:
+        assert ac.all_reduce(1, group=group).wait() == 2
+    sys.stdout.write(f"level {MPI.Query_thread() == MPI.THREAD_SERIALIZED}\\n")
+"""
+
+
+def test_a_library_that_wants_one_call_at_a_time(tmp_path: Path) -> None:
+    """MPI_THREAD_SERIALIZED: every call behind a lock, lanes and groups included."""
+    ended = by_hand(tmp_path, THREADS.replace("LEVEL", "serialized"), 3)
+    assert ended.code == 0, ended.said
+    assert ended.out.count("level True") == 3
+
+
+@pytest.mark.parametrize("level", ["funneled", "single"])
+def test_a_library_for_one_thread_is_refused(tmp_path: Path, level: str) -> None:
+    """The error says what was given and what to write."""
+    ended = by_hand(tmp_path, THREADS.replace("LEVEL", level), 1)
+    assert ended.code != 0
+    assert f"MPI_THREAD_{level.upper()}" in ended.err, ended.said
+    assert "mpi4py.rc.thread_level" in ended.err
+
+
+LEFT_TO_US = """
+    import mpi4py
+    mpi4py.rc.initialize = False
+    import asynccoll as ac
+    ac.initialize("mpi")
+    from mpi4py import MPI
+    assert MPI.Is_initialized()
+    print(ac.all_reduce(1).wait())
+"""
+
+
+def test_mpi_is_initialised_by_us_only_where_nobody_did(tmp_path: Path) -> None:
+    """With mpi4py told not to, we do, and finalize it at the end."""
+    ended = by_hand(tmp_path, LEFT_TO_US)
+    assert ended.code == 0, ended.said
+    assert ended.out.split() == ["2", "2"]
+
+
+FINALIZED = """
+    from mpi4py import MPI
+    MPI.Finalize()
+    import asynccoll as ac
+    ac.initialize("mpi")
+"""
+
+
+def test_after_mpi_was_finalized_it_is_refused(tmp_path: Path) -> None:
+    """MPI can be initialised once in a process."""
+    ended = by_hand(tmp_path, FINALIZED, 1)
+    assert "InvalidArgumentError" in ended.err, ended.said
+    assert "cannot be initialised again" in ended.err
+
+
+UNDER_TORCHRUN = "import asynccoll as ac\nac.initialize('mpi')\n"
+
+
+def test_another_launcher_that_disagrees_is_refused(tmp_path: Path) -> None:
+    """torchrun's ranks are worlds of one to MPI: the error says how to start them instead."""
+    said = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    line = [sys.executable, write(tmp_path, UNDER_TORCHRUN)]
+    environ = environment() | said
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert "LaunchEnvironmentError" in done.stderr
+    assert "rank 1 of 4" in done.stderr
+    assert "asynccoll run --backend mpi" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", ["--nnodes=2", "--max-restarts=1", "--log-dir=logs", "--rdzv-backend=c10d"]
+)
+def test_options_that_mpiexec_has_no_word_for_are_refused(tmp_path: Path, option: str) -> None:
+    """With the advice to call mpiexec itself."""
+    ended = run(tmp_path, WHO, option)
+    assert ended.code == 2
+    assert option.partition("=")[0] in ended.err, ended.said
+    assert "mpiexec" in ended.err
+
+
+def test_available_and_info_tell_of_mpi(tmp_path: Path) -> None:
+    """It is listed where its parts are here."""
+    assert "mpi" in asynccoll.available_backends()
+    ended = call([sys.executable, "-m", "asynccoll", "explain", "all_reduce", "--backend", "mpi"])
+    assert ended.code == 0, ended.said
+    assert "on mpi: all_reduce" in ended.out

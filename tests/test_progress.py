@@ -1,0 +1,155 @@
+"""The progress thread: it polls what nobody waits for, backs off, and sleeps when there is nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from asynccoll.progress import GRACE_SECONDS, LINGER_SECONDS, Progress
+
+
+class Item:
+    """An operation that is over after so many looks, or when it is told."""
+
+    def __init__(self, looks: int | None = None, *, urgent: bool = False, expected: float = 0.0) -> None:
+        self.finished = False
+        self.attended = False
+        self.urgent = urgent
+        self.polled = 0
+        self.over = threading.Event()
+        self.first: float | None = None
+        self._looks = looks
+        self._expected = expected
+
+    def expected(self) -> float:
+        return self._expected
+
+    def poll(self) -> bool:
+        self.first = self.first or time.monotonic()
+        self.polled += 1
+        if self._looks is not None and self.polled >= self._looks:
+            self.finished = True
+            self.over.set()
+        return self.finished
+
+
+@pytest.fixture
+def progress() -> Iterator[Progress]:
+    """A thread of the test's own."""
+    one = Progress()
+    yield one
+    one.stop()
+
+
+def test_what_nobody_waits_for_is_polled_until_it_is_over(progress: Progress) -> None:
+    """Many items at once, each looked at as often as it needs and no more afterwards."""
+    items = [Item(looks) for looks in (1, 2, 60, 120)]
+    for item in items:
+        progress.watch(item)
+    for item in items:
+        assert item.over.wait(5.0)
+    last = Item(1, urgent=True)
+    progress.watch(last)
+    assert last.over.wait(5.0)
+    assert [item.polled for item in items] == [1, 2, 60, 120]
+
+
+def test_a_waiter_is_left_alone_for_a_grace(progress: Progress) -> None:
+    """What is not urgent is first looked at after the grace; what is, at once."""
+    patient, hasty = Item(1), Item(1, urgent=True)
+    start = time.monotonic()
+    progress.watch(patient)
+    assert patient.over.wait(5.0)
+    assert patient.first is not None
+    assert patient.first - start >= GRACE_SECONDS
+    progress.watch(hasty)
+    progress.rouse()
+    assert hasty.over.wait(5.0)
+
+
+def test_an_attended_item_is_not_polled(progress: Progress) -> None:
+    """Its waiter looks himself; once he leaves, the thread goes on."""
+    item, other = Item(1), Item(300)
+    item.attended = True
+    progress.watch(item)
+    progress.watch(other)
+    assert other.over.wait(5.0)
+    assert item.polled == 0
+    item.attended = False
+    assert item.over.wait(5.0)
+
+
+def test_urgency_may_come_later(progress: Progress) -> None:
+    """An item that becomes urgent (somebody asked to be told) is looked at when the thread is roused."""
+    item = Item(10**9)
+    progress.watch(item)
+    while item.polled < 200:  # it has backed off to its longest nap
+        time.sleep(0.001)
+    item._looks = item.polled + 1
+    item.urgent = True
+    progress.rouse()
+    assert item.over.wait(5.0)
+
+
+def _processor_seconds(seconds: float) -> float:
+    """What this process uses while the test's own thread sleeps."""
+    start = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - start
+
+
+def test_with_nothing_to_do_it_burns_no_core(progress: Progress) -> None:
+    """After the last operation it lingers briefly, then sleeps."""
+    item = Item(1)
+    progress.watch(item)
+    assert item.over.wait(5.0)
+    time.sleep(4 * LINGER_SECONDS)
+    assert _processor_seconds(0.5) < 0.01
+
+
+def test_with_one_operation_out_it_burns_little(progress: Progress) -> None:
+    """Polling backs off: a twentieth of a core at most, for as long as it takes."""
+    stuck = Item()
+    progress.watch(stuck)
+    time.sleep(0.1)
+    assert _processor_seconds(1.0) < 0.1
+    assert stuck.polled > 300
+
+
+def test_it_is_tight_while_an_operation_is_expected(progress: Progress) -> None:
+    """A long transfer is polled without naps for as long as it should take."""
+    item = Item(urgent=True, expected=0.2)
+    progress.watch(item)
+    progress.rouse()
+    time.sleep(0.2)
+    assert item.polled > 1000
+
+
+def test_a_stopped_thread_is_not_started_again() -> None:
+    """After `stop` (the library is about to end) nothing is polled any more."""
+    one = Progress()
+    one.watch(Item(1))
+    one.stop()
+    late = Item(1, urgent=True)
+    one.watch(late)
+    assert not late.over.wait(0.05)
+    assert not [thread for thread in threading.enumerate() if thread is one._thread and thread.is_alive()]
+
+
+def test_a_forked_child_has_a_thread_of_its_own() -> None:
+    """The parent's thread is not in the child, and the child's first operation starts one."""
+    from asynccoll.progress import progress
+
+    first = Item(1)
+    progress.watch(first)
+    assert first.over.wait(5.0)
+    pid = os.fork()
+    if not pid:
+        item = Item(1)
+        progress.watch(item)
+        os._exit(0 if item.over.wait(5.0) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
