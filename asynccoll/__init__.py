@@ -137,6 +137,7 @@ __all__ = (
     "scatter_object",
     "scope",
     "send",
+    "spawn",
     "trace",
     "wait_all",
 )

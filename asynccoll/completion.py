@@ -23,6 +23,8 @@ class Completion:
 
     #: ``wait`` with a bound really waits (and harms nothing); else only ``add_callback`` tells.
     blockable = True
+    #: ``synchronize`` has something to do.
+    stream_ordered = False
 
     def done(self) -> bool:
         """Whether the operation has finished or failed."""
@@ -100,6 +102,10 @@ class Promise(Completion):
     def error(self) -> BaseException | None:
         return self._error
 
+    @property
+    def stream_ordered(self) -> bool:  # type: ignore[override]  # a constant of most classes, derived here
+        return self.source is not None and self.source.stream_ordered
+
     def synchronize(self) -> None:
         if self.source is not None:
             self.source.synchronize()
@@ -133,6 +139,10 @@ class AllOf(Completion):
     @property
     def blockable(self) -> bool:  # type: ignore[override]  # a constant of most classes, derived here
         return all(part.blockable for part in self.parts)
+
+    @property
+    def stream_ordered(self) -> bool:  # type: ignore[override]  # as blockable
+        return any(part.stream_ordered for part in self.parts)
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)

@@ -437,7 +437,7 @@ def broadcast_object(
 
 
 def scatter_object(
-    obj: Sequence[Any] | None = None,
+    obj: Sequence[Any] | None,
     /,
     *,
     src: int = 0,

@@ -74,13 +74,15 @@ class Work(Generic[T]):
         "_value",
     )
 
-    def __init__(self, operations: tuple[Operation, ...], finish: Callable[[], T]) -> None:
+    def __init__(
+        self, operations: tuple[Operation, ...], finish: Callable[[], T] | None, value: T = _NOTHING
+    ) -> None:
         self._operations = operations
-        self._finish: Callable[[], T] = finish
+        self._finish = finish  # None: the result is ``value`` as it will be, and nothing is left to do
         self._state = _PENDING
         self._heard = False
         self._error: BaseException | None = None
-        self._value: T = _NOTHING
+        self._value = value
         members = scope_members.get()
         if members is not None:
             members.append(self)
@@ -224,11 +226,24 @@ class Work(Generic[T]):
     def _outcome(self) -> T:
         """The cached result or error; computes it if nobody has."""
         if self._state < _DONE:
-            self._settle()
+            if self._finish is None and self._succeeded():
+                self._state = _DONE  # nothing ran, so that two threads may say so at once
+            else:
+                self._settle()
         if self._state == _FAILED:
             assert self._error is not None
             raise self._error.with_traceback(None)
         return self._value
+
+    def _succeeded(self) -> bool:
+        """Whether all operations ended well; orders the current stream after them."""
+        for operation in self._operations:
+            completion = operation.completion
+            if operation.failure is not None or completion.error() is not None:
+                return False
+            if completion.stream_ordered:
+                completion.synchronize()
+        return True
 
     def _settle(self) -> None:
         """Finish, or wait for the thread that does."""
@@ -242,24 +257,28 @@ class Work(Generic[T]):
             if self._state == _FINISHING:
                 finished.wait()
             return
-        state = _FAILED
         try:
-            for operation in self._operations:
-                if (error := operation.error()) is not None:
-                    raise error
-                operation.completion.synchronize()
-            self._value = self._finish()
+            self._complete()
             state = _DONE
         except BaseException as error:
             self._error = error
-        finally:
-            self._finish = _NOTHING  # lets go of what it closed over
-            self._state = state
-            if _finishing:
-                with _claim:
-                    late = _finishing.pop(id(self), None)
-                if late is not None:
-                    late.set()
+            state = _FAILED
+        self._finish = None  # lets go of what it closed over
+        self._state = state
+        if _finishing:
+            with _claim:
+                late = _finishing.pop(id(self), None)
+            if late is not None:
+                late.set()
+
+    def _complete(self) -> None:
+        """Raise what an operation failed with, or do what is left to do."""
+        for operation in self._operations:
+            if (error := operation.error()) is not None:
+                raise error
+            operation.completion.synchronize()
+        if self._finish is not None:
+            self._value = self._finish()
 
     def __del__(self) -> None:
         if self._heard or not self._operations:

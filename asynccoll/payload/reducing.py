@@ -36,7 +36,9 @@ from asynccoll.work import Work
 def all_reduce(lane: Lane, x: Any, op: Any, out: torch.Tensor | None, timeout: float | None) -> Work[Any]:
     op = ReduceOp.parse(op)
     if isinstance(x, torch.Tensor):
-        return all_reduce_tensor(lane, x, op, out, timeout)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.all_reduce(lane, x, op, timeout)
+        return tensors.start_all_reduce(lane, x, op, out, timeout)
     no_out("all_reduce", out)
     x = as_number(x)
     if is_tree(x):

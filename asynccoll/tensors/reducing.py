@@ -30,19 +30,17 @@ def start_all_reduce(
 ) -> Work[torch.Tensor]:
     """The reduction of every rank's ``x``, in the shape of ``x``."""
     plan = plan_for(lane, Op.ALL_REDUCE, x, op)
-    if out is not x:
-        check_out(out, x, x.shape)
+    if out is x or out is None:
+        size_bytes = x.nbytes
+        plain = plan.direct and x.layout is torch.strided and x.is_contiguous()
+        if plain and (out is x or size_bytes < OFFLOAD_BYTES) and not lane.group.context.policy.check:
+            return _all_reduce_plain(lane, plan, x if out is x else fresh(x), size_bytes, timeout)
+    check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         return _all_reduce_sparse(lane, plan, x, timeout)
     if plan.via != "native":
         return _all_reduce_gathered(lane, plan, x, out, timeout)
-    copy = None
-    small = x.nbytes < OFFLOAD_BYTES and (out is None or out.is_contiguous())
-    if plan.direct and x.is_contiguous() and (out is x or small):
-        # The common cases, with as few tensor operations as there can be: none, or one copy.
-        buffer = x if out is x else fresh(x) if out is None else out.detach().copy_(x)
-    else:
-        buffer, copy = owned(x, plan, out)
+    buffer, copy = owned(x, plan, out)
     wire_op = plan.wire_reduce
     operation = issue(
         lane,
@@ -54,12 +52,19 @@ def start_all_reduce(
         shape=x.shape,
         before=copy,
     )
-    if plan.direct and (out is None or out is x):
-        return Work((operation,), lambda: buffer)
     if plan.direct:
         return Work((operation,), partial(deliver, buffer, out))
     size = lane.group.size
     return Work((operation,), lambda: deliver(reduced(buffer, plan, x, size).view(x.shape), out))
+
+
+def _all_reduce_plain(
+    lane: Lane, plan: Plan, buffer: torch.Tensor, size_bytes: int, timeout: float | None
+) -> Work[torch.Tensor]:
+    """The common cases, with as little around the native call as there can be."""
+    wire_op = plan.wire_reduce
+    operation = lane.issue(plan.name, lambda comm: comm.all_reduce(buffer, wire_op), size_bytes, timeout)
+    return Work((operation,), None, buffer)
 
 
 def _all_reduce_sparse(lane: Lane, plan: Plan, x: torch.Tensor, timeout: float | None) -> Work[torch.Tensor]:
