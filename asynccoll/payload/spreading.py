@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from asynccoll import autograd, tensors
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane
 from asynccoll.messages import (
     broadcast_message,
@@ -19,7 +19,6 @@ from asynccoll.payload.common import (
     message_kind,
     no_out,
     over_tree,
-    refuse,
     values_of,
 )
 from asynccoll.spec import Op
@@ -125,13 +124,20 @@ def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
                 f"dim 0; pass a list of {size} tensors, or one whose dim 0 divides by {size}"
             )
         return list(x.chunk(size)) if x.shape[0] else [x] * size
-    if not isinstance(x, (list, tuple)) or not all(isinstance(part, torch.Tensor) for part in x):
-        wanted = (
-            f"a list of {size} tensors (or one to cut along dim 0) on src; other objects by scatter_object"
-        )
-        raise refuse("scatter", x, wanted)
+    if not isinstance(x, (list, tuple)):
+        raise _not_scattered(f"a {type(x).__name__}", size)
+    others = sorted({type(part).__name__ for part in x if not isinstance(part, torch.Tensor)})
+    if others:
+        raise _not_scattered(f"a {type(x).__name__} with {', '.join(others)} in it", size)
     if len(x) != size:
         raise InvalidArgumentError(
             f"scatter: got {len(x)} tensors for {size} ranks; pass one for each rank of the group"
         )
     return list(x)
+
+
+def _not_scattered(got: str, size: int) -> PayloadTypeError:
+    return PayloadTypeError(
+        f"scatter got {got}; expected a list of {size} tensors (or one to cut along dim 0) on src; other "
+        "objects by scatter_object"
+    )
