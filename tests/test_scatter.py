@@ -118,8 +118,8 @@ async def refused(me: Rank) -> None:
                 await me.refuses(f"{name} from {src}", ac.PeerRefusedError, ac.scatter, mine, src=src)
     await me.refuses("nothing", (ValueError, TypeError), ac.scatter, None, src=me.rank)
     await me.refuses("src", ValueError, ac.scatter, None, src=size, says=(str(size),))
-    pieces = list(range(size)) if me.rank == 0 else None
-    await me.check("afterwards", ac.scatter, pieces, expect=me.rank)
+    pieces = [torch.tensor([rank]) for rank in range(size)] if me.rank == 0 else None
+    await me.check("afterwards", ac.scatter, pieces, expect=torch.tensor([me.rank]))
 
 
 def test_bad_lists_are_refused_on_every_rank(world: World) -> None:
