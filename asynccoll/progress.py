@@ -98,6 +98,11 @@ class Progress:
             with contextlib.suppress(RuntimeError):  # another thread has rung meanwhile
                 self._alarm.release()
 
+    def here(self) -> bool:
+        """Whether the caller is the thread."""
+        thread = self._thread
+        return thread is not None and thread.ident == threading.get_ident()
+
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._stopped:

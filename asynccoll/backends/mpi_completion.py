@@ -33,6 +33,8 @@ __all__ = ["BURST", "BURST_WHERE_CROWDED", "Common", "Guarded", "Many", "MpiComp
 SECONDS_PER_BYTE = 1e-9
 #: From this size on the progress thread begins at once: the transfer is long enough to be worth it.
 LARGE_BYTES = 4 << 20
+#: Up to this size an operation among awake ranks is over in a fraction of the grace.
+SMALL_BYTES = 64 << 10
 #: Tests in a row before the processor is offered to others: some 10 us where every rank has a core.
 BURST = 64
 BURST_WHERE_CROWDED = 4
@@ -136,9 +138,13 @@ class MpiCompletion(Completion):
         return self._test() and self._told()
 
     def _tell(self) -> None:
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks or [], None
-        for callback in callbacks:
+        """Call the callbacks, each once, whoever else is doing so."""
+        callbacks = self._callbacks or []
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # another thread has taken the last one
+                return
             callback()
 
     def wait(self, seconds: float) -> bool:
@@ -159,13 +165,16 @@ class MpiCompletion(Completion):
         """Test and yield for as long as it is expected to take, then nap in between."""
         now = monotonic()
         deadline = now + seconds
-        tight = min(deadline, now + self.expected())
-        while now < tight:
-            give_way()
-            if self._test_often():
-                return self._told()
-            now = monotonic()
+        if self._test_until(min(deadline, now + self.expected())):
+            return self._told()
         return self._wait_with_naps(deadline)
+
+    def _test_until(self, deadline: float) -> bool:
+        while not self._test_often():
+            if monotonic() >= deadline:
+                return False
+            give_way()
+        return True
 
     def _wait_with_naps(self, deadline: float) -> bool:
         nap = SHORTEST_NAP_SECONDS
@@ -178,19 +187,18 @@ class MpiCompletion(Completion):
         return self.finished
 
     def add_callback(self, callback: Callback) -> None:
-        with self._lock:
-            if not self.finished:
-                if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(callback)
-                self.urgent = True
-                later = True
-            else:
-                later = False
-        if later:
-            progress.rouse()
+        # Without the lock, which a test of a large transfer holds for milliseconds: either the thread
+        # that ends it sees the callback, or we see that it has ended. (setdefault is atomic.)
+        if self._size_bytes < SMALL_BYTES and not progress.here():
+            # A thread that waits for the GIL of a busy program may be 5 ms late; a small operation
+            # among awake ranks takes a hundredth of this grace.
+            self._test_until(monotonic() + GRACE_SECONDS)
+        self.__dict__.setdefault("_callbacks", []).append(callback)
+        if self.finished:
+            self._tell()
         else:
-            callback()
+            self.urgent = True
+            progress.rouse()
 
     def error(self) -> CollectiveError | None:
         return self._error
