@@ -37,12 +37,8 @@ ENVIRONMENTS = {
         ),
         Environment("demo", groups=("torch", "runtime", "demo"), download=_CPU_TORCH),
         # A wheel of MPI puts its libmpi where mpi4py finds it, so there is one of them in each.
-        Environment(
-            "mpich", groups=("torch", "runtime", "build", "test", "mpich"), download=_CPU_TORCH
-        ),
-        Environment(
-            "openmpi", groups=("torch", "runtime", "build", "test", "openmpi"), download=_CPU_TORCH
-        ),
+        Environment("mpich", groups=("torch", "runtime", "build", "test", "mpich"), download=_CPU_TORCH),
+        Environment("openmpi", groups=("torch", "runtime", "build", "test", "openmpi"), download=_CPU_TORCH),
     )
 }
 
