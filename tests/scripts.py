@@ -60,6 +60,8 @@ def run(
                 stdout=(directory / f"out-{rank}").open("wb"),
                 stderr=(directory / f"err-{rank}").open("wb"),
                 start_new_session=True,
+                # A test run in the background ignores Ctrl-C, and its children would inherit that.
+                preexec_fn=_listen_to_ctrl_c,  # noqa: PLW1509  # one system call, no lock
             )
         )
     try:
@@ -70,6 +72,10 @@ def run(
         left = [process.pid for process in processes if _kill(process.pid)]
     assert not left, f"the scripts {left} left processes behind\n{ended}"
     return ended
+
+
+def _listen_to_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(
