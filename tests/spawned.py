@@ -1,0 +1,55 @@
+"""Functions that spawned ranks run: found by name, so they stand in a module of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import asynccoll as ac
+
+
+def tell(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> None:
+    """Write down where this rank finds itself, and what came with the call."""
+    total = ac.all_reduce(ac.get_rank() + 1).wait()
+    said = {
+        "local": local_rank,
+        "rank": ac.get_rank(),
+        "size": ac.get_world_size(),
+        "per node": ac.get_nproc_per_node(),
+        "backend": ac.backend(),
+        "total": total,
+        "args": args,
+        "kwargs": kwargs,
+    }
+    Path(directory, str(ac.get_rank())).write_text(repr(said))
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    """What the ranks wrote, by rank."""
+    return [eval(path.read_text()) for path in sorted(directory.iterdir())]
+
+
+def fail(local_rank: int, culprit: int) -> None:
+    """One rank raises; the others wait for it."""
+    ac.all_reduce(1).wait()
+    if local_rank == culprit:
+        raise LookupError(f"of rank {local_rank}")
+    ac.all_reduce(1).wait()
+
+
+def die(local_rank: int) -> None:
+    """One rank is killed."""
+    ac.all_reduce(1).wait()
+    if local_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ac.all_reduce(1).wait()
+
+
+def linger(local_rank: int, directory: str) -> None:
+    """Say that this rank is there, then stay until told."""
+    Path(directory, f"here-{local_rank}").write_text(str(os.getpid()))
+    while not Path(directory, "go").exists():
+        time.sleep(0.01)

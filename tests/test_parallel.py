@@ -1,0 +1,175 @@
+"""`Parallel`: joins the world a launcher made, or spawns one; ignite's contract, argument by argument."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asynccoll as ac
+import spawned
+from asynccoll.runtime import _process
+
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None
+BACKENDS = [
+    "gloo",
+    pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="the environments mpich and openmpi")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_new() -> Any:
+    """No world here before and after."""
+    yield
+    assert _process.context is None
+    _process.finalized = False
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_spawns_where_no_launcher_did(backend: str, tmp_path: Path) -> None:
+    """`run` starts the ranks and returns when they are done."""
+    with ac.Parallel(backend=backend, nproc_per_node=2, timeout=60.0) as parallel:
+        assert not ac.is_initialized(), "this process is no rank"
+        parallel.run(spawned.tell, str(tmp_path), 3, a=1)
+    ranks = spawned.told(tmp_path)
+    assert [(one["rank"], one["size"], one["backend"]) for one in ranks] == [(0, 2, backend), (1, 2, backend)]
+    assert {(one["args"], tuple(one["kwargs"].items())) for one in ranks} == {((3,), (("a", 1),))}
+
+
+def test_a_failing_rank_is_raised_by_run() -> None:
+    """With its rank and traceback."""
+    with (
+        pytest.raises(ac.SpawnError, match="LookupError: of rank 1") as caught,
+        ac.Parallel("gloo", nproc_per_node=2) as parallel,
+    ):
+        parallel.run(spawned.fail, 1)
+    assert caught.value.rank == 1
+
+
+def test_without_a_backend_it_just_calls() -> None:
+    """No world, local rank 0; the function's errors are its own."""
+    seen = []
+    with ac.Parallel() as parallel:
+        parallel.run(lambda local_rank, x, y=0: seen.append((local_rank, x, y)), 1, y=2)
+        with pytest.raises(ZeroDivisionError):
+            parallel.run(lambda local_rank: 1 / 0)
+    assert seen == [(0, 1, 2)]
+    assert not ac.is_initialized()
+
+
+def test_serial_is_a_world_of_one() -> None:
+    """It is there inside the block and gone after it."""
+    with ac.Parallel("serial") as parallel:
+        parallel.run(lambda local_rank: None)
+        assert ac.backend() == "serial"
+        assert ac.is_initialized()
+    assert not ac.is_initialized()
+
+
+SCRIPT = """
+    import sys
+    import asynccoll as ac
+
+    def main(local_rank, a, b=0):
+        place = local_rank, ac.get_rank(), ac.get_world_size(), ac.backend()
+        sys.stdout.write(f"{place} {ac.all_reduce(1).wait()} {a} {b}\\n")
+        sys.stdout.flush()
+
+    if __name__ == "__main__":
+        with ac.Parallel(BACKEND, **OPTIONS) as parallel:
+            parallel.run(main, 5, b=6)
+        assert not ac.is_initialized()
+"""
+
+
+def launch(directory: Path, backend: str, *launcher: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The script under a launcher, or under none."""
+    script = directory / "script.py"
+    source = SCRIPT.replace("BACKEND", repr(backend)).replace("OPTIONS", repr(options))
+    script.write_text(textwrap.dedent(source))
+    paths = [str(Path(ac.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+    line = [sys.executable, *launcher, str(script)]
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def wanted(backend: str, ranks: int) -> list[str]:
+    return [f"{(rank, rank, ranks, backend)} {ranks} 5 6" for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("given", [{}, {"nproc_per_node": 2}])
+def test_it_joins_what_asynccoll_run_started(backend: str, given: dict[str, int], tmp_path: Path) -> None:
+    """The same script spawns alone and joins under a launcher; it never spawns twice."""
+    launcher = ("-m", "asynccoll", "run", "-n", "2", "--backend", backend)
+    ended = launch(tmp_path, backend, *launcher, **given)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")[:-1]) == wanted(backend, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_script_without_a_launcher(backend: str, tmp_path: Path) -> None:
+    """Then nproc_per_node says how many."""
+    ended = launch(tmp_path, backend, nproc_per_node=2)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")[:-1]) == wanted(backend, 2)
+
+
+def test_it_joins_what_torchrun_started(tmp_path: Path) -> None:
+    """By the variables that torchrun sets."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = launch(tmp_path, "gloo", *launcher)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")[:-1]) == wanted("gloo", 2)
+
+
+def test_a_launcher_that_started_another_number_is_an_error(tmp_path: Path) -> None:
+    """Rather than spawning ranks within ranks."""
+    ended = launch(tmp_path, "gloo", "-m", "asynccoll", "run", "-n", "2", nproc_per_node=3)
+    assert ended.returncode != 0
+    assert "nproc_per_node=3, but torchrun has started 2 ranks" in ended.stderr
+
+
+def test_leaving_by_an_error_aborts() -> None:
+    """The world is left at once, whatever is out."""
+    with pytest.raises(KeyError), ac.Parallel("serial"):
+        raise KeyError("of the user's")
+    assert not ac.is_initialized()
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "backend": ({"backend": "smoke-signals"}, "smoke-signals"),
+    "ranks without a backend": ({"nproc_per_node": 2}, "nproc_per_node"),
+    "nodes without a backend": ({"nnodes": 2}, "nnodes"),
+    "node rank without a backend": ({"node_rank": 0}, "node_rank"),
+    "address without a backend": ({"master_addr": "host"}, "master_addr"),
+    "port without a backend": ({"master_port": 1}, "master_port"),
+    "options without a backend": ({"start_method": "fork"}, "start_method"),
+    "no ranks": ({"backend": "gloo", "nproc_per_node": 0}, "nproc_per_node must be a positive number, got 0"),
+    "no nodes": ({"backend": "gloo", "nproc_per_node": 1, "nnodes": -1}, "nnodes must be a positive number"),
+    "node rank missing": ({"backend": "gloo", "nproc_per_node": 1, "nnodes": 2}, "needs node_rank="),
+    "node rank too big": (
+        {"backend": "gloo", "nproc_per_node": 1, "nnodes": 2, "node_rank": 3},
+        "from 0 to 1, got 3",
+    ),
+    "nowhere to meet": (
+        {"backend": "gloo", "nproc_per_node": 1, "nnodes": 2, "node_rank": 0},
+        "master_addr= and master_port=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_that_cannot_be_are_refused(name: str) -> None:
+    """When the object is made, as ignite does; typed, with what was given."""
+    options, said = BAD[name]
+    with pytest.raises(ac.AsyncCollError) as caught:
+        ac.Parallel(**options)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, ValueError) or name == "backend"

@@ -1,0 +1,295 @@
+"""`spawn`: a function on ranks of their own, on every backend that starts them; failures are told."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asynccoll as ac
+import spawned
+from asynccoll.runtime import _process
+
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None
+BACKENDS = [
+    "gloo",
+    pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="the environments mpich and openmpi")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_new() -> Any:
+    """No world here before and after."""
+    yield
+    assert _process.context is None
+    _process.finalized = False
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_rank_runs_the_function_in_a_world(backend: str, ranks: int, tmp_path: Path) -> None:
+    """With its local rank first, then args and kwargs_dict."""
+    ac.spawn(backend, spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=ranks, timeout=60.0)
+    total = ranks * (ranks + 1) // 2
+    wanted = [
+        {
+            "local": rank,
+            "rank": rank,
+            "size": ranks,
+            "per node": ranks,
+            "backend": backend,
+            "total": total,
+            "args": (7, "é"),
+            "kwargs": {"key": [1]},
+        }
+        for rank in range(ranks)
+    ]
+    assert spawned.told(tmp_path) == wanted
+    assert not ac.is_initialized()
+
+
+def test_serial_runs_it_here(tmp_path: Path) -> None:
+    """In this process, in a world of one; an error is simply raised."""
+    seen = []
+    ac.spawn("serial", lambda local_rank, x: seen.append((local_rank, x, ac.backend(), os.getpid())), (5,))
+    assert seen == [(0, 5, "serial", os.getpid())]
+    with pytest.raises(ZeroDivisionError):
+        ac.spawn("serial", lambda local_rank: 1 / 0)
+    assert not ac.is_initialized()
+    with pytest.raises(ac.InvalidArgumentError, match="world of one"):
+        ac.spawn("serial", spawned.tell, (str(tmp_path),), nproc_per_node=2)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_start_methods(method: str, tmp_path: Path) -> None:
+    """Those of multiprocessing; `spawn` is the default."""
+    code = f"""
+        import sys, asynccoll as ac, spawned
+        if __name__ == "__main__":
+            ac.spawn("gloo", spawned.tell, (sys.argv[1],), nproc_per_node=2, start_method={method!r})
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    said = tmp_path / "said"
+    said.mkdir()
+    _run([sys.executable, str(script), str(said)])
+    assert [one["rank"] for one in spawned.told(said)] == [0, 1]
+
+
+def _run(line: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program of its own, with the package and these helpers on its path."""
+    paths = [
+        str(Path(ac.__file__).parent.parent),
+        str(Path(__file__).parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_of_a_script(backend: str, tmp_path: Path) -> None:
+    """A function of `__main__` is found by its name, as multiprocessing finds it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import asynccoll as ac
+
+            class Config:
+                def __init__(self, x):
+                    self.x = x
+
+            def main(local_rank, config):
+                sys.stdout.write(f"rank {ac.get_rank()} got {config.x} total {ac.all_reduce(1).wait()}\\n")
+                sys.stdout.flush()
+
+            if __name__ == "__main__":
+                ac.spawn(sys.argv[1], main, (Config(5),), nproc_per_node=2)
+            """
+        )
+    )
+    done = _run([sys.executable, str(script), backend])
+    assert sorted(done.stdout.split("\n")[:-1]) == ["rank 0 got 5 total 2", "rank 1 got 5 total 2"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_without_a_name(backend: str, tmp_path: Path) -> None:
+    """Closures travel by value where cloudpickle is installed; else the error says what to do."""
+    directory = str(tmp_path)
+
+    def closure(local_rank: int) -> None:
+        Path(directory, str(local_rank)).write_text(repr({"total": ac.all_reduce(1).wait()}))
+
+    if importlib.util.find_spec("cloudpickle") is None:
+        with pytest.raises(ac.InvalidArgumentError, match="pip install cloudpickle"):
+            ac.spawn(backend, closure, nproc_per_node=2)
+        return
+    ac.spawn(backend, closure, nproc_per_node=2)
+    assert spawned.told(tmp_path) == [{"total": 2}, {"total": 2}]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_first_failure_is_raised_with_its_rank(backend: str, culprit: int) -> None:
+    """Not that of a peer which then lost its connection; the traceback starts in the user's code."""
+    with pytest.raises(ac.SpawnError) as caught:
+        ac.spawn(backend, spawned.fail, (culprit,), nproc_per_node=2)
+    assert caught.value.rank == culprit
+    text = str(caught.value)
+    assert f"rank {culprit} failed" in text
+    assert f"LookupError: of rank {culprit}" in text
+    assert "in fail" in text
+    assert "in carry_out" not in text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_rank_is_an_error(backend: str) -> None:
+    """Nothing is left to be told but that it was killed."""
+    with pytest.raises(ac.SpawnError) as caught:
+        ac.spawn(backend, spawned.die, nproc_per_node=2)
+    assert (
+        "SIGKILL" in str(caught.value) or "gone" in str(caught.value) or "mpiexec ended" in str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_before_the_function_is_told_too(backend: str) -> None:
+    """An option that `initialize` refuses on the ranks is the caller's error, with its text."""
+    with pytest.raises(ac.SpawnError, match="no option 'colour'"):
+        ac.spawn(backend, spawned.fail, (9,), nproc_per_node=2, colour="red")
+
+
+def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
+    """torch's process context, to be joined later."""
+    context = ac.spawn("gloo", spawned.linger, (str(tmp_path),), nproc_per_node=2, join=False)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("here-*"))) < 2:
+            assert time.monotonic() < deadline, "the ranks do not start"
+            time.sleep(0.01)
+        assert not context.join(0.01)
+    finally:
+        tmp_path.joinpath("go").touch()
+        while not context.join():
+            pass
+
+
+def test_no_rank_outlives_the_one_that_spawned_it(tmp_path: Path) -> None:
+    """A parent that is killed takes its ranks with it."""
+    code = (
+        "import sys, asynccoll as ac, spawned\n"
+        "if __name__ == '__main__':\n"
+        "    ac.spawn('gloo', spawned.linger, (sys.argv[1],), nproc_per_node=2)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    said = tmp_path / "said"
+    said.mkdir()
+    paths = [
+        str(Path(ac.__file__).parent.parent),
+        str(Path(__file__).parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen([sys.executable, str(script), str(said)], env=environ) as parent:
+        deadline = time.monotonic() + 60
+        while len(pids := [int(path.read_text() or 0) for path in said.glob("here-*")]) < 2 or 0 in pids:
+            assert time.monotonic() < deadline, "the ranks do not start"
+            time.sleep(0.01)
+        parent.send_signal(signal.SIGKILL)
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} outlive their parent"
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no ranks": ({"nproc_per_node": 0}, "nproc_per_node must be a positive number, got 0"),
+    "ranks of a type": ({"nproc_per_node": "2"}, "got '2'"),
+    "no nodes": ({"nnodes": 0}, "nnodes must be a positive number"),
+    "node rank missing": ({"nnodes": 2}, "needs node_rank="),
+    "node rank too big": ({"nnodes": 2, "node_rank": 2}, "from 0 to 1, got 2"),
+    "nowhere to meet": ({"nnodes": 2, "node_rank": 0}, "master_addr= and master_port="),
+    "two places to meet": (
+        {"init_method": "file:///tmp/x", "master_addr": "host"},
+        "says where the ranks meet",
+    ),
+    "start method": ({"start_method": "teleport"}, "'spawn', 'fork', 'forkserver', got 'teleport'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_that_cannot_be_are_refused(name: str) -> None:
+    """Here, before anything is started: typed errors with what was given."""
+    options, said = BAD[name]
+    with pytest.raises(ac.InvalidArgumentError) as caught:
+        ac.spawn("gloo", spawned.tell, ("",), **{"nproc_per_node": 1, **options})
+    assert said in str(caught.value)
+
+
+def test_unknown_backends_are_refused() -> None:
+    """By name, or by type."""
+    with pytest.raises(ac.BackendNotFoundError, match="gloo"):
+        ac.spawn("smoke-signals", spawned.tell)
+    with pytest.raises(ac.InvalidArgumentError, match="name"):
+        ac.spawn(None, spawned.tell)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="the environments mpich and openmpi")
+def test_mpi_is_spawned_on_this_node_only() -> None:
+    """The error says what to use instead."""
+    with pytest.raises(ac.InvalidArgumentError, match="nnodes=2"):
+        ac.spawn("mpi", spawned.tell, nnodes=2, node_rank=0)
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    """Each node spawns its own ranks; they meet where they are told."""
+    from worlds import free_port
+
+    code = f"""
+        import sys, asynccoll as ac, spawned
+        if __name__ == "__main__":
+            ac.spawn("gloo", spawned.tell, (sys.argv[1],), nproc_per_node=2, nnodes=2,
+                     node_rank=int(sys.argv[2]), master_addr="127.0.0.1", master_port={free_port()})
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    said = tmp_path / "said"
+    said.mkdir()
+    paths = [
+        str(Path(ac.__file__).parent.parent),
+        str(Path(__file__).parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [subprocess.Popen([sys.executable, str(script), str(said), str(n)], env=environ) for n in (0, 1)]
+    try:
+        assert [node.wait(60) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [(one["rank"], one["local"], one["size"]) for one in spawned.told(said)] == [
+        (0, 0, 4),
+        (1, 1, 4),
+        (2, 0, 4),
+        (3, 1, 4),
+    ]
