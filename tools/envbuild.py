@@ -38,11 +38,17 @@ class Environment:
     groups: tuple[str, ...]
     download: str
     constraints: str = "constraints.txt"
+    #: scripts beside this one, run by the environment's interpreter: each makes a wheel and installs it
+    steps: tuple[str, ...] = ()
 
     def files(self) -> list[Path]:
         """Requirement files, the pins first."""
         names = (self.constraints, *(f"{group}.txt" for group in self.groups))
         return [REQUIREMENTS / name for name in names]
+
+    def scripts(self) -> list[Path]:
+        """What is run once the requirements are there."""
+        return [ROOT / "tools" / name for name in self.steps]
 
 
 def say(text: str) -> None:
@@ -62,7 +68,7 @@ def cache_root() -> Path:
 def directory(row: Environment) -> Path:
     """Where this environment lives: its name and a hash of what it is built from."""
     parts = [sys.implementation.name, platform.python_version(), sys.base_prefix]
-    parts += [platform.machine(), *(path.read_text() for path in row.files())]
+    parts += [platform.machine(), *(path.read_text() for path in row.files() + row.scripts())]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     return cache_root() / f"{row.name}-{digest}"
 
@@ -76,7 +82,7 @@ def ensure(row: Environment) -> Path:
     """The interpreter of the environment, which is built first where it is absent."""
     path = directory(row)
     if not is_complete(path):
-        with _locked(path.with_name(path.name + ".lock")) as lock_file:
+        with locked(path.with_name(path.name + ".lock")) as lock_file:
             if not is_complete(path):
                 _delete_stale(row, keep=path)
                 _build(row, path, lock_file)
@@ -85,7 +91,7 @@ def ensure(row: Environment) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def locked(path: Path) -> Iterator[int]:
     """Hold a lock that the system takes back when its holder dies, and give its descriptor.
 
     Children that inherit the descriptor hold the lock too: an orphaned pip still keeps others out.
@@ -118,6 +124,8 @@ def _build(row: Environment, path: Path, lock_file: int) -> None:
         install += ["-r", str(file)]
     advice = "what pip said is above; a second try continues from its download cache"
     _check(install, advice, lock_file)
+    for script in row.scripts():
+        _check([str(path / "bin" / "python"), str(script), "--install"], "the reason is above", lock_file)
     (path / _MARKER).write_text(json.dumps({"built": time.time(), "groups": row.groups}))
     say(f"built '{row.name}' in {time.monotonic() - began:.0f} s")
 

