@@ -33,13 +33,14 @@ import torch
 
 import asynccoll as ac
 import oracle
+import starters_horovod
 from asynccoll import watch
 
 Report = Callable[..., None]
 
 #: What a backend cannot do: (name of the collective, its arguments) -> bool.
 #: Such a case is not skipped: it must raise `UnsupportedOpError`.
-GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {}
+GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {"horovod": starters_horovod.lacks}
 
 
 def _nothing_lacking(_name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:

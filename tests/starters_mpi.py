@@ -1,123 +1,31 @@
-"""Ranks under mpiexec: how they are started, looked after and told from their launcher.
-
-Each rank runs under a shell that writes down its process and how it ended, and that mpiexec sees in
-its place: the end of one rank is then the test's to judge, not the launcher's to clean up after.
-"""
+"""Ranks under the mpiexec of this environment."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import guarded
 from asynccoll.launch import mpiexec
 
 if TYPE_CHECKING:
     from worlds import World
 
-HERE = Path(__file__).parent
-_GUARD = r"""
-rank=${PMI_RANK:-$OMPI_COMM_WORLD_RANK} directory=$1 python=$2 program=$3 address=$4 backend=$5
-exec >> "$directory/stderr-$rank" 2>&1 < /dev/null
-sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$directory/pid-$rank" \
-    "$python" "$program" "$address" "$rank" "$backend" "$directory/stacks-$rank"
-code=$?
-echo $code > "$directory/code.tmp-$rank"; mv "$directory/code.tmp-$rank" "$directory/code-$rank"
-while [ $code != 0 ] && [ -e "$directory" ]; do sleep 0.1; done
-"""
 #: Open MPI also watches its connection to the rank itself.
 _KEEP = {"mpich": [], "openmpi": ["--enable-recovery"]}
 
 
-class MpiRank:
-    """One rank as ``subprocess.Popen`` would show it, though mpiexec is its parent."""
-
-    def __init__(self, directory: Path, rank: int, launcher: subprocess.Popen[bytes]) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._launcher = launcher
-        self.returncode: int | None = None
-
-    @property
-    def pid(self) -> int:
-        return int(self._directory.joinpath(f"pid-{self._rank}").read_text())
-
-    def poll(self) -> int | None:
-        """The rank's exit code as Popen counts it, once it has ended."""
-        if self.returncode is None:
-            ended = self._launcher.poll()
-            with contextlib.suppress(FileNotFoundError):
-                code = int(self._directory.joinpath(f"code-{self._rank}").read_text())
-                ended = 128 - code if code > 128 else code
-            self.returncode = ended
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 60.0)
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"rank {self._rank}", timeout or 60.0)
-            time.sleep(0.005)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End the rank."""
-        self.send_signal(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(5.0)
-
-
-class LastMpiRank(MpiRank):
-    """The rank that answers for the launcher, too: it is waited for and killed last."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 60.0)
-        code = super().wait(timeout)
-        if code == 0:
-            return self._launcher.wait(max(0.1, deadline - time.monotonic()))
-        return code
-
-    def kill(self) -> None:
-        super().kill()
-        if self._launcher.poll() is None:
-            self._launcher.terminate()  # it ends the shells around the ranks
-            self._launcher.wait(10.0)
-
-
 def start(world: World, address: str) -> list[Any]:
-    """All ranks by one mpiexec of this environment; what they and it say goes to stderr-0, -1, ..."""
-    from worlds import _Process, rank_environment
+    """All ranks by one mpiexec."""
+    from worlds import rank_environment
 
     found = mpiexec.find()
-    for rank in range(world.size):
-        world.directory.joinpath(f"stderr-{rank}").touch()
-    rank_program = [str(world.directory), sys.executable, str(HERE / "ranks.py"), address, world.backend]
-    line = found.command(world.size, ["bash", "-c", _GUARD, "bash", *rank_program])
-    line[1:1] = _KEEP[found.family]
-    with world.directory.joinpath("stderr-0").open("ab") as stderr:
-        launcher = subprocess.Popen(
-            line,
-            stdin=subprocess.DEVNULL,
-            stdout=stderr,
-            stderr=stderr,
-            env=found.environment(rank_environment()),
-        )
-    kinds = [MpiRank] * (world.size - 1) + [LastMpiRank]
-    return [
-        _Process(rank, kind(world.directory, rank, launcher), world.directory)  # type: ignore[arg-type]
-        for rank, kind in enumerate(kinds)
-    ]
+
+    def launch(program: list[str]) -> list[str]:
+        line = found.command(world.size, program)
+        line[1:1] = _KEEP[found.family]
+        return line
+
+    return guarded.start(world, address, launch, found.environment(rank_environment()))
 
 
 def options() -> dict[str, Any]:

@@ -30,9 +30,9 @@ def start_all_reduce(
 ) -> Work[torch.Tensor]:
     """The reduction of every rank's ``x``, in the shape of ``x``."""
     plan = plan_for(lane, Op.ALL_REDUCE, x, op)
-    if out is x or out is None:
+    if (out is x or out is None) and x.layout is torch.strided:
         size_bytes = x.nbytes
-        plain = plan.direct and x.layout is torch.strided and x.is_contiguous()
+        plain = plan.direct and x.is_contiguous()
         if plain and (out is x or size_bytes < OFFLOAD_BYTES) and not lane.group.context.policy.check:
             return _all_reduce_plain(lane, plan, x if out is x else fresh(x), size_bytes, timeout)
     check_out(out, x, x.shape)
@@ -73,7 +73,7 @@ def _all_reduce_sparse(lane: Lane, plan: Plan, x: torch.Tensor, timeout: float |
         lane,
         plan,
         lambda communicator: communicator.all_reduce(buffer, ReduceOp.SUM),
-        buffer,
+        buffer._values(),
         timeout,
         detail="sum sparse",
         shape=x.shape,
