@@ -16,7 +16,7 @@ def start(world: World, address: str) -> list[Any]:
     from worlds import rank_environment
 
     def launch(program: list[str]) -> list[str]:
-        return horovodrun.command(world.size, program)
+        return horovodrun.find().command(world.size, program)
 
     return guarded.start(world, address, launch, rank_environment())
 

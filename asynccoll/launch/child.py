@@ -34,8 +34,9 @@ CRASH_FILE = "crash.txt"
 
 _PR_SET_PDEATHSIG = 1
 
-#: Names the directory where each rank under mpiexec leaves its process number and how it failed.
+#: Names the directory where each rank under such a launcher leaves its process number and how it failed.
 ERROR_DIRECTORY = "ASYNCCOLL_ERROR_DIRECTORY"
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
 _HERE = str(Path(__file__).parent)
 
@@ -141,10 +142,10 @@ def _is_ours(filename: str) -> bool:
 def _error_file() -> str | None:
     """Where the launcher reads how this rank failed.
 
-    torch elastic names a file for each rank; mpiexec can only tell all of them one directory.
+    torch elastic names a file for each rank; other launchers can only tell all of them one directory.
     """
     directory = os.environ.get(ERROR_DIRECTORY)
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+    rank = next(filter(None, map(os.environ.get, _RANKS)), None)
     if not directory or not rank:
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
     Path(directory, f"{rank}.pid").write_text(str(os.getpid()))

@@ -32,15 +32,25 @@ def _run_elastic(request: RunRequest) -> int:
 
 
 def _run_mpiexec(request: RunRequest) -> int:
-    from asynccoll.launch.mpirun import run as run_mpiexec
+    from asynccoll.launch.mpirun import run_mpi
 
-    return run_mpiexec(request)
+    return run_mpi(request)
+
+
+def _run_horovodrun(request: RunRequest) -> int:
+    from asynccoll.launch.mpirun import run_horovod
+
+    return run_horovod(request)
 
 
 Engine = Callable[[RunRequest], int]
 
 #: Engines by name; each starts all ranks, waits for them and returns the exit code.
-ENGINES: dict[str, Engine] = {"elastic": _run_elastic, "mpiexec": _run_mpiexec}
+ENGINES: dict[str, Engine] = {
+    "elastic": _run_elastic,
+    "mpiexec": _run_mpiexec,
+    "horovodrun": _run_horovodrun,
+}
 
 #: Backends whose ranks something other than torch elastic has to start.
 ENGINE_OF_BACKEND = {"mpi": "mpiexec", "horovod": "horovodrun"}

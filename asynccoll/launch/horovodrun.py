@@ -8,17 +8,33 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll.backends.horovod_library import INSTALL
 from asynccoll.errors import BackendNotFoundError
 
-__all__ = ["command", "find"]
+__all__ = ["Horovodrun", "find", "without_place"]
 
 
-def find() -> str:
-    """The path of the program.
+@dataclass(frozen=True, slots=True)
+class Horovodrun:
+    """The program."""
+
+    path: str
+
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        """The command line that starts ``ranks`` ranks of ``program`` on this host."""
+        return [self.path, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *program]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """``environ`` as this launcher needs it."""
+        return dict(environ)
+
+
+def find() -> Horovodrun:
+    """The horovodrun of this environment, else the first on the path.
 
     Raises:
         BackendNotFoundError: there is none.
@@ -29,9 +45,11 @@ def find() -> str:
         raise BackendNotFoundError(
             f"there is no horovodrun in this Python environment or on the path; it comes with {INSTALL}"
         )
-    return found
+    return Horovodrun(found)
 
 
-def command(ranks: int, program: Sequence[str]) -> list[str]:
-    """The command line that starts ``ranks`` ranks of ``program`` on this host, with gloo as controller."""
-    return [find(), "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *program]
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the place that another launcher gave this process."""
+    given = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_")
+    torch_place = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    return {k: v for k, v in environ.items() if not k.startswith(given) and k not in torch_place}

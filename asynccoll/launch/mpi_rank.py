@@ -1,4 +1,4 @@
-"""The program of one rank that ``spawn`` starts under mpiexec: ``python mpi_rank.py PLAN``.
+"""The program of one rank that ``spawn`` starts under mpiexec or by ``horovod.run``: ``mpi_rank.py PLAN``.
 
 The plan holds two pickles: how to prepare this interpreter, as multiprocessing does it, and the job.
 Started by its path, it imports the standard library only until the parent's import path is in place.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(plan: str) -> None:
-    """Carry the job out; an error is in the job's records, and mpiexec is told by the exit code."""
+    """Carry the job out; an error is in the job's records, and the launcher is told by the exit code."""
     with Path(plan).open("rb") as file:
         preparing.prepare(pickle.load(file))  # noqa: S301 - written by the process that started us
         from asynccoll.launch import child
@@ -30,7 +30,7 @@ def main(plan: str) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and local rank, as mpiexec says."""
+    """Rank and local rank, as the launcher says."""
     from asynccoll.launch.env import detect
 
     info = detect(os.environ)

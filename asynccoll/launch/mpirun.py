@@ -1,9 +1,9 @@
-"""The engine under ``asynccoll run --backend mpi``: the mpiexec of this environment, on this host.
+"""The engine under ``asynccoll run --backend mpi`` and ``horovod``: a launcher on this host.
 
-mpiexec starts the ranks, passes their output on and ends them all when one has failed. Added are a
-runner that records tracebacks, a report that shows the first failure once, and an end that leaves
-nothing behind. What mpiexec has no word for (several hosts, restarts, redirection) is refused with the
-advice to call it directly.
+mpiexec and horovodrun start the ranks, pass their output on and end them all when one has failed. Added
+are a runner that records tracebacks, a report that shows the first failure once, and an end that leaves
+nothing behind. What they do otherwise than torchrun (several hosts, restarts, redirection) is refused
+with the advice to call them directly.
 """
 
 from __future__ import annotations
@@ -14,30 +14,56 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.launch import child, mpiexec, processes
+from asynccoll.launch import child, horovodrun, mpiexec, processes
 from asynccoll.launch.commands import RunRequest
+from asynccoll.launch.horovodrun import Horovodrun
+from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.report import Failure, read_failure, report
 from asynccoll.launch.witness import Witness
 
-__all__ = ["run"]
+__all__ = ["run_horovod", "run_mpi"]
 
-#: The options that mean something here; torchrun's others are about engines that mpiexec is not.
+#: The options that mean something here; torchrun's others are about engines that these are not.
 _TAKEN = {"--nproc-per-node", "--nnodes", "--standalone", "--no-python"}
 INTERRUPT_GRACE_S = 3.0
 
 
-def run(request: RunRequest) -> int:
-    """Start the ranks, wait for them, and return the exit code of mpiexec."""
-    _refuse(request.options)
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What differs between the launchers."""
+
+    backend: str
+    name: str
+    find: Callable[[], Mpiexec | Horovodrun]
+    several_hosts: str
+
+
+_MPIEXEC = _Engine("mpi", "mpiexec", mpiexec.find, "mpiexec -n 4 --hostfile hosts")
+_HOROVODRUN = _Engine("horovod", "horovodrun", horovodrun.find, "horovodrun -np 4 -H host1:2,host2:2")
+
+
+def run_mpi(request: RunRequest) -> int:
+    """Start the ranks with mpiexec, wait for them, and return its exit code."""
+    return _run(request, _MPIEXEC)
+
+
+def run_horovod(request: RunRequest) -> int:
+    """The same with horovodrun."""
+    return _run(request, _HOROVODRUN)
+
+
+def _run(request: RunRequest, engine: _Engine) -> int:
+    _refuse(request.options, engine)
     ranks = _ranks(request.options.get("--nproc-per-node", "1"))
-    launcher = mpiexec.find()
+    launcher = engine.find()
     processes.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as errors:
-        environ = launcher.environment(_environment(request.backend, ranks, errors))
+        environ = launcher.environment(_environment(request.backend or engine.backend, ranks, errors))
         line = launcher.command(ranks, _program(request))
         guarded = [sys.executable, child.__file__, "program", *line]
         stopped: list[signal.Signals] = []
@@ -49,16 +75,16 @@ def run(request: RunRequest) -> int:
             code = running.wait()
         first = witness.ended()
         processes.kill_children()
-        return _ended(code, stopped, Path(errors), ranks, first)
+        return _ended(code, stopped, Path(errors), ranks, first, engine.name)
 
 
-def _refuse(options: Mapping[str, str | bool]) -> None:
+def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
     refused = sorted(name for name in options if name not in _TAKEN)
     if refused or str(options.get("--nnodes", "1")) != "1":
         what = ", ".join(refused) if refused else f"--nnodes {options['--nnodes']}"
         raise InvalidArgumentError(
-            f"`asynccoll run --backend mpi` starts ranks with mpiexec on this host, which cannot do {what}; "
-            "for more, call mpiexec itself: `mpiexec -n 4 --hostfile hosts python script.py`"
+            f"`asynccoll run --backend {engine.backend}` starts ranks with {engine.name} on this host, which "
+            f"cannot do {what}; for more, call it yourself: `{engine.several_hosts} python script.py`"
         )
 
 
@@ -75,13 +101,13 @@ def _ranks(text: object) -> int:
     return count
 
 
-def _environment(backend: str | None, ranks: int, errors: str) -> dict[str, str]:
+def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
     """What the ranks inherit; whatever the user has set stays."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         **os.environ,
-        "ASYNCCOLL_BACKEND": backend or "mpi",
+        "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
     }
 
@@ -98,25 +124,27 @@ def _stop(running: subprocess.Popen[bytes], number: signal.Signals, stopped: lis
     running.send_signal(number)
 
 
-def _ended(code: int, stopped: list[signal.Signals], errors: Path, ranks: int, first: list[int]) -> int:
+def _ended(
+    code: int, stopped: list[signal.Signals], errors: Path, ranks: int, first: list[int], launcher: str
+) -> int:
     """Tell how it ended; the exit code of ``asynccoll run``."""
     if stopped:
         said = "interrupted" if stopped[0] == signal.SIGINT else f"got {stopped[0].name}"
         print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
         return 128 + stopped[0]
     if code:
-        print(_report(code, errors, ranks, first), file=sys.stderr, flush=True)
+        print(_report(code, errors, ranks, first, launcher), file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 
-def _report(code: int, errors: Path, ranks: int, first: list[int]) -> str:
+def _report(code: int, errors: Path, ranks: int, first: list[int], launcher: str) -> str:
     """The first failure that a rank recorded; else which rank was the first to end."""
     failures = [found for rank in range(ranks) if (found := _failure(errors, rank)) is not None]
     if failures:
         return report(failures)
-    text = f"asynccoll run: mpiexec ended with code {code}, and no rank recorded an error"
+    text = f"asynccoll run: {launcher} ended with code {code}, and no rank recorded an error"
     if not first:
-        return f"{text}; what mpiexec said is above"
+        return f"{text}; what {launcher} said is above"
     pid = _read(errors / f"{first[0]}.pid")
     return f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
 

@@ -2,7 +2,8 @@
 
 What starts them depends on the backend: a table, one row each. The ranks of c10d backends are started
 by torch.multiprocessing and meet in a store that this process serves; those of mpi by the mpiexec of
-this environment. Above the public API: a rank calls ``initialize``, the function, ``finalize``.
+this environment, those of horovod by ``horovod.run``. Above the public API: a rank calls
+``initialize``, the function, ``finalize``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import spawn as preparing
@@ -22,7 +24,7 @@ from typing import Any
 
 from asynccoll.backends import available
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
-from asynccoll.launch import child, mpi_rank, mpiexec
+from asynccoll.launch import child, horovodrun, mpi_rank, mpiexec
 from asynccoll.launch.job import Job, failed, portable
 from asynccoll.launch.nodes import Nodes
 from asynccoll.runtime import finalize, initialize
@@ -214,6 +216,39 @@ def _preparation() -> dict[str, Any]:
     return {**data, "start_method": "spawn"}
 
 
+# horovod.run
+
+
+def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+    _one_node(task, kwargs)
+    if threading.current_thread() is not threading.main_thread():
+        raise InvalidArgumentError("Horovod starts ranks from the main thread only; call ac.spawn there")
+    import horovod
+
+    with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
+        plan = Path(told.directory, "job")
+        plan.write_bytes(pickle.dumps(_preparation()) + pickle.dumps(told))
+        environ = horovodrun.without_place(os.environ)
+        try:
+            with _environment(environ):
+                horovod.run(mpi_rank.main, (str(plan),), num_proc=ranks, use_gloo=True)
+        except RuntimeError as error:
+            raise failed(told, range(ranks), {}, str(error)) from None
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment, for as long as a launcher copies it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the place that a launcher gave this process: mpiexec gives new ones."""
     given = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_")
@@ -224,4 +259,5 @@ def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
 _STARTERS: dict[str, Callable[[Job, int, dict[str, Any]], Any]] = {
     "serial": _spawn_serial,
     "mpi": _spawn_mpi,
+    "horovod": _spawn_horovod,
 }
