@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 _GUARD = r"""
-rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}} directory=$1 python=$2 program=$3 address=$4 backend=$5
+rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$HOROVOD_RANK}}
+directory=$1 python=$2 program=$3 address=$4 backend=$5
 exec >> "$directory/stderr-$rank" 2>&1 < /dev/null
 sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$directory/pid-$rank" \
     "$python" "$program" "$address" "$rank" "$backend" "$directory/stacks-$rank"

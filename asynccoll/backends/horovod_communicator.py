@@ -65,9 +65,7 @@ class HorovodCommunicator:
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         if x.layout is not torch.strided:
             return self._all_reduce_sparse(x)
-        return self._start(
-            mpi_ops._allreduce_async, x, x, self._name(), _OPS[op], 1.0, 1.0, self.process_set
-        )
+        return self._start(mpi_ops._allreduce_async, x, x, self._name(), _OPS[op], 1.0, 1.0, self.process_set)
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         return self.all_reduce(x, op)
@@ -116,16 +114,12 @@ class HorovodCommunicator:
     # Movement
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
-        return self._start(
-            mpi_ops._broadcast_async, x, x, self._ranks[src], self._name(), self.process_set
-        )
+        return self._start(mpi_ops._broadcast_async, x, x, self._ranks[src], self._name(), self.process_set)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         # As rows: then a rank whose part has another size is refused on all of them.
         rows = out.view(len(self._ranks), -1)
-        return self._start(
-            mpi_ops._allgather_async, x.view(1, -1), rows, self._name(), self.process_set
-        )
+        return self._start(mpi_ops._allgather_async, x.view(1, -1), rows, self._name(), self.process_set)
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         size = len(self._ranks)
@@ -219,5 +213,3 @@ class HorovodCommunicator:
     def abort(self) -> None:
         """Give up what is in flight: Horovod cannot take an operation back, and keeps its memory."""
         self._common.abandoned = True
-
-
