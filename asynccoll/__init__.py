@@ -9,6 +9,14 @@ grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
 from asynccoll import overlap, trace
+from asynccoll.auto import (
+    AsyncOptimizer,
+    DistributedProxySampler,
+    async_optim,
+    auto_dataloader,
+    auto_model,
+    auto_optim,
+)
 from asynccoll.codecs import Codec
 from asynccoll.errors import (
     AbortedError,
@@ -78,11 +86,13 @@ __version__ = "0.1.0"
 __all__ = (
     "AbortedError",
     "AsyncCollError",
+    "AsyncOptimizer",
     "BackendNotFoundError",
     "Codec",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DistributedProxySampler",
     "Group",
     "InvalidArgumentError",
     "LaneLimitError",
@@ -105,6 +115,10 @@ __all__ = (
     "all_reduce",
     "all_to_all",
     "as_completed",
+    "async_optim",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
     "available_backends",
     "backend",
     "barrier",

@@ -24,7 +24,7 @@ In the examples two ranks call; ``r0``/``r1`` is what each gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -73,6 +73,19 @@ def _start(
     except AsyncCollError as error:
         context.refusals.refuse(at, error)
         raise
+
+
+def refuse(error: AsyncCollError, *, group: Any = None, lane: str | None = None) -> NoReturn:
+    """Raise ``error`` in place of a call, and tell the peers, who may be making it.
+
+    For code on top of these functions that checks more than they do.
+    """
+
+    def start(*_: Any) -> NoReturn:
+        raise error
+
+    _start(group, lane, None, start)
+    raise AssertionError("start raises")
 
 
 def _check_timeout(timeout: Any) -> None:

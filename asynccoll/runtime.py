@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -59,7 +60,7 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.context: Context | None = None  # initialized here
-        self.adopted: tuple[Any, Context] | None = None  # torch's default group, and ours on it
+        self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
         self.embedded: Context | None = None  # the world of one
         self.finalized = False
         self.thread_ranks = 0
@@ -130,13 +131,15 @@ def _adopt(process: _Process) -> Context:
     """A context on the default group that the user made with torch; ours to use, theirs to destroy."""
     native = dist.distributed_c10d._get_default_group()
     with process.lock:
-        if process.adopted is not None and process.adopted[0] is native:
-            return process.adopted[1]
+        if process.adopted is not None:
+            if process.adopted[0]() is native:
+                return process.adopted[1]
+            _abandon(process, process.adopted[1])
         store = dist.distributed_c10d._get_default_store()
         context = backends.adopt(
             dist.get_backend(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
-        process.adopted = (native, context)
+        process.adopted = (weakref.ref(native), context)
         _install_exit_hook()
         return context
 
@@ -251,6 +254,32 @@ def _forget(process: _Process, context: Context) -> None:
             process.finalized = True
         elif process.adopted is not None and process.adopted[1] is context:
             process.adopted = None
+
+
+def refresh() -> str:
+    """What this process is part of: ``"ours"`` (``initialize`` was called), ``"adopted"`` or ``"none"``.
+
+    Lets go of a context whose torch group the user has destroyed or replaced behind our back.
+    """
+    process = _process
+    context = _of_thread.get() or process.context
+    if context is not None:
+        orphaned = getattr(context.backend, "orphaned", None)  # only c10d stands and falls with torch's
+        if orphaned is None or not orphaned():
+            return "ours"
+        _abandon(process, context)
+    native = None if process.thread_ranks else _torch_group(process)
+    if process.adopted is not None and process.adopted[0]() is not native:
+        _abandon(process, process.adopted[1])
+    return "none" if native is None else "adopted"
+
+
+def _abandon(process: _Process, context: Context) -> None:
+    """Close what can no longer be used; the peers do so too, or will find out: nobody is waited for."""
+    try:
+        context.close(abort=True, patience=0.0)
+    finally:
+        _forget(process, context)
 
 
 def _install_exit_hook() -> None:

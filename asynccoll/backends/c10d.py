@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -300,6 +301,7 @@ class C10dBackend:
         interface: str | None = None,
         loopback: bool = False,
         owns_default_group: bool = False,
+        default_group: weakref.ref[Any] | None = None,
     ) -> None:
         self.name = name
         self.device = device
@@ -311,6 +313,7 @@ class C10dBackend:
         self._interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
         self._loopback = loopback
         self._owns_default_group = owns_default_group
+        self._default_group = default_group
         self._opening = InProgress()
         self._devices: list[Any] = []
         self._published: dict[str, dist.ProcessGroup] = {}
@@ -379,9 +382,17 @@ class C10dBackend:
         for published in self._published.values():
             withdraw(published)
         self._published.clear()
-        if self._owns_default_group and dist.is_initialized():
+        if self._owns_default_group and not self.orphaned():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+        self._default_group = None
+
+    def orphaned(self) -> bool:
+        """Whether torch's default group, which this world came with, has been destroyed or replaced."""
+        if self._default_group is None:
+            return False
+        native = self._default_group()
+        return native is None or native is not dist.distributed_c10d.GroupMember.WORLD
 
     def create_gloo(self, store: dist.Store, rank: int, size: int) -> Any:
         """A bare gloo group on the chosen interface."""
@@ -475,6 +486,7 @@ def create(request: Request) -> Context:
         interface=options.get("interface"),
         loopback=identity.nnodes == 1,
         owns_default_group=owns_default,
+        default_group=_default_group_ref() if owns_default else None,
     )
     context = Context(
         backend,
@@ -486,6 +498,11 @@ def create(request: Request) -> Context:
     )
     context.world.lane().open()
     return context
+
+
+def _default_group_ref() -> weakref.ref[Any]:
+    """Weak, so that the connections of a group that the user destroys are closed."""
+    return weakref.ref(dist.distributed_c10d.GroupMember.WORLD)
 
 
 def _default_group() -> tuple[str, dist.Store, int, int] | None:
@@ -508,6 +525,7 @@ def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: flo
         device=pick_device(by_device, identity.local_rank),
         by_device=by_device,
         loopback=identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK,
+        default_group=_default_group_ref(),
     )
     return Context(backend, identity, store=own_part(store, rank), timeout=timeout, check=check)
 

@@ -1,0 +1,246 @@
+"""A model and its optimizer for one rank of many: ``auto_model``, ``auto_optim``, ``async_optim``.
+
+``auto_model`` and ``auto_optim`` follow ignite's rules: on torch's backends DDP reduces the gradients, on
+horovod its DistributedOptimizer, on xla-tpu the step. Where a backend has nothing of the kind (mpi), the
+step waits for gradients that ``overlap`` reduces. ``async_optim`` does that on every backend, awaited.
+
+Built on the public operations alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from asynccoll.autodata import XLA, DistributedProxySampler, auto_dataloader
+from asynccoll.autoplace import Place, here
+from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
+
+__all__ = [
+    "AsyncOptimizer",
+    "DistributedProxySampler",
+    "async_optim",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
+]
+
+HOROVOD = "horovod"
+#: Backends whose gradients the step itself reduces, for want of another means.
+_REDUCED_BY_STEP = frozenset({"mpi"})
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
+
+
+def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Module:
+    """The model on this rank's device, ready to be trained by all ranks together.
+
+    - gloo, nccl: ``DistributedDataParallel`` around it, after ``SyncBatchNorm`` conversion with
+      ``sync_bn=True``.
+    - horovod, mpi: parameters and buffers become those of rank 0; ``auto_optim`` reduces the gradients.
+    - a world of one with several GPUs: ``DataParallel``.
+    - otherwise the model itself.
+
+    Mixed precision is torch's: run the forward pass under ``torch.autocast``. Models of apex are refused.
+
+    Args:
+        model: any module.
+        sync_bn: batch norm over the batches of all ranks; on torch's backends only.
+        kwargs: for the class that wraps the model.
+
+    Raises:
+        ValueError: ``device_ids`` among ``kwargs`` on a machine with GPUs.
+        UnsupportedOpError: apex is in the model.
+    """
+    return model_for(here(), model, sync_bn, kwargs)
+
+
+def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """The same for a given place."""
+    _refuse_apex(model)
+    if not all(parameter.device == place.device for parameter in model.parameters()):
+        model.to(place.device)
+    if place.world_size == 1:
+        if torch.cuda.device_count() > 1 and place.device.type == "cuda":
+            place.log.info("Apply torch DataParallel on model")
+            return nn.DataParallel(model, **kwargs)
+        return model
+    if place.backend == HOROVOD or place.backend in _REDUCED_BY_STEP:
+        place.log.info("Broadcast the initial variable states from rank 0 to all other processes")
+        broadcast_parameters(model).wait()
+        return model
+    return model if place.backend == XLA else _parallel(place, model, sync_bn, kwargs)
+
+
+def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """The model in torch's DistributedDataParallel."""
+    if sync_bn:
+        place.log.info("Convert batch norm to sync batch norm")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
+    if torch.cuda.is_available():
+        if "device_ids" in kwargs:
+            raise InvalidArgumentError(f"Argument kwargs should not contain 'device_ids', but got {kwargs}")
+        place.log.info("Apply torch DistributedDataParallel on model, device id: %s", place.local_rank)
+        kwargs["device_ids"] = [place.local_rank]
+    else:
+        place.log.info("Apply torch DistributedDataParallel on model")
+    return nn.parallel.DistributedDataParallel(model, **kwargs)
+
+
+def auto_optim(optimizer: O, **kwargs: Any) -> O:
+    """The optimizer, ready to step on gradients of all ranks.
+
+    - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
+    - horovod: Horovod's ``DistributedOptimizer`` around it (``kwargs`` are its), its state that of rank 0.
+    - xla-tpu: ``step`` is torch_xla's ``optimizer_step``.
+    - mpi: buckets of gradients leave while backward runs, and ``step`` waits for their average
+      (``kwargs`` are those of ``ac.overlap_gradients``).
+
+    Raises:
+        UnsupportedOpError: an optimizer of apex.
+    """
+    return optim_for(here(), optimizer, kwargs)
+
+
+def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
+    """The same for a given place."""
+    _refuse_apex(optimizer)
+    if place.backend == XLA:
+        return _stepping_on_xla(optimizer)
+    if place.backend == HOROVOD:
+        return _of_horovod(optimizer, kwargs)
+    if place.backend in _REDUCED_BY_STEP and place.world_size > 1:
+        _wait_in_step(optimizer, overlap_gradients(_parameters(optimizer), **kwargs))
+    return optimizer
+
+
+def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
+    import horovod.torch as hvd
+
+    distributed: O = hvd.DistributedOptimizer(optimizer, **kwargs)
+    hvd.broadcast_optimizer_state(distributed, root_rank=0)
+    return distributed
+
+
+def _stepping_on_xla(optimizer: O) -> O:
+    """The optimizer under a class of the same name, whose ``step`` reduces gradients over all replicas."""
+    import torch_xla.core.xla_model as xm
+
+    def step(_: Any, closure: Any = None) -> Any:
+        return xm.optimizer_step(
+            optimizer, barrier=True, optimizer_args={"closure": closure} if closure else {}
+        )
+
+    def init(self: Any, wrapped: O) -> None:
+        self.__dict__ = wrapped.__dict__
+
+    kind = type(optimizer)
+    return type(kind.__name__, (kind,), {"__init__": init, "step": step})(optimizer)  # type: ignore[no-any-return]  # a type made here
+
+
+def _wait_in_step(optimizer: Optimizer, gradients: GradientReducer) -> None:
+    """Have ``step`` wait for the gradients: before it, and after a closure that made them anew."""
+
+    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            gradients.wait()
+            return None
+
+        def reduced() -> Any:
+            loss = closure()
+            gradients.wait()
+            return loss
+
+        return (reduced, *args[1:]) if args else args, {**kwargs, **({} if args else {"closure": reduced})}
+
+    optimizer.register_step_pre_hook(before)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# Awaited
+
+
+class AsyncOptimizer:
+    """An optimizer whose step awaits gradients that leave while backward runs; ``async_optim`` makes it.
+
+    ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``, ``state_dict``,
+    ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` block)
+    takes the hooks away.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: GradientReducer) -> None:
+        self.wrapped = optimizer
+        self.gradients = gradients
+
+    def __repr__(self) -> str:
+        return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    async def step(self) -> None:
+        """Update the parameters once the gradients of all ranks are averaged."""
+        await self.gradients
+        self.wrapped.step()
+
+    def no_sync(self) -> Any:
+        """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
+        return self.gradients.no_sync()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.gradients.close()
+
+    def __enter__(self) -> AsyncOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
+    """An optimizer whose ``step`` is awaited: it updates with the average of all ranks' gradients.
+
+    >>> model = Net()
+    >>> await ac.overlap.broadcast_parameters(model)
+    >>> optimizer = ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> loss_fn(model(x), y).backward()     # buckets of gradients leave meanwhile
+    >>> await optimizer.step()              # other tasks run until they are here
+
+    For a plain model, on any backend; not for one that ``auto_model`` wrapped in DDP, which reduces the
+    gradients itself.
+
+    Args:
+        optimizer: an optimizer of torch; its parameters' gradients are reduced.
+        kwargs: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
+    """
+    _refuse_apex(optimizer)
+    return AsyncOptimizer(optimizer, overlap_gradients(_parameters(optimizer), **kwargs))
+
+
+# apex
+
+
+def _refuse_apex(subject: nn.Module | Optimizer) -> None:
+    """apex patches models and optimizers in ways that fit none of these wrappers: say so at once."""
+    parts = [subject, *(subject.modules() if isinstance(subject, nn.Module) else ())]
+    found = next((type(part) for part in parts if type(part).__module__.partition(".")[0] == "apex"), None)
+    state = getattr(sys.modules.get("apex.amp._amp_state"), "_amp_state", None)
+    active = getattr(getattr(state, "opt_properties", None), "enabled", False)
+    if found is None and not active and not hasattr(subject, "_amp_stash"):
+        return
+    what = f"{found.__module__}.{found.__qualname__}" if found is not None else "apex.amp"
+    raise UnsupportedOpError(
+        f"{what} is not supported: apex's mixed precision and wrappers are given up upstream. Use "
+        "torch.autocast around the forward pass and torch.amp.GradScaler (CUDA), torch.nn.SyncBatchNorm "
+        "by auto_model(model, sync_bn=True), and torch's own optimizers"
+    )

@@ -1,0 +1,45 @@
+"""``ignite.distributed.auto``: the helpers of ``asynccoll.auto`` for the world as ``sync`` sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from asynccoll.auto import model_for, optim_for
+from asynccoll.autodata import DistributedProxySampler, dataloader_for
+from asynccoll.autoplace import Place
+from asynccoll.sync import utils as idist
+from asynccoll.sync.logs import setup_logger
+
+__all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
+
+
+def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
+    """A ``DataLoader`` for this rank; see ``ac.auto_dataloader``."""
+    return dataloader_for(_here("auto_dataloader"), dataset, kwargs)
+
+
+def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Module:
+    """The model on this rank's device, ready to be trained by all ranks; see ``ac.auto_model``."""
+    return model_for(_here("auto_model"), model, sync_bn, kwargs)
+
+
+def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+    """The optimizer, ready to step on gradients of all ranks; see ``ac.auto_optim``."""
+    return optim_for(_here("auto_optim"), optimizer, kwargs)
+
+
+def _here(name: str) -> Place:
+    rank = idist.get_rank()
+    return Place(
+        rank,
+        idist.get_world_size(),
+        idist.get_local_rank(),
+        idist.get_nproc_per_node(),
+        idist.backend(),
+        idist.device(),
+        setup_logger(f"{__name__}.{name}", rank),
+    )

@@ -1,0 +1,204 @@
+"""ignite's collectives on the async ones: start, wait, give back what ignite gives back.
+
+What a rank refuses here it publishes (``ops.refuse``), as the async operations do: the peers that did
+call get an error instead of waiting for ever.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import asynccoll as ac
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.ops import refuse
+from asynccoll.sync.models import NATIVE, SERIAL
+from asynccoll.sync.world import model
+
+__all__ = [
+    "all_gather",
+    "all_gather_tensors_with_shapes",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "new_group",
+]
+
+_NUMBERS = (int, float, complex, Number)
+
+
+def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[int] | None = None) -> Any:
+    """The reduction of every rank's tensor or number; outside of ``group`` the very ``tensor``.
+
+    On torch's backends, xla-tpu and mpi the tensor itself is overwritten and returned.
+
+    Args:
+        tensor: a tensor or a number (which keeps its type, exactly).
+        op: ``SUM``, ``PRODUCT``, ``MIN``, ``MAX``, ``AND``, ``OR`` (bitwise); Horovod has also ``AVERAGE``
+            and ``ADASUM``.
+        group: None, a list of global ranks, or what ``new_group`` gave.
+
+    Raises:
+        TypeError: neither tensor nor number.
+        ValueError: an unknown ``op`` or ``group``.
+    """
+    now = model()
+    if now is SERIAL:
+        return tensor
+    if not isinstance(tensor, (torch.Tensor, *_NUMBERS)):
+        refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"))
+    ours = now.ops.get(op)
+    if ours is None:
+        refuse(InvalidArgumentError(f"Unsupported reduction operation: '{op}'"))
+    if group is not None:
+        group = _group(group)
+        if _outside(group):
+            warnings.warn(  # as torch does, of this function alone
+                f"Running all_reduce on global rank {ac.get_rank()} which does not belong to the given group.",
+                stacklevel=2,
+            )
+            return tensor
+    if isinstance(tensor, torch.Tensor):
+        return _all_reduce_tensor(tensor, ours, group, in_place=now.in_place)
+    result = ac.all_reduce(tensor, op=ours, group=group).wait()
+    return bool(result) if isinstance(tensor, bool) else result
+
+
+def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: Any, *, in_place: bool) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return ac.all_reduce(tensor, op=op, group=group, out=tensor if in_place else None).wait()
+    plain = tensor.detach()
+    result = ac.all_reduce(plain, op=op, group=group, out=plain if in_place else None).wait()
+    return tensor if in_place else result
+
+
+def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] | None = None) -> Any:
+    """What every rank passed: tensors of one shape concatenated along dim 0, anything else as a list.
+
+    0-d tensors give a vector. Numbers and strings arrive as they are; other objects are pickled, so gather
+    them among ranks that you trust. Outside of ``group`` the very ``tensor`` (of a string, a list of it).
+    """
+    now = model()
+    if now is SERIAL:
+        return tensor if isinstance(tensor, torch.Tensor) else [tensor]
+    if group is not None:
+        group = _group(group)
+        if _outside(group):
+            return [tensor] if isinstance(tensor, str) else tensor
+    if isinstance(tensor, torch.Tensor):
+        return ac.all_gather(tensor.detach() if tensor.requires_grad else tensor, group=group).wait()
+    if isinstance(tensor, (str, *_NUMBERS)):
+        return ac.all_gather(tensor, group=group).wait()
+    return ac.all_gather_object(tensor, codec="pickle", group=group).wait()
+
+
+def all_gather_tensors_with_shapes(
+    tensor: torch.Tensor, shapes: Sequence[Sequence[int]], group: Any | list[int] | None = None
+) -> list[torch.Tensor]:
+    """The tensors of all ranks, of different shapes that every rank knows, as a list.
+
+    >>> idist.all_gather_tensors_with_shapes(torch.ones(rank + 1, 2), [[1, 2], [2, 2]])
+    [tensor([[1., 1.]]), tensor([[1., 1.], [1., 1.]])]
+
+    ``shapes`` has one shape for each rank of the group, all with as many dimensions. Outside of ``group``
+    the result is ``[tensor]``.
+    """
+    if group is not None and model() is not SERIAL:
+        group = _group(group)
+        if _outside(group):
+            return [tensor]
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    missing = [size - have for size, have in zip(largest, tensor.shape, strict=True)]
+    padding = [amount for size in reversed(missing) for amount in (0, size)]
+    padded = torch.nn.functional.pad(tensor, padding) if any(missing) else tensor
+    rows = all_gather(padded, group=group).view(len(shapes), *largest)
+    return [
+        row[tuple(slice(size) for size in shape)] for row, shape in zip(rows.unbind(0), shapes, strict=True)
+    ]
+
+
+def broadcast(
+    tensor: torch.Tensor | float | str | Path | None, src: int = 0, safe_mode: bool = False
+) -> torch.Tensor | Any | str | Path:
+    """What rank ``src`` passes, on every rank: a tensor, a number, a string or a path.
+
+    The others pass something alike, of which a tensor is overwritten and returned; with
+    ``safe_mode=True`` they may pass None or anything of these types. Numbers keep their type and value.
+
+    Raises:
+        TypeError: a payload of another type.
+        ValueError: None on ``src``, or elsewhere without ``safe_mode``.
+    """
+    now = model()
+    if now is SERIAL:
+        if tensor is None:
+            raise InvalidArgumentError("Argument tensor should not be None")
+        return tensor
+    _check_broadcast(tensor, src, safe_mode)
+    if safe_mode:
+        received = ac.broadcast(tensor, src=src, safe_mode=True).wait()
+        return tensor if isinstance(tensor, torch.Tensor) and ac.get_rank() == src else received
+    if not isinstance(tensor, torch.Tensor):
+        return ac.broadcast(tensor, src=src).wait()
+    if now.in_place:
+        return ac.broadcast(tensor, src=src, out=tensor).wait()
+    return ac.broadcast(tensor.detach(), src=src).wait()
+
+
+def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
+    if tensor is None:
+        if ac.get_rank() == src:
+            refuse(InvalidArgumentError("Source data can not be None"))
+        if not safe_mode:
+            refuse(
+                InvalidArgumentError("Argument safe_mode should be True if None is passed for non src rank")
+            )
+    elif not isinstance(tensor, (torch.Tensor, str, Path, *_NUMBERS)):
+        refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"))
+
+
+def barrier() -> None:
+    """Return once every rank has called it."""
+    if model() is not SERIAL:
+        ac.barrier().wait()
+
+
+def new_group(ranks: list[int], **kwargs: Any) -> Any:
+    """A group of the global ``ranks``, for the collectives here; every rank calls it, in the same order.
+
+    On torch's backends it is a ``torch.distributed.ProcessGroup``, made with ``backend=`` and
+    ``pg_options=`` where given (outside of it ``GroupMember.NON_GROUP_MEMBER``); elsewhere an
+    ``ac.Group``.
+    """
+    now = model()
+    if not (isinstance(ranks, list) and all(isinstance(item, int) for item in ranks)):
+        raise InvalidArgumentError("Argument ranks should be list of int")
+    if now is SERIAL:
+        return ranks
+    if now is NATIVE:
+        return dist.new_group(ranks=ranks, **kwargs)
+    return ac.new_group(ranks)
+
+
+def _group(group: Any) -> Any:
+    """``group`` if it is one of the forms that there are."""
+    if isinstance(group, list) and all(isinstance(item, int) for item in group):
+        return group
+    if isinstance(group, (dist.ProcessGroup, ac.Group)) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return group
+    raise InvalidArgumentError(
+        f"Argument group should be list of int or ProcessGroup, got {type(group)}, group={group}"
+    )
+
+
+def _outside(group: Any) -> bool:
+    """Whether this rank is not in ``group``."""
+    if not isinstance(group, (list, dist.ProcessGroup, ac.Group)):
+        return True
+    return ac.get_rank(group) < 0

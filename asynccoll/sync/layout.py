@@ -1,0 +1,106 @@
+"""Where this rank is among those of its node, by ignite's rules, where no launcher said it in full.
+
+The local rank is SLURM's, else ``LOCAL_RANK``, else what ``set_local_rank`` hinted, else a guess by host
+names. How many ranks a node has is the largest local rank and one. What the others have is read from
+torch's store, where each rank puts its own when it first looks: asking is not a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Layout", "announce", "hint", "layout"]
+
+_GUESSING = (
+    "Local rank information for native distributed setting will be initialized using "
+    "a heuristic approach based on the hostnames. In some corner cases, determined "
+    "local rank can be different from the real setup. To avoid this warning, "
+    "please either set `os.environ['LOCAL_RANK']` "
+    "or use `idist.set_local_rank(local_rank)` with correct local rank index."
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of this rank on its node, and of the node in the job."""
+
+    local_rank: int
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+
+
+class _State:
+    """What is known of torch's current default group."""
+
+    def __init__(self) -> None:
+        self.hinted: int | None = None
+        self.group: weakref.ref[Any] | None = None
+        self.mine: int | None = None
+        self.layout: Layout | None = None
+
+
+_state = _State()
+
+
+def hint(index: int) -> None:
+    """What ``set_local_rank`` says."""
+    _state.hinted = index
+
+
+def announce() -> None:
+    """Tell the others where this rank is, once for each default group that torch has had."""
+    native = dist.distributed_c10d.GroupMember.WORLD
+    if native is None or (_state.group is not None and _state.group() is native):
+        return
+    _state.group = weakref.ref(native)
+    _state.layout = None
+    _state.mine = _told()
+    if dist.get_world_size() > 1:
+        entry = {"host": socket.gethostname(), "local_rank": _state.mine}
+        _store().set(f"layout/{dist.get_rank()}", json.dumps(entry))
+
+
+def layout() -> Layout:
+    """The layout of torch's current default group; waits for the others to have announced theirs."""
+    announce()
+    if _state.layout is None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        entries = [json.loads(_store().get(f"layout/{index}")) for index in range(size)] if size > 1 else []
+        _state.layout = _arrange(rank, size, entries)
+    return _state.layout
+
+
+def _told() -> int | None:
+    """The local rank that somebody said, if anybody did."""
+    if "SLURM_JOB_ID" in os.environ and "SLURM_LOCALID" in os.environ:
+        return int(os.environ["SLURM_LOCALID"])
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return _state.hinted
+
+
+def _arrange(rank: int, size: int, entries: list[dict[str, Any]]) -> Layout:
+    if _state.mine is None:
+        warnings.warn(_GUESSING, stacklevel=4)
+    if size == 1:
+        return Layout(_state.mine or 0, 1, 1, 0)
+    hosts = [entry["host"] for entry in entries]
+    locals_ = [
+        hosts[:index].count(hosts[index]) if entry["local_rank"] is None else entry["local_rank"]
+        for index, entry in enumerate(entries)
+    ]
+    per_node = max(locals_) + 1
+    return Layout(locals_[rank], per_node, size // per_node, rank // per_node)
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("asynccoll.sync", dist.distributed_c10d._get_default_store())

@@ -1,0 +1,65 @@
+"""ignite's computation models, as far as programs look at them: names, and which backends are whose.
+
+What a model does differently from the others is a column here, never an ``if`` on its name elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+import asynccoll as ac
+
+__all__ = ["MODELS", "Model", "by_backend", "registered_computation_models"]
+
+#: ignite's names of reductions, and ours. AND and OR are bitwise there.
+_OPS = {"SUM": "sum", "PRODUCT": "product", "MIN": "min", "MAX": "max", "AND": "band", "OR": "bor"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One way to be distributed."""
+
+    name: str
+    available_backends: tuple[str, ...]
+    #: reductions by the names that users pass
+    ops: dict[str, str] = field(default_factory=lambda: dict(_OPS))
+    #: ``all_reduce`` and ``broadcast`` give their result in the tensor that was passed
+    in_place: bool = True
+
+
+def _torch_backends() -> tuple[str, ...]:
+    """In ignite's order; torch's own MPI goes by mpi-dist, as mpi4py does."""
+    if not dist.is_available():
+        return ()
+    found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
+    return tuple(name for name, there in found.items() if there)
+
+
+def _here(*backends: str) -> tuple[str, ...]:
+    available = ac.available_backends()
+    return tuple(name for name in backends if name in available)
+
+
+SERIAL = Model("serial", ())
+NATIVE = Model("native-dist", _torch_backends())
+XLA = Model("xla-dist", _here("xla-tpu"))
+HOROVOD = Model(
+    "horovod-dist", _here("horovod"), ops={**_OPS, "AVERAGE": "avg", "ADASUM": "adasum"}, in_place=False
+)
+MPI = Model("mpi-dist", _here("mpi"))
+
+MODELS = (SERIAL, NATIVE, XLA, HOROVOD, MPI)
+
+#: Those that can be used here, as ``ignite.distributed.registered_computation_models``.
+registered_computation_models: tuple[Model, ...] = tuple(
+    model for model in MODELS if model is SERIAL or model.available_backends
+)
+
+_BY_BACKEND = {"xla-tpu": XLA, "horovod": HOROVOD, "mpi": MPI, "serial": SERIAL}
+
+
+def by_backend(backend: str) -> Model:
+    """The model that a backend belongs to; whatever torch knows besides is native."""
+    return _BY_BACKEND.get(backend, NATIVE)
