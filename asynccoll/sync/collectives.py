@@ -59,10 +59,9 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[
     if group is not None:
         group = _group(group)
         if _outside(group):
-            warnings.warn(  # as torch does, of this function alone
-                f"Running all_reduce on global rank {ac.get_rank()} which does not belong to the given group.",
-                stacklevel=2,
-            )
+            # As torch does, of this function alone.
+            where = f"global rank {ac.get_rank()} which does not belong to the given group."
+            warnings.warn(f"Running all_reduce on {where}", stacklevel=2)
             return tensor
     if isinstance(tensor, torch.Tensor):
         return _all_reduce_tensor(tensor, ours, group, in_place=now.in_place)

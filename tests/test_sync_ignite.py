@@ -1,0 +1,56 @@
+"""ignite's metrics, engine and handlers compute the same numbers on ``asynccoll.sync``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ignite_on_sync
+import worlds
+
+
+@pytest.fixture(params=[2, 4], ids=lambda size: f"gloo-{size}", scope="module")
+def pair(request):
+    """A world on the real ignite.distributed, and one with asynccoll.sync in its place."""
+    with worlds.fresh("gloo", request.param) as aliased:
+        yield worlds.world("gloo", request.param), aliased
+
+
+def close(got, expected, where):
+    assert type(got) is type(expected), where
+    if isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), where
+        for index, (mine, real) in enumerate(zip(got, expected, strict=True)):
+            close(mine, real, f"{where}[{index}]")
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys(), where
+        for key, value in expected.items():
+            close(got[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (str, bool)):
+        assert got == expected, where
+    else:
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8, msg=f"{where}: {got} != {expected}")
+
+
+def test_metrics(pair):
+    real, aliased = (
+        world.run(ignite_on_sync.metrics, flag, timeout=60.0)
+        for world, flag in zip(pair, (False, True), strict=True)
+    )
+    assert len(real[0]) >= 12
+    whole = ignite_on_sync.compute([ignite_on_sync.batches(rank) for rank in range(pair[0].size)])
+    for rank, found in enumerate(aliased):
+        close(found, real[rank], f"rank {rank}")
+        for name in set(whole) - {"PSNR", "SSIM", "bleu"}:  # a mean over images or texts as they came
+            close(found[name], whole[name], f"rank {rank} against one process: {name}")
+
+
+def test_training_with_handlers(pair):
+    real, aliased = (
+        world.run(ignite_on_sync.training, flag, timeout=60.0)
+        for world, flag in zip(pair, (False, True), strict=True)
+    )
+    for rank, found in enumerate(aliased):
+        close(found, real[rank], f"rank {rank}")
+    assert aliased[0]["files"]
+    assert len({str(found["weights"]) for found in aliased}) == 1
