@@ -13,7 +13,7 @@ import pytest
 import asynccoll
 from asynccoll.launch import mpiexec
 
-pytest.importorskip("mpi4py", reason="the environments mpich and openmpi have it", exc_type=ImportError)
+pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
 
 LIMIT_S = 60.0
 
@@ -291,6 +291,12 @@ def test_options_that_mpiexec_has_no_word_for_are_refused(tmp_path: Path, option
     assert ended.code == 2
     assert option.partition("=")[0] in ended.err, ended.said
     assert "mpiexec" in ended.err
+
+
+def test_spawn_starts_ranks_on_this_node_only() -> None:
+    """The error says what to use instead."""
+    with pytest.raises(asynccoll.InvalidArgumentError, match="nnodes=2"):
+        asynccoll.spawn("mpi", print, nnodes=2, node_rank=0)
 
 
 def test_available_and_info_tell_of_mpi(tmp_path: Path) -> None:

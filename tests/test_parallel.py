@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,12 +14,8 @@ import pytest
 import asynccoll as ac
 import spawned
 from asynccoll.runtime import _process
+from worlds import BACKENDS
 
-HAS_MPI = importlib.util.find_spec("mpi4py") is not None
-BACKENDS = [
-    "gloo",
-    pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="the environments mpich and openmpi")),
-]
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,8 @@ import pytest
 import asynccoll as ac
 import spawned
 from asynccoll.runtime import _process
+from worlds import BACKENDS, free_port
 
-HAS_MPI = importlib.util.find_spec("mpi4py") is not None
-BACKENDS = [
-    "gloo",
-    pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="the environments mpich and openmpi")),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -254,17 +250,8 @@ def test_unknown_backends_are_refused() -> None:
         ac.spawn(None, spawned.tell)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not HAS_MPI, reason="the environments mpich and openmpi")
-def test_mpi_is_spawned_on_this_node_only() -> None:
-    """The error says what to use instead."""
-    with pytest.raises(ac.InvalidArgumentError, match="nnodes=2"):
-        ac.spawn("mpi", spawned.tell, nnodes=2, node_rank=0)
-
-
 def test_two_nodes(tmp_path: Path) -> None:
     """Each node spawns its own ranks; they meet where they are told."""
-    from worlds import free_port
-
     code = f"""
         import sys, asynccoll as ac, spawned
         if __name__ == "__main__":

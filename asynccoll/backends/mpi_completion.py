@@ -90,35 +90,21 @@ class MpiCompletion(Completion):
         # Callbacks may take locks that the caller holds: with any, only poll() ends it.
         return self.finished or (self._callbacks is None and self._test())
 
-    def _test(self) -> bool:
-        """Ask MPI, unless another thread is asking; whether it is over."""
+    def _test(self, times: int = 1) -> bool:
+        """Ask MPI, up to so often in a row, unless another thread is asking; whether it is over."""
         lock = self._lock
         if self.finished or not lock.acquire(False):
             return self.finished
         try:
-            # Another thread may have asked between the two looks.
-            if self.finished or self._request.Test():
-                self._end()
-        except MPI.Exception as error:
-            self._fail(error)
-        finally:
-            lock.release()
-        return self.finished
-
-    def _test_often(self) -> bool:
-        """The same, several times in a row: nothing but the library takes time in between."""
-        lock = self._lock
-        if self.finished or not lock.acquire(False):
-            return self.finished
-        try:
-            if not self.finished:
+            if not self.finished:  # another thread may have asked between the two looks
                 test = self._request.Test
-                for _ in range(self._common.burst):
+                for _ in range(times):
                     if test():
                         self._end()
                         break
         except MPI.Exception as error:
-            self._fail(error)
+            self._error = typed(error)
+            self._end()
         finally:
             lock.release()
         return self.finished
@@ -126,10 +112,6 @@ class MpiCompletion(Completion):
     def _end(self) -> None:
         self._request = self._buffers = None
         self.finished = True
-
-    def _fail(self, error: MPI.Exception) -> None:
-        self._error = typed(error)
-        self._end()
 
     def poll(self) -> bool:
         if not self.finished and self._common.abandoned:
@@ -148,8 +130,8 @@ class MpiCompletion(Completion):
             callback()
 
     def wait(self, seconds: float) -> bool:
-        if self._test_often():
-            return self._told()
+        if self._test(self._common.burst):
+            return self._callbacks is None or self._told()
         self.attended = True  # the thread leaves it alone, unless it is testing just now
         try:
             return self._wait(seconds)
@@ -170,7 +152,7 @@ class MpiCompletion(Completion):
         return self._wait_with_naps(deadline)
 
     def _test_until(self, deadline: float) -> bool:
-        while not self._test_often():
+        while not self._test(self._common.burst):
             if monotonic() >= deadline:
                 return False
             give_way()
