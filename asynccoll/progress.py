@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from time import monotonic
 from typing import Protocol
 
@@ -27,8 +29,11 @@ YIELDS = 50
 GRACE_SECONDS = 2e-4
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
+#: Waiters that see to everything themselves are left alone for longer and longer, up to this: on busy
+#: cores a look takes the GIL, and so some 100 us, from whoever is inside the library.
+LONGEST_CALM_SECONDS = 8e-3
 #: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
-#: wake it for each; looking around once a millisecond costs next to nothing.
+#: wake it for each.
 LINGER_SECONDS = 50e-3
 
 give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -56,20 +61,58 @@ class Pollable(Protocol):
 class _Watched:
     """One operation as the thread sees it."""
 
-    __slots__ = ("item", "ripe", "tight")
+    __slots__ = ("_ripe", "item", "tight")
 
     def __init__(self, item: Pollable, now: float) -> None:
         self.item = item
-        #: when to look at it first
-        self.ripe = now if item.urgent else now + GRACE_SECONDS
+        self._ripe = now + GRACE_SECONDS
         #: until when to look again at once
         self.tight = now + item.expected()
 
+    def left(self, now: float) -> float:
+        """Seconds for which it is left to its waiter."""
+        return 0.0 if self.item.urgent else self._ripe - now
+
     def over(self, now: float) -> bool:
         item = self.item
-        if item.attended or (self.ripe > now and not item.urgent):
+        if item.attended or self.left(now) > 0:
             return item.finished
         return item.poll()
+
+
+class _Pace:
+    """How soon the thread looks again, by what its last looks have found."""
+
+    def __init__(self) -> None:
+        self._looks = 0  # at what is overdue, since something happened
+        self._calm = 0  # naps in a row after which there was nothing to do
+        self._up_until = 0.0
+
+    def moved(self, now: float) -> None:
+        """An operation came or ended: where one ended, others may be close."""
+        self._looks = 0
+        self._up_until = now + LINGER_SECONDS
+
+    def nap(self, watched: Sequence[_Watched], now: float) -> float:
+        """Seconds until the next look: 0 to give way and look again, infinity to rest."""
+        mine = [one for one in watched if not one.item.attended]
+        due = [one for one in mine if one.left(now) <= 0]
+        if due:
+            self._calm = 0
+            if any(now < one.tight for one in due):
+                return 0.0
+            self._looks += 1
+            if self._looks <= YIELDS:
+                return 0.0
+            nap = SHORTEST_NAP_SECONDS * 2 ** min(self._looks - YIELDS, 6)
+            longest = LONGEST_NAP_SECONDS
+        elif watched or now < self._up_until:
+            nap = LONGEST_NAP_SECONDS * 2 ** min(self._calm, 6)
+            longest = LONGEST_CALM_SECONDS
+            self._calm += 1
+        else:
+            return math.inf
+        return min(nap, longest, *(one.left(now) for one in mine if one.left(now) > 0))
 
 
 class Progress:
@@ -120,53 +163,32 @@ class Progress:
 
     def _run(self) -> None:
         watched: list[_Watched] = []
-        rounds = 0
-        busy_until = 0.0
+        pace = _Pace()
         self._resting = False
         while not self._stopped:
             now = monotonic()
-            if self._new:
-                rounds = 0
-                busy_until = now + LINGER_SECONDS
-                self._take(watched, now)
+            came = self._take(watched, now)
             before = len(watched)
             watched = [one for one in watched if not one.over(now)]
-            if len(watched) < before:
-                rounds = 0  # where one ended, others may be close
-            if watched:
-                busy_until = now + LINGER_SECONDS
-                rounds = self._pause(watched, now, rounds)
-            elif now < busy_until:
-                self._alarm.acquire(timeout=LONGEST_NAP_SECONDS)
+            if came or len(watched) < before:
+                pace.moved(now)
+            nap = pace.nap(watched, now)
+            if nap == 0.0:
+                give_way()
+            elif nap < math.inf:
+                self._alarm.acquire(timeout=nap)
             else:
                 self._rest()
 
-    def _take(self, watched: list[_Watched], now: float) -> None:
-        """Those newly issued that are not over yet: most were finished by their waiter."""
+    def _take(self, watched: list[_Watched], now: float) -> bool:
+        """Add those newly issued that are not over yet (most were finished by their waiter); if any came."""
         new = self._new
+        came = bool(new)
         while new:
             item = new.popleft()
             if not item.finished:
                 watched.append(_Watched(item, now))
-
-    def _pause(self, watched: list[_Watched], now: float, rounds: int) -> int:
-        """Wait before the next look; how many looks there were since something happened."""
-        mine = [one for one in watched if not one.item.attended]
-        ripe = [one for one in mine if one.ripe <= now]
-        if any(now < one.tight for one in ripe):
-            give_way()
-            return rounds
-        if ripe:
-            rounds += 1
-            if rounds <= YIELDS:
-                give_way()
-                return rounds
-        nap = SHORTEST_NAP_SECONDS * 2 ** min(rounds - YIELDS, 6) if ripe else LONGEST_NAP_SECONDS
-        for one in mine:
-            if one.ripe > now:
-                nap = min(nap, one.ripe - now)
-        self._alarm.acquire(timeout=min(nap, LONGEST_NAP_SECONDS))
-        return rounds
+        return came
 
     def _rest(self) -> None:
         """Sleep until something is watched."""
