@@ -34,7 +34,9 @@ async def one_dies(me: Rank, victim: int, lane: str | None) -> tuple[str, tuple[
 
 
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (2, 0), (4, 2), (4, 0)])
+@pytest.mark.parametrize(
+    ("size", "victim", "runner"), [(2, 1, "asyncio"), (2, 0, "blocking"), (4, 2, "trio"), (4, 0, "asyncio")]
+)
 def test_a_killed_rank_is_named(backend: str, size: int, victim: int, runner: str) -> None:
     """kill -9 in the middle of an operation: PeerLostError names the rank, within seconds."""
     with worlds.fresh(backend, size) as world:

@@ -287,7 +287,9 @@ async def big_tag(me: Rank) -> None:
         await me.refuses("tag", ac.InvalidArgumentError, ac.send, torch.ones(1), dst=peer, tag=tag)
     else:
         sent = ac.send(torch.full((2,), float(me.rank)), dst=peer, tag=tag)
-        await me.check("tag", ac.recv, torch.empty(2), src=peer, tag=tag, expect=torch.full((2,), float(peer)))
+        await me.check(
+            "tag", ac.recv, torch.empty(2), src=peer, tag=tag, expect=torch.full((2,), float(peer))
+        )
         await me.get(sent)
     await me.check("afterwards", ac.all_reduce, 1, expect=2)
 

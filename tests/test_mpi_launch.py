@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -155,6 +156,36 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert "rank 1 on " in ended.err, ended.said
 
 
+STUCK = """
+    import os, sys
+    import asynccoll as ac
+    ac.initialize()
+    ac.barrier().wait()
+    sys.stdout.write(f"{os.getpid()}\\n")
+    sys.stdout.flush()
+    if ac.get_rank() == 0:
+        ac.all_reduce(1).wait()
+    ac.all_reduce(1, lane="never").wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_stop_signal_ends_ranks_that_wait_in_mpi(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C at `asynccoll run`: one line, the code a shell expects, and nobody is left."""
+    line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2", write(tmp_path, STUCK)]
+    with subprocess.Popen(
+        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        ranks = [int(job.stdout.readline()) for _ in range(2)]
+        job.send_signal(number)
+        _, said = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 128 + number, said
+    assert "asynccoll run: " in said
+    assert "Traceback" not in said
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "a rank lives on"
+
+
 IN_FLIGHT = """
     import torch
     import asynccoll as ac
@@ -233,6 +264,25 @@ def test_a_library_for_one_thread_is_refused(tmp_path: Path, level: str) -> None
     assert ended.code != 0
     assert f"MPI_THREAD_{level.upper()}" in ended.err, ended.said
     assert "mpi4py.rc.thread_level" in ended.err
+
+
+DEVICE_MEMORY = """
+    import torch
+    torch.cuda.is_available = lambda: True
+    from mpi4py import MPI
+    from asynccoll.backends import mpi_library
+    print(mpi_library._path_of_library())
+    print(mpi_library._cuda_aware(MPI))
+"""
+
+
+def test_a_library_that_takes_no_device_memory_says_so(tmp_path: Path) -> None:
+    """Asked as on a machine with a GPU, the plain wheels' own answer: CUDA tensors are staged."""
+    ended = call([sys.executable, write(tmp_path, DEVICE_MEMORY)])
+    assert ended.code == 0, ended.said
+    path, aware = ended.out.split()
+    assert Path(path).name.startswith("libmpi.so")
+    assert aware == "False"
 
 
 LEFT_TO_US = """

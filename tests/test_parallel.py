@@ -17,7 +17,6 @@ from asynccoll.runtime import _process
 from worlds import BACKENDS
 
 
-
 @pytest.fixture(autouse=True)
 def _as_new() -> Any:
     """No world here before and after."""

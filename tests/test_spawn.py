@@ -20,7 +20,6 @@ from asynccoll.runtime import _process
 from worlds import BACKENDS, free_port
 
 
-
 @pytest.fixture(autouse=True)
 def _as_new() -> Any:
     """No world here before and after."""

@@ -127,9 +127,9 @@ class MpiBackend:
         )
 
     def native_group(self, group: Group) -> Any:
-        """The mpi4py communicator of the group's default lane; only collectives in program order."""
+        """The group's mpi4py communicator, once it is open; torch has no group of ours."""
         communicator: Any = group.lane().communicator
-        return communicator.native
+        return communicator and communicator.native
 
     def close(self, *, abort: bool) -> None:
         self._opener.close()
