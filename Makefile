@@ -21,16 +21,18 @@ demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS
 
 test: lint types docs ## everything: lint, types, docs, then all tests on a built wheel
 	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
+	@$(MAKE) --no-print-directory mpi
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks faults gather groups lanes \
 	objects p2p reduce reduce_scatter scatter work
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_launch spawn parallel)
-ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi python -m pytest -q -c $(CURDIR)/pyproject.toml $(MPI_TESTS)
+ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
+MPI_CASES := python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(MPI_TESTS)
 
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
-	@$(MPICH) $(ON_MPI) $(ARGS)
-	@$(OMPI) $(ON_MPI) $(ARGS)
+	@$(MPICH) $(ON_MPI) $(MPI_CASES) $(ARGS)
+	@$(OMPI) $(ON_MPI) ASYNCCOLL_TEST_RUNNERS=asyncio $(MPI_CASES) $(ARGS)
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
 	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)

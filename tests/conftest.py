@@ -100,7 +100,7 @@ def runner(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session", params=("asyncio", "trio"))
+@pytest.fixture(scope="session", params=[name for name in worlds.RUNNERS if name != "blocking"])
 def loop(request: pytest.FixtureRequest) -> str:
     """The event loops."""
     return str(request.param)

@@ -45,7 +45,7 @@ def _words(variable: str, default: str) -> list[str]:
 
 BACKENDS = _words("ASYNCCOLL_TEST_BACKENDS", "gloo")
 WORLD_SIZES = [int(size) for size in _words("ASYNCCOLL_TEST_WORLD_SIZES", "1,2,3,4")]
-RUNNERS = ("asyncio", "trio", "blocking")
+RUNNERS = _words("ASYNCCOLL_TEST_RUNNERS", "asyncio,trio,blocking")
 
 
 class RankError(AssertionError):

@@ -31,7 +31,7 @@ __all__ = ["BURST", "BURST_WHERE_CROWDED", "Common", "Guarded", "Many", "MpiComp
 
 #: How long an operation is expected to take beyond the grace, per byte.
 SECONDS_PER_BYTE = 1e-9
-#: From this size on the progress thread begins at once: the transfer is long enough to be worth it.
+#: From this size on the progress thread begins at once, where nobody has waited at once of late.
 LARGE_BYTES = 4 << 20
 #: Up to this size an operation among awake ranks is over in a fraction of the grace.
 SMALL_BYTES = 64 << 10
@@ -49,13 +49,15 @@ _abandoned: list[Any] = []
 class Common:
     """What the requests of one communicator have in common."""
 
-    __slots__ = ("abandoned", "burst")
+    __slots__ = ("abandoned", "burst", "overlapped")
 
     def __init__(self, burst: int) -> None:
         #: it is of no use any more; what is in flight there never ends
         self.abandoned = False
         #: tests in a row before the processor is offered to others
         self.burst = burst
+        #: the last large operation was left to itself for a while, so the next may be, too
+        self.overlapped = True
 
 
 class MpiCompletion(Completion):
@@ -67,6 +69,7 @@ class MpiCompletion(Completion):
     finished = False
     attended = False
     urgent = False
+    _since = 0.0  # when a large one was issued
     _callbacks: list[Callback] | None = None
     _error: CollectiveError | None = None
 
@@ -79,8 +82,13 @@ class MpiCompletion(Completion):
         if size_bytes < LARGE_BYTES:
             watch(self)
         else:
-            self.urgent = True
-            watch(self)
+            self._watch_large()
+
+    def _watch_large(self) -> None:
+        self._since = monotonic()
+        self.urgent = self._common.overlapped
+        watch(self)
+        if self.urgent:
             progress.rouse()
 
     def expected(self) -> float:
@@ -117,7 +125,9 @@ class MpiCompletion(Completion):
         if not self.finished and self._common.abandoned:
             _abandoned.append(self)
             return True
-        return self._test() and self._told()
+        if self._test():
+            self._tell()
+        return self.finished
 
     def _tell(self) -> None:
         """Call the callbacks, each once, whoever else is doing so."""
@@ -130,15 +140,14 @@ class MpiCompletion(Completion):
             callback()
 
     def wait(self, seconds: float) -> bool:
-        if self._test(self._common.burst):
-            return self._callbacks is None or self._told()
         self.attended = True  # the thread leaves it alone, unless it is testing just now
         try:
-            return self._wait(seconds)
+            if self._size_bytes >= LARGE_BYTES:
+                self._common.overlapped = monotonic() - self._since > GRACE_SECONDS
+            if not self._test(self._common.burst) and not self._wait(seconds):
+                return False
         finally:
             self.attended = False
-
-    def _told(self) -> bool:
         if self._callbacks is not None:
             self._tell()
         return True
@@ -147,9 +156,7 @@ class MpiCompletion(Completion):
         """Test and yield for as long as it is expected to take, then nap in between."""
         now = monotonic()
         deadline = now + seconds
-        if self._test_until(min(deadline, now + self.expected())):
-            return self._told()
-        return self._wait_with_naps(deadline)
+        return self._test_until(min(deadline, now + self.expected())) or self._test_with_naps(deadline)
 
     def _test_until(self, deadline: float) -> bool:
         while not self._test(self._common.burst):
@@ -158,15 +165,15 @@ class MpiCompletion(Completion):
             give_way()
         return True
 
-    def _wait_with_naps(self, deadline: float) -> bool:
+    def _test_with_naps(self, deadline: float) -> bool:
         nap = SHORTEST_NAP_SECONDS
-        while not self.poll():
+        while not self._test():
             left = deadline - monotonic()
-            if left <= 0:
+            if left <= 0 or self._common.abandoned:
                 return False
             time.sleep(min(nap, left))
             nap = min(2 * nap, LONGEST_NAP_SECONDS)
-        return self.finished
+        return True
 
     def add_callback(self, callback: Callback) -> None:
         # Without the lock, which a test of a large transfer holds for milliseconds: either the thread
