@@ -104,10 +104,10 @@ class _Pace:
             self._looks += 1
             if self._looks <= YIELDS:
                 return 0.0
-            nap = SHORTEST_NAP_SECONDS * 2 ** min(self._looks - YIELDS, 6)
+            nap = SHORTEST_NAP_SECONDS * 2.0 ** min(self._looks - YIELDS, 6)
             longest = LONGEST_NAP_SECONDS
         elif watched or now < self._up_until:
-            nap = LONGEST_NAP_SECONDS * 2 ** min(self._calm, 6)
+            nap = LONGEST_NAP_SECONDS * 2.0 ** min(self._calm, 6)
             longest = LONGEST_CALM_SECONDS
             self._calm += 1
         else:
