@@ -109,8 +109,8 @@ def _gate(mpi: Any) -> threading.Lock | None:
     raise BackendNotFoundError(
         "backend 'mpi' calls MPI from more than one thread, and MPI was initialised with "
         f"{'MPI_THREAD_FUNNELED' if level == mpi.THREAD_FUNNELED else 'MPI_THREAD_SINGLE'}; initialise "
-        "it with MPI_THREAD_MULTIPLE (mpi4py's default: remove mpi4py.rc.threads and "
-        "mpi4py.rc.thread_level) or MPI_THREAD_SERIALIZED"
+        "it with MPI.Init_thread(MPI.THREAD_MULTIPLE) (or SERIALIZED), which is what mpi4py does by itself "
+        "unless mpi4py.rc.threads or mpi4py.rc.thread_level say otherwise"
     )
 
 
