@@ -125,9 +125,14 @@ class MpiCompletion(Completion):
         if not self.finished and self._common.abandoned:
             _abandoned.append(self)
             return True
-        if self._test():
-            self._tell()
-        return self.finished
+        # A transfer in many pieces needs many looks; each small, so that a waiter can take over.
+        looks = 1 if self._size_bytes <= SMALL_BYTES else self._common.burst
+        while not self._test():
+            looks -= 1
+            if looks <= 0 or self.attended:
+                return False
+        self._tell()
+        return True
 
     def _tell(self) -> None:
         """Call the callbacks, each once, whoever else is doing so."""
