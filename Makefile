@@ -11,7 +11,7 @@ RANKS  ?= 2
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mpi quick lint types docs bench fix lock clean clean-envs
+.PHONY: help demo test system mpi quick lint types docs bench fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## list the targets
 demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS=...)
 	@$(ENVS) exec demo -- python -m asynccoll run -n $(RANKS) examples/train_digits.py $(ARGS)
 
-test: lint types docs ## everything: lint, types, docs, then all tests on a built wheel
+test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel
 	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
 	@$(MAKE) --no-print-directory mpi
 
@@ -33,6 +33,9 @@ MPI_CASES := python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(MPI_TESTS)
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
 	@$(MPICH) $(ON_MPI) $(MPI_CASES) $(ARGS)
 	@$(OMPI) $(ON_MPI) ASYNCCOLL_TEST_RUNNERS=asyncio $(MPI_CASES) $(ARGS)
+
+system: ## install the Debian packages that some tests need (SLURM), where this runs as root
+	@$(PYTHON) $(CURDIR)/tools/system.py
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
 	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)

@@ -51,6 +51,8 @@ ONE_NODE = {
     "SLURM_NTASKS": "1",
 }
 
+SLURM_BATCH = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
+
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -141,6 +143,16 @@ FOUND = {
         {"SLURM_JOB_ID": "1", **MPICH},
         LaunchInfo("mpich", 1, 2, 1, 2),
     ),
+    "torch-in-a-batch-script": (
+        {**SLURM_BATCH, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        LaunchInfo("torchrun", 1, 2, 1, 2, 0, 1),
+    ),
+    "mpiexec-in-a-batch-script": ({**SLURM_BATCH, **MPICH}, LaunchInfo("mpich", 1, 2, 1, 2)),
+    "batch-script-of-one": (
+        {**ONE_NODE, "ENVIRONMENT": "BATCH"},
+        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
+    ),
+    "srun-in-a-batch-script": ({**SLURM, "ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"}, SLURM_INFO),
     "srun-with-pmi2": ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM_INFO),
     "openmpi": (OPENMPI, LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2)),
     "mpich": (MPICH, LaunchInfo("mpich", 1, 2, 1, 2)),
@@ -198,6 +210,10 @@ REFUSED = {
     "slurm-batch-shell": (
         {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"},
         ["given SLURM_JOB_ID='1'", "missing SLURM_PROCID", "srun"],
+    ),
+    "slurm-batch-script": (
+        SLURM_BATCH,
+        ["batch script of job 1234567", "SLURM_NTASKS='4'", "srun python"],
     ),
     "slurm-uneven-and-silent": (
         {**SLURM, "SLURM_NTASKS": "5"},

@@ -15,7 +15,7 @@ from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.launch.info import LaunchInfo, Variables, blockwise, checked, with_master
 from asynccoll.launch.slurm import expand_hostlist
 from asynccoll.launch.slurm_env import REQUIRED as SLURM_TASK
-from asynccoll.launch.slurm_env import ExpandHosts, from_slurm
+from asynccoll.launch.slurm_env import ExpandHosts, from_slurm, placed_by_slurm
 
 __all__ = ["LaunchInfo", "detect"]
 
@@ -81,8 +81,8 @@ def _torch_beside_slurm(variables: Variables, expand_hosts: ExpandHosts) -> Laun
     On one node they win if they ask for at least as many as SLURM started (the task then
     starts more processes itself); on several nodes they have to agree.
     """
-    if not variables.all(SLURM_TASK):
-        return _from_torch(variables)  # an allocation's shell: SLURM did not place this process
+    if not placed_by_slurm(variables):
+        return _from_torch(variables)
     slurm = from_slurm(variables, expand_hosts)
     theirs = {"RANK": slurm.rank, "LOCAL_RANK": slurm.local_rank, "WORLD_SIZE": slurm.world_size}
     ours = {name: variables.integer(name) for name in _TORCH if variables.any((name,))}
@@ -108,7 +108,7 @@ def _torch_beside_slurm(variables: Variables, expand_hosts: ExpandHosts) -> Laun
 
 def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
     """SLURM's place for this process, unless another launcher placed it within the allocation."""
-    if not variables.all(SLURM_TASK):
+    if not placed_by_slurm(variables):
         return _inner(variables) or from_slurm(variables, expand_hosts)
     slurm = from_slurm(variables, expand_hosts)
     for launcher in _LAUNCHERS:

@@ -14,7 +14,7 @@ from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.launch.info import LaunchInfo, Variables, checked, with_master
 from asynccoll.launch.slurm import expand_tasks_per_node
 
-__all__ = ["REQUIRED", "ExpandHosts", "from_slurm"]
+__all__ = ["ExpandHosts", "from_slurm", "placed_by_slurm"]
 
 #: SLURM jobs meet at this port plus the last four digits of the job's number.
 BASE_PORT = 15000
@@ -33,6 +33,16 @@ REQUIRED = (
 ExpandHosts = Callable[[str], Sequence[str]]
 
 
+def placed_by_slurm(variables: Variables) -> bool:
+    """Whether SLURM says where this process is: it does for tasks, not for the shell of an allocation."""
+    return variables.all(REQUIRED) and not _in_batch_script(variables)
+
+
+def _in_batch_script(variables: Variables) -> bool:
+    """Whether this is sbatch's own shell, which is told rank 0 of a job that nobody has started yet."""
+    return variables.text("ENVIRONMENT") == "BATCH" and not variables.any(("SLURM_STEP_ID", "SLURM_STEPID"))
+
+
 def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
     """The place srun gave this task."""
     variables.require(
@@ -40,6 +50,13 @@ def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
         REQUIRED,
         "Start the script with srun, or unset SLURM_JOB_ID to run it alone in this allocation",
     )
+    if _in_batch_script(variables) and variables.integer("SLURM_NTASKS") > 1:
+        raise LaunchEnvironmentError(
+            f"this process was started by the batch script of job {variables.text('SLURM_JOB_ID')}, which is"
+            f" for SLURM_NTASKS={variables.text('SLURM_NTASKS')!r} tasks, and not by srun: nobody has started"
+            " the other ranks. Write `srun python script.py` in the batch script (or unset SLURM_JOB_ID to"
+            " run it alone)"
+        )
     nnodes = variables.first("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1
     world_size = variables.integer("SLURM_NTASKS")
     tasks = _tasks_per_node(variables, world_size, nnodes)

@@ -1,0 +1,47 @@
+"""What some tests need of the machine: programs from Debian, and leave to make network namespaces.
+
+Where a person runs the tests and it is not there, these tests skip and say how to get it. On CI, which
+runs as root and has installed it (`tools/system.py`), its absence is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import NoReturn
+
+import pytest
+
+import system
+
+#: With the directories of the daemons, which are not on everybody's path.
+PATH = system.SEARCH
+
+
+def need(*names: str) -> None:
+    """Go on only with the Debian packages ``names``."""
+    packages = [one for one in system.missing() if one.name in names]
+    if packages:
+        absent(
+            f"{', '.join(one.name for one in packages)} not installed", f"as root: {system.command(packages)}"
+        )
+
+
+def need_root(purpose: str) -> None:
+    """Go on only as root."""
+    if os.geteuid() != 0:
+        absent(f"{purpose} takes root", "sudo make test")
+
+
+def absent(what: str, cure: str) -> NoReturn:
+    """Skip, or fail on CI, where nothing may be absent."""
+    if os.environ.get("CI") and os.geteuid() == 0:
+        pytest.fail(f"{what} ({cure})")
+    pytest.skip(f"{what} ({cure})")
+
+
+def which(name: str) -> str:
+    """The path of a program that ``need`` has found."""
+    found = shutil.which(name, path=PATH)
+    assert found is not None, f"{name} is nowhere on {PATH}"
+    return found

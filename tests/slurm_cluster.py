@@ -1,0 +1,261 @@
+"""A real SLURM cluster of two nodes on this machine, all of it in one directory.
+
+`Cluster` is for tests: `cluster.call("srun", "-N2", ...)`. Its daemons (Debian's munged, slurmctld and a
+slurmd for each node) belong to a keeper, which is this file run as a program. The keeper lives for as
+long as somebody holds the other end of its standard input, and adopts the orphans of its children, so it
+can kill every process of the cluster and its jobs also after the tests were interrupted or killed.
+
+The nodes are named by addresses of the loopback interface: names that need no entry anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import asynccoll
+from asynccoll.launch import child, processes
+
+NODES = ("127.0.0.1", "127.0.0.2")
+START_SECONDS = 60.0
+STOP_SECONDS = 20.0
+PORTS = range(17_000, 32_000, 8)
+
+CONFIGURATION = """\
+ClusterName=asynccoll
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+StateSaveLocation={directory}/state
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmdSpoolDir={directory}/spool-%n
+MailProg=/bin/true
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+# As many processors as the tests ask for, whatever this machine has.
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=2
+SchedulerParameters=batch_sched_delay=0
+NodeName={first} NodeHostname={host} NodeAddr={first} Port={first_port} CPUs=4
+NodeName={second} NodeHostname={host} NodeAddr={second} Port={second_port} CPUs=4
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, what it said, and how long it took."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def said(self) -> str:
+        return f"code {self.code} after {self.seconds:.1f} s\n{self.out}\n{self.err}"
+
+
+class Cluster:
+    """The cluster, from its start until `close`."""
+
+    def __init__(self, path: str) -> None:
+        self._made = tempfile.mkdtemp(prefix="asynccoll-slurm-")
+        self.directory = Path(self._made)
+        self.directory.chmod(0o711)  # munged wants its socket to be within everybody's reach
+        self._path = path
+        self._log = self.directory.joinpath("keeper.log").open("wb")
+        self._keeper = subprocess.Popen(
+            [sys.executable, __file__, self._made],
+            env=self._environment({}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C is for the tests; the keeper sees their end
+        )
+        self._await_ready()
+
+    def call(self, *line: str, timeout: float = 90.0, **variables: str) -> Ended:
+        """Run a command with the cluster's configuration; it has to be done in time."""
+        start = time.monotonic()
+        done = subprocess.run(
+            line,
+            env=self._environment(variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+    def start(self, *line: str) -> subprocess.Popen[bytes]:
+        """The same, not waited for; it can be sent signals."""
+        return subprocess.Popen(
+            line,
+            env=self._environment({}),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            # Tests run in the background ignore Ctrl-C, and their children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no lock
+        )
+
+    def jobs(self) -> list[str]:
+        """The jobs that are queued or running."""
+        return self.call("squeue", "-h", "-o", "%i %T").out.split("\n")[:-1]
+
+    def close(self) -> None:
+        """Kill the daemons and whatever still runs on the nodes."""
+        assert self._keeper.stdin is not None and self._keeper.stdout is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(STOP_SECONDS)
+        finally:
+            self._keeper.kill()
+            self._keeper.stdout.close()
+            self._log.close()
+
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Ours, with the package and the helpers under test, without a launcher's place."""
+        theirs = ("SLURM_", "SBATCH_", "SQUEUE_", "GLOO_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
+        search = [str(Path(asynccoll.__file__).parent.parent), str(Path(__file__).parent)]
+        return {
+            **kept,
+            "PATH": self._path,
+            "PYTHONPATH": os.pathsep.join([*search, kept.get("PYTHONPATH", "")]),
+            "SLURM_CONF": str(self.directory / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+
+    def _await_ready(self) -> None:
+        assert self._keeper.stdout is not None
+        readable, _, _ = select.select([self._keeper.stdout], [], [], 2 * START_SECONDS)
+        said = self._keeper.stdout.readline() if readable else b"nothing at all"
+        if said == b"ready\n":
+            return
+        said += self._keeper.stdout.read() if readable else b""
+        self.close()
+        raise RuntimeError(f"SLURM does not start: {said.decode(errors='replace')}")
+
+
+# The keeper
+
+
+def keep(directory: Path) -> None:
+    """Start the cluster, say so, and kill all of it when standard input ends."""
+    processes.adopt_orphans()
+    try:
+        start(directory)
+        print("ready", flush=True)
+        sys.stdin.buffer.read()
+    except Exception as error:
+        print(repr(error))
+        for log in directory.glob("*.log"):
+            print(f"{log.name}:\n{log.read_text(errors='replace')[-1500:]}")
+    finally:
+        processes.kill_children()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def start(directory: Path) -> None:
+    """Write the configuration and start the daemons, one after the other as each needs the last."""
+    directory.joinpath("state").mkdir()
+    key = directory / "munge.key"
+    key.touch(0o400)
+    key.chmod(0o600)
+    key.write_bytes(os.urandom(128))
+    directory.joinpath("slurm.conf").write_text(configuration(directory))
+    names = {name: directory / name for name in ("munge.socket", "munge.seed", "munged.pid", "munge.log")}
+    munge = ["munged", "-F", "--num-threads=1", f"--key-file={key}", f"--socket={names['munge.socket']}"]
+    munge += [f"--seed-file={names['munge.seed']}", f"--pid-file={names['munged.pid']}"]
+    running = [daemon(directory, "munged", [*munge, f"--log-file={names['munge.log']}"])]
+    until(names["munge.socket"].exists, running)
+    running.append(daemon(directory, "slurmctld", ["slurmctld", "-D"]))
+    for node in NODES:
+        directory.joinpath(f"spool-{node}").mkdir()
+        running.append(daemon(directory, f"slurmd-{node}", ["slurmd", "-D", "-N", node]))
+    until(lambda: states() == ["idle"] * len(NODES), running)
+
+
+def configuration(directory: Path) -> str:
+    """slurm.conf, on ports that are free."""
+    port = free_ports(3)
+    return CONFIGURATION.format(
+        directory=directory,
+        host=socket.gethostname().partition(".")[0],
+        user=pwd.getpwuid(os.geteuid()).pw_name,
+        port=port,
+        first=NODES[0],
+        first_port=port + 1,
+        second=NODES[1],
+        second_port=port + 2,
+    )
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row that nobody listens on."""
+    for first in PORTS:
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first
+    raise RuntimeError(f"no {count} free ports in a row in {PORTS}")
+
+
+def daemon(directory: Path, name: str, line: list[str]) -> subprocess.Popen[bytes]:
+    """Start a daemon in the foreground; it dies with the keeper."""
+    program = shutil.which(line[0])
+    assert program is not None, f"{line[0]} is not on the path"
+    with directory.joinpath(f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, child.__file__, "program", program, *line[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def states() -> list[str]:
+    """What the controller thinks of each node."""
+    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], capture_output=True, text=True, check=False)
+    return done.stdout.split()
+
+
+def until(true, running: list[subprocess.Popen[bytes]]) -> None:
+    """Return when ``true()``; look often, for the daemons tell nobody when they are ready."""
+    deadline = time.monotonic() + START_SECONDS
+    while not true():
+        ended = [one.args[3:] for one in running if one.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            raise TimeoutError(f"not ready after {START_SECONDS:.0f} s, or ended: {ended}")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    keep(Path(sys.argv[1]))

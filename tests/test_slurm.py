@@ -1,0 +1,282 @@
+"""Jobs on a real SLURM cluster: where ranks find themselves, how they meet, train, fail and end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import needs
+import training
+from asynccoll.errors import LaunchEnvironmentError
+from asynccoll.launch import detect
+from asynccoll.launch.slurm import expand_hostlist, expand_with_scontrol
+from slurm_cluster import NODES, Cluster
+from test_env import HOSTLISTS
+
+TRAINING = str(Path(training.__file__))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes; started once, and nothing of it is left."""
+    needs.need("slurm-wlm", "munge")
+    made = Cluster(needs.PATH)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_job_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test's jobs are over when it is."""
+    yield
+    if "cluster" in request.fixturenames:
+        cluster = request.getfixturevalue("cluster")
+        deadline = time.monotonic() + 20
+        while jobs := cluster.jobs():  # a job that has ended is completing for a moment
+            assert time.monotonic() < deadline, f"still there: {jobs}"
+            time.sleep(0.05)
+
+
+# --- what detection makes of SLURM's own variables -------------------------------------------
+
+#: Writes the environment of each task into a file of the directory it is told.
+SHOW = "import json, os, sys; json.dump(dict(os.environ), open(f'{sys.argv[1]}/{os.getpid()}', 'w'))"
+
+PLACEMENTS = {
+    "one-each": ["-N2", "--ntasks-per-node=1"],
+    "two-each": ["-N2", "--ntasks-per-node=2"],
+    "uneven": ["-N2", "-n3"],
+    "cyclic": ["-N2", "-n4", "--distribution=cyclic"],
+    "one-node": ["-N1", "-n2"],
+    "second-node": ["-N1", "-n2", f"--nodelist={NODES[1]}"],
+    "alone": ["-N1", "-n1"],
+    "pmi2": ["-N2", "-n4", "--mpi=pmi2"],
+}
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> list[str]:
+    """The command line whose tasks leave their environments."""
+    directory = tmp_path / "shown"
+    directory.mkdir()
+    return [sys.executable, "-S", "-c", SHOW, str(directory)]
+
+
+def environments(show: list[str]) -> list[dict[str, str]]:
+    """The environments that the tasks left, by rank."""
+    found = [json.loads(path.read_text()) for path in Path(show[-1]).iterdir()]
+    return sorted(found, key=lambda one: int(one["SLURM_PROCID"]))
+
+
+def check_places(tasks: list[dict[str, str]], cluster: Cluster) -> None:
+    """Each task is told what counting the tasks on each node gives."""
+    nodes = [one["SLURMD_NODENAME"] for one in tasks]
+    hosts = cluster.call("scontrol", "show", "hostnames", tasks[0]["SLURM_STEP_NODELIST"]).out.split()
+    for rank, environ in enumerate(tasks):
+        info = detect(environ)
+        assert (info.launcher, info.rank, info.world_size) == ("slurm", rank, len(tasks))
+        assert info.local_rank == nodes[:rank].count(nodes[rank])
+        assert info.local_world_size == nodes.count(nodes[rank])
+        assert (info.node_rank, info.nnodes) == (hosts.index(nodes[rank]), len(set(nodes)))
+        assert info.master_addr == hosts[0]
+        assert info.master_port == 15_000 + int(environ["SLURM_JOB_ID"]) % 10_000
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_each_task_finds_its_place(cluster: Cluster, name: str, show: list[str]) -> None:
+    """However srun spreads them."""
+    ended = cluster.call("srun", *PLACEMENTS[name], *show)
+    assert ended.code == 0, ended.said
+    check_places(environments(show), cluster)
+
+
+def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -> None:
+    """The step's nodes count, not the job's."""
+    step = ["srun", "-N1", "-n2", f"--nodelist={NODES[1]}", *show]
+    ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *step)
+    assert ended.code == 0, ended.said
+    tasks = environments(show)
+    assert tasks[0]["SLURM_JOB_NUM_NODES"] == "2"
+    check_places(tasks, cluster)
+
+
+def batch(cluster: Cluster, directory: Path, script: str, *options: str, **variables: str):
+    """Submit a batch script and wait for it; how it ended, with what it wrote."""
+    path, said = directory / "job.sh", directory / "said"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    ended = cluster.call("sbatch", "--wait", f"--output={said}", *options, str(path), **variables)
+    return ended, said.read_text() if said.exists() else ""
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[str], tasks: int) -> None:
+    """It looks like rank 0 of the job, whose other ranks nobody has started; alone it may be."""
+    ended, said = batch(cluster, tmp_path, shlex.join(show), f"-n{tasks}")
+    assert ended.code == 0, said
+    (environ,) = environments(show)
+    if tasks == 1:
+        info = detect(environ)
+        assert (info.launcher, info.rank, info.world_size) == ("slurm", 0, 1)
+    else:
+        with pytest.raises(LaunchEnvironmentError, match=r"batch script.*SLURM_NTASKS='2'.*srun"):
+            detect(environ)
+
+
+#: Nothing may stand behind a bracket there, so SLURM refuses it, and our parser need not.
+REFUSED_BY_SLURM = "n[1-2]-ib,login"
+
+
+@pytest.mark.parametrize("text", HOSTLISTS)
+def test_the_parser_agrees_with_scontrol(cluster: Cluster, text: str, monkeypatch) -> None:
+    """On the same host lists."""
+    told = cluster.call("scontrol", "show", "hostnames", text.replace(" ", ""))
+    assert (told.out == "") == (text == REFUSED_BY_SLURM), told.said
+    if told.out:
+        assert expand_hostlist(text) == told.out.split()
+    monkeypatch.setenv("PATH", needs.PATH)
+    monkeypatch.setenv("SLURM_CONF", str(cluster.directory / "slurm.conf"))
+    assert expand_with_scontrol(text.replace(" ", "")) == expand_hostlist(text)
+
+
+# --- jobs -------------------------------------------------------------------------------------
+
+JOBS = {
+    "one-each-bare": (["-N2", "--ntasks-per-node=1"], "bare", [(0, 0), (1, 0)]),
+    "two-each-parallel": (["-N2", "--ntasks-per-node=2"], "parallel", [(0, 0), (0, 1), (1, 0), (1, 1)]),
+    "uneven-parallel": (["-N2", "-n3"], "parallel", [(0, 0), (0, 1), (1, 0)]),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    """Its ranks meet on the first host without being told anything, and train as one process would."""
+    options, how, wanted = JOBS[name]
+    ended = cluster.call("srun", *options, sys.executable, TRAINING, how, str(tmp_path))
+    assert ended.code == 0, ended.said
+    found = training.check(tmp_path, wanted, backend="gloo")
+    assert [one["slurm_node"] for one in found] == [NODES[node] for node, _ in wanted]
+
+
+def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: Path) -> None:
+    """nproc_per_node may be said, and must be what srun started."""
+    line = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAINING, "parallel", str(tmp_path)]
+    ended = cluster.call(*line, PARALLEL='{"nproc_per_node": 1}')
+    assert ended.code == 0, ended.said
+    training.check(tmp_path, [(0, 0), (1, 0)])
+    ended = cluster.call(*line, PARALLEL='{"nproc_per_node": 4}')
+    assert ended.code != 0
+    assert "nproc_per_node=4, but slurm has started 1 rank" in ended.err, ended.said
+
+
+def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    """One task, and the script starts the ranks itself."""
+    line = ["srun", "-N1", "-n1", sys.executable, TRAINING, "parallel", str(tmp_path)]
+    ended = cluster.call(*line, PARALLEL='{"nproc_per_node": 2}')
+    assert ended.code == 0, ended.said
+    training.check(tmp_path, [(0, 0), (0, 1)])
+
+
+def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path) -> None:
+    """The recipe of the documentation."""
+    script = shlex.join(["srun", sys.executable, TRAINING, "parallel", str(tmp_path)])
+    ended, said = batch(cluster, tmp_path, script, "--nodes=2", "--ntasks-per-node=1")
+    assert ended.code == 0, said
+    training.check(tmp_path, [(0, 0), (1, 0)])
+
+
+@pytest.mark.parametrize("launcher", ["asynccoll run", "torch.distributed.run"])
+def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
+    """srun starts an agent a node, which starts the ranks: torch's variables go before SLURM's."""
+    script = f"""
+        head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        srun {sys.executable} -m {launcher} --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 1 \\
+            --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
+            --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 1000))" \\
+            {TRAINING} bare {tmp_path}
+    """
+    ended, said = batch(cluster, tmp_path, textwrap.dedent(script), "--nodes=2", "--ntasks-per-node=1")
+    assert ended.code == 0, said
+    training.check(tmp_path, [(0, 0), (1, 0)])
+
+
+def test_one_node_needs_no_srun(cluster: Cluster, tmp_path: Path) -> None:
+    """`asynccoll run` in the batch script starts the ranks of one node."""
+    script = f"{sys.executable} -m asynccoll run -n 2 {TRAINING} bare {tmp_path}"
+    ended, said = batch(cluster, tmp_path, script, "-N1", "-n2")
+    assert ended.code == 0, said
+    training.check(tmp_path, [(0, 0), (0, 1)])
+
+
+# --- how jobs end -----------------------------------------------------------------------------
+
+KILLED = """
+    import os, signal
+    import asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ac.all_reduce(1).wait()
+"""
+
+
+def script(directory: Path, source: str) -> list[str]:
+    """The command line of a script of this text."""
+    path = directory / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return [sys.executable, str(path)]
+
+
+def test_a_killed_rank_is_named_by_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    """Within seconds, and the job fails; SLURM does not even have to kill them."""
+    ended = cluster.call("srun", "-N2", "--kill-on-bad-exit=0", *script(tmp_path, KILLED), timeout=60)
+    assert ended.code != 0
+    assert "PeerLostError" in ended.err, ended.said
+    assert "rank 1" in ended.err, ended.said
+
+
+WAITS = """
+    import os, pathlib, sys
+    import asynccoll as ac
+    ac.initialize("gloo")
+    pathlib.Path(sys.argv[1], f"here-{ac.get_rank()}").write_text(str(os.getpid()))
+    ac.all_reduce(1, lane=f"of rank {ac.get_rank()} alone").wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["scancel", "ctrl-c"])
+def test_a_job_that_is_stopped_leaves_nobody(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    """Also when its ranks wait for each other in native code."""
+    # Without that option srun wants a second Ctrl-C within a second of the first.
+    line = ["srun", "-N2", "--quit-on-interrupt", *script(tmp_path, WAITS), str(tmp_path)]
+    with cluster.start(*line) as job:
+        try:
+            pids = here(tmp_path, 2)
+            if how == "scancel":
+                assert cluster.call("scancel", "--name=python").code == 0
+            else:
+                job.send_signal(signal.SIGINT)
+            assert job.wait(30) != 0
+        finally:
+            job.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} live on"
+        time.sleep(0.05)
+
+
+def here(directory: Path, count: int) -> list[int]:
+    """The processes of the ranks, once all are there."""
+    deadline = time.monotonic() + 60
+    while len(found := [path.read_text() for path in directory.glob("here-*")]) < count or "" in found:
+        assert time.monotonic() < deadline, "the ranks do not come"
+        time.sleep(0.02)
+    return [int(text) for text in found]
