@@ -22,9 +22,17 @@ import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
+from asynccoll.backends import interface as own_interface
 from asynccoll.backends.channels import Channels
 from asynccoll.backends.published import publish, withdraw
-from asynccoll.backends.rendezvous import LOOPBACK, locate, matching_launch, own_part, rendezvous
+from asynccoll.backends.rendezvous import (
+    LOOPBACK,
+    host_of,
+    locate,
+    matching_launch,
+    own_part,
+    rendezvous,
+)
 from asynccoll.backends.waiters import InProgress
 from asynccoll.completion import Completion
 from asynccoll.errors import BackendNotFoundError
@@ -299,7 +307,8 @@ class C10dBackend:
         device: torch.device,
         by_device: dict[str, str],
         interface: str | None = None,
-        loopback: bool = False,
+        address: str | None = None,
+        exported: str | None = None,
         owns_default_group: bool = False,
         default_group: weakref.ref[Any] | None = None,
     ) -> None:
@@ -309,9 +318,9 @@ class C10dBackend:
         self.stream_ordered = device.type != "cpu"
         self.orders_lanes = "nccl" in by_device.values()
         self._timeout = timedelta(seconds=timeout)
-        # One host needs no more than its loopback, and a host without a network has no more.
-        self._interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
-        self._loopback = loopback
+        self._interface = interface or os.environ.get(own_interface.VARIABLE)
+        self._address = address
+        self._exported = exported
         self._owns_default_group = owns_default_group
         self._default_group = default_group
         self._opening = InProgress()
@@ -386,6 +395,7 @@ class C10dBackend:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         self._default_group = None
+        own_interface.take_back(self._exported)
 
     def orphaned(self) -> bool:
         """Whether torch's default group, which this world came with, has been destroyed or replaced."""
@@ -409,8 +419,8 @@ class C10dBackend:
                 if self._interface:
                     names = self._interface.split(",")
                     self._devices = [_Gloo.create_device(interface=name) for name in names]
-                elif self._loopback:
-                    self._devices = [_Gloo.create_device(hostname="127.0.0.1")]
+                elif self._address:
+                    self._devices = [_Gloo.create_device(hostname=self._address)]
                 else:
                     self._devices = [_Gloo.create_default_device()]
             return self._devices
@@ -465,26 +475,35 @@ def create(request: Request) -> Context:
     by_device = parse_backend(request.backend)
     store, rank, world_size = rendezvous(request)
     threads = isinstance(store, dist.HashStore) and world_size > 1
+    meeting_host = host_of(store)
     store = own_part(store, rank)
     identity = locate(request.launch, dist.PrefixStore("hosts", store), rank, world_size)
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
     owns_default = not threads and not dist.is_initialized()
-    if owns_default:
-        dist.init_process_group(
-            request.backend,
-            store=dist.PrefixStore("default", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=request.timeout),
-        )
+    # One host needs no more than its loopback, and a host without a network has no more.
+    address = "127.0.0.1" if identity.nnodes == 1 else own_interface.own_address(meeting_host)
+    exported = own_interface.use_for_torch(address) if address and identity.nnodes > 1 else None
+    try:
+        if owns_default:
+            dist.init_process_group(
+                request.backend,
+                store=dist.PrefixStore("default", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=request.timeout),
+            )
+    except BaseException:
+        own_interface.take_back(exported)
+        raise
     backend = C10dBackend(
         request.backend,
         timeout=request.timeout,
         device=device,
         by_device=by_device,
         interface=options.get("interface"),
-        loopback=identity.nnodes == 1,
+        address=address,
+        exported=exported,
         owns_default_group=owns_default,
         default_group=_default_group_ref() if owns_default else None,
     )
@@ -524,7 +543,7 @@ def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: flo
         timeout=timeout,
         device=pick_device(by_device, identity.local_rank),
         by_device=by_device,
-        loopback=identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK,
+        address="127.0.0.1" if identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK else None,
         default_group=_default_group_ref(),
     )
     return Context(backend, identity, store=own_part(store, rank), timeout=timeout, check=check)

@@ -27,7 +27,7 @@ from asynccoll.launch.env import LaunchInfo, detect
 if TYPE_CHECKING:
     from asynccoll.backends import Request
 
-__all__ = ["LOOPBACK", "locate", "matching_launch", "own_part", "rendezvous"]
+__all__ = ["LOOPBACK", "host_of", "locate", "matching_launch", "own_part", "rendezvous"]
 
 
 def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
@@ -58,6 +58,13 @@ def own_part(store: dist.Store, rank: int) -> dist.Store:
     """The part of ``store`` for this life of the world: nothing that an earlier one wrote is in it."""
     life = store.add(f"asynccoll/lives/{rank}", 1)
     return dist.PrefixStore(f"asynccoll/{life}", store)
+
+
+def host_of(store: dist.Store) -> str | None:
+    """The host that serves ``store``, if it is one that a host serves."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def _place(request: Request) -> tuple[int, int]:

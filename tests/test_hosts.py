@@ -1,0 +1,231 @@
+"""Two hosts: network namespaces with a link between them, where each host's own name is a loopback address.
+
+Nothing tells gloo which interface to use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asynccoll
+import needs
+import netns
+import training
+
+TRAINING = str(Path(training.__file__))
+LIMIT_S = 90.0
+PORT = 29_400
+#: A job of one rank on each host.
+ONE_EACH = [(0, 0), (1, 0)]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[netns.Hosts]:
+    """Both, for all tests of this file."""
+    needs.need_root("network namespaces")
+    needs.need("iproute2", "util-linux")
+    try:
+        made = netns.Hosts().__enter__()
+    except OSError as error:
+        needs.absent(str(error), "leave to administer the network: docker run --privileged")
+    yield made
+    made.close()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Ours, with the package under test, and without anything about interfaces or launchers."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "MASTER_", "SLURM_"))}
+    search = [str(Path(asynccoll.__file__).parent.parent), str(Path(__file__).parent)]
+    search.append(kept.get("PYTHONPATH", ""))
+    return {**kept, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1", **variables}
+
+
+class Ended:
+    """What the programs on both hosts said, and how they ended."""
+
+    def __init__(self, running: list[subprocess.Popen[str]]) -> None:
+        start = time.monotonic()
+        try:
+            said = [one.communicate(timeout=LIMIT_S) for one in running]
+        finally:
+            for one in running:
+                one.kill()
+        self.seconds = time.monotonic() - start
+        self.codes = [one.returncode for one in running]
+        self.out, self.err = ([both[k] for both in said] for k in (0, 1))
+
+    @property
+    def said(self) -> str:
+        return f"codes {self.codes}\n" + "\n".join([*self.out, *self.err])
+
+
+def both(hosts: netns.Hosts, *line: str, **variables: list[str]) -> Ended:
+    """Run a program on both hosts, ``@`` standing for the host's number."""
+    return Ended(
+        [
+            hosts.start(
+                host,
+                *(word.replace("@", str(host)) for word in line),
+                env=environment(**{name: values[host] for name, values in variables.items()}),
+            )
+            for host in (0, 1)
+        ]
+    )
+
+
+def check(directory: Path) -> None:
+    """Both ranks have trained, each on its own host."""
+    found = training.check(directory, ONE_EACH, backend="gloo")
+    assert [one["host"] for one in found] == list(netns.NAMES)
+
+
+@pytest.mark.parametrize("address", [netns.ADDRESSES[0], netns.NAMES[0]], ids=["address", "name"])
+def test_parallel_with_a_script_on_each_host(hosts: netns.Hosts, tmp_path: Path, address: str) -> None:
+    """`Parallel(nnodes=2, node_rank=...)`, as with ignite; the first host's own name will do."""
+    where = {"nproc_per_node": 1, "nnodes": 2, "master_addr": address, "master_port": PORT}
+    given = [json.dumps({**where, "node_rank": node}) for node in (0, 1)]
+    ended = both(hosts, sys.executable, TRAINING, "parallel", str(tmp_path), PARALLEL=given)
+    assert ended.codes == [0, 0], ended.said
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", ["asynccoll run", "torch.distributed.run"])
+def test_an_agent_on_each_host(hosts: netns.Hosts, tmp_path: Path, launcher: str) -> None:
+    """They meet where both are told to."""
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{netns.NAMES[0]}:{PORT}"]
+    options = [*meeting, "--rdzv-id", launcher.replace(" ", "-"), "--nproc-per-node", "1"]
+    line = [sys.executable, "-m", *launcher.split(), *options]
+    ended = both(hosts, *line, TRAINING, "bare", str(tmp_path))
+    assert ended.codes == [0, 0], ended.said
+    found = training.check(tmp_path, ended_where(tmp_path), backend="gloo")
+    assert {one["host"] for one in found} == set(netns.NAMES)
+
+
+def ended_where(directory: Path) -> list[tuple[int, int]]:
+    """One rank each; which host is the first, the agents settle among themselves."""
+    assert len(list(directory.glob("rank-*"))) == 2
+    return ONE_EACH
+
+
+BY_ADDRESS = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    import asynccoll as ac
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=30)
+    assert (ac.get_nnodes(), ac.get_node_rank(), ac.get_local_rank()) == (2, ac.get_rank(), 0)
+    total = [ac.all_reduce(1).wait(), ac.all_gather("é" * 70_000, lane="second").wait() == ["é" * 70_000] * 2]
+    x = torch.ones(3)
+    dist.all_reduce(x)  # the user's own groups work as well
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    ac.finalize()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == before
+    print(total, x.tolist())
+"""
+
+
+def script(directory: Path, source: str) -> list[str]:
+    """The command line of a script of this text, which is told the number of its host."""
+    path = directory / "script.py"
+    text = textwrap.dedent(source).replace("ADDRESS", netns.ADDRESSES[0]).replace("PORT", str(PORT))
+    path.write_text(text)
+    return [sys.executable, str(path), "@"]
+
+
+def test_by_address(hosts: netns.Hosts, tmp_path: Path) -> None:
+    """No launcher at all; nodes are told apart by their names."""
+    ended = both(hosts, *script(tmp_path, BY_ADDRESS))
+    assert ended.codes == [0, 0], ended.said
+    assert ended.out == ["[2, True] [4.0, 4.0, 4.0]\n"] * 2
+
+
+def test_what_the_user_chose_wins(hosts: netns.Hosts, tmp_path: Path) -> None:
+    """GLOO_SOCKET_IFNAME names the interface; a wrong one is an error that tells it."""
+    line = script(tmp_path, BY_ADDRESS)
+    ended = both(hosts, *line, GLOO_SOCKET_IFNAME=["eth0", "eth0"])
+    assert ended.codes == [0, 0], ended.said
+
+
+# --- when the other host cannot be reached -----------------------------------------------------
+
+WAITS = """
+    import sys, time
+    import asynccoll as ac
+    started = time.monotonic()
+    try:
+        ac.initialize(
+            "gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=5
+        )
+    except ac.CollectiveTimeoutError as error:
+        print(f"{time.monotonic() - started < 10} {error}")
+"""
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["nobody-there", "no-link"])
+def test_a_meeting_place_that_cannot_be_reached(hosts: netns.Hosts, tmp_path: Path, cut: bool) -> None:
+    """It is named, within the timeout."""
+    line = script(tmp_path, WAITS)
+    if cut:
+        hosts.cut()
+    try:
+        ended = Ended([hosts.start(1, *line[:-1], "1", env=environment())])
+    finally:
+        if cut:
+            hosts.mend()
+    assert ended.codes == [0], ended.said
+    assert ended.out[0].startswith("True "), ended.said
+    assert f"{netns.ADDRESSES[0]}:{PORT}" in ended.out[0]
+
+
+def test_a_rank_that_does_not_come(hosts: netns.Hosts, tmp_path: Path) -> None:
+    """Who serves the meeting place says who is missing, within the timeout."""
+    line = script(tmp_path, WAITS)
+    ended = Ended([hosts.start(0, *line[:-1], "0", env=environment())])
+    assert ended.codes == [0], ended.said
+    assert ended.out[0].startswith("True "), ended.said
+    assert "rank 1" in ended.out[0]
+
+
+LOSES = """
+    import sys, time
+    import torch
+    import asynccoll as ac
+    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=5)
+    ac.all_reduce(1).wait()
+    print("here", flush=True)
+    assert sys.stdin is not None
+    started = time.monotonic()
+    try:
+        for _ in range(100_000):
+            ac.all_reduce(torch.ones(100_000)).wait()
+    except ac.CollectiveError as error:
+        print(f"{type(error).__name__} {time.monotonic() - started < 20} {error}", flush=True)
+    ac.finalize(abort=True)
+"""
+
+
+def test_a_link_that_is_lost(hosts: netns.Hosts, tmp_path: Path) -> None:
+    """No packet says so, so the timeout does; both ranks end by themselves."""
+    line = script(tmp_path, LOSES)
+    running = [hosts.start(host, *line[:-1], str(host), env=environment()) for host in (0, 1)]
+    try:
+        for one in running:
+            assert one.stdout is not None
+            assert one.stdout.readline() == "here\n"
+        hosts.cut()
+        ended = Ended(running)
+    finally:
+        hosts.mend()
+    assert ended.codes == [0, 0], ended.said
+    for said in ended.out:
+        assert said.startswith(("CollectiveTimeoutError True", "PeerLostError True")), ended.said

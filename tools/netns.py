@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Two hosts on one machine: network namespaces with an Ethernet link between them.
+
+    python tools/netns.py [--rate 1gbit] COMMAND
+
+runs COMMAND through the shell on both, with HOST_RANK=0 or 1 and MASTER_ADDR in its environment; the exit
+code is the first that is not 0. As a library: ``with Hosts(rate="1gbit") as hosts: hosts.start(0, ...)``.
+
+Each host has its own network, host name, process numbers and /etc/hosts, which as on Debian tells the
+host's own name a loopback address. It lives in a process of ours, without a name in the system: when that
+process ends, however it does, the kernel kills every process of the host and takes the link away.
+Needs root, Linux, and the programs ip, tc, unshare and nsenter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+NAMES = ("hosta", "hostb")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+#: What each host calls its end of the link.
+INTERFACE = "eth0"
+#: The queue of a link with a rate; netem, which could also delay, is not in every kernel.
+QUEUE = ("burst", "256kb", "latency", "50ms")
+
+#: The first process of a host: it waits for its standard input to end.
+_INIT = """
+hostname "$1" && mount --bind "$2" /etc/hosts && ip link set lo up && echo ready && exec cat >/dev/null
+"""
+_LINK_SECONDS = 5.0
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+class Hosts:
+    """Two hosts with a link, from the start of the block to its end."""
+
+    def __init__(self, *, rate: str | None = None) -> None:
+        self._rate = rate
+        self._processes: list[subprocess.Popen[str]] = []
+        self._pids: list[int] = []
+        self._directory = ""
+
+    def __enter__(self) -> Hosts:
+        self._directory = tempfile.mkdtemp(prefix="asynccoll-hosts-")
+        try:
+            for number in range(len(NAMES)):
+                self._add(number)
+            first, second = self._pids
+            ends = [INTERFACE, "netns", str(first), "type", "veth", "peer", "name", INTERFACE, "netns"]
+            _run("ip", "link", "add", *ends, str(second))
+            for number, address in enumerate(ADDRESSES):
+                self.run(number, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+                self.run(number, "ip", "link", "set", INTERFACE, "up")
+            self._await_link()
+            if self._rate is not None:
+                self.limit(self._rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End both hosts with all that runs there."""
+        for process in self._processes:
+            process.kill()  # its child, the host's first process, is killed with it
+            process.communicate()
+        self._processes.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def command(self, host: int, *line: str) -> list[str]:
+        """The command line that runs ``line`` on a host."""
+        return [*self._enter(host), *line]
+
+    def start(self, host: int, *line: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a program on a host; what it says is captured."""
+        return subprocess.Popen(
+            self.command(host, *line),
+            env=dict(env) if env is not None else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, host: int, *line: str) -> str:
+        """What a program that succeeds says on a host."""
+        return _run(*self.command(host, *line))
+
+    def limit(self, rate: str) -> None:
+        """Let both directions of the link carry ``rate`` (as tc writes it: ``1gbit``) and no more."""
+        for host in range(len(NAMES)):
+            shape = ["tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, *QUEUE]
+            self.run(host, *shape)
+
+    def cut(self) -> None:
+        """Take the link down: packets are lost without a word, as with a pulled cable."""
+        self.run(0, "ip", "link", "set", INTERFACE, "down")
+
+    def mend(self) -> None:
+        """Bring the link back."""
+        self.run(0, "ip", "link", "set", INTERFACE, "up")
+        self._await_link()
+
+    def _await_link(self) -> None:
+        """Return when both ends have seen each other, which takes them a moment."""
+        deadline = time.monotonic() + _LINK_SECONDS
+        for host in range(len(NAMES)):
+            while " UP " not in self.run(host, "ip", "-brief", "link", "show", INTERFACE):
+                if time.monotonic() > deadline:
+                    raise OSError(f"the link is not up after {_LINK_SECONDS} s")
+                time.sleep(0.01)
+
+    def _add(self, number: int) -> None:
+        name, other = NAMES[number], 1 - number
+        hosts = Path(self._directory, f"hosts-{name}")
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{ADDRESSES[other]} {NAMES[other]}\n")
+        apart = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        process = subprocess.Popen(
+            [_find("unshare"), *apart, "sh", "-c", _INIT, "sh", name, str(hosts)],
+            env={**os.environ, "PATH": _PATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None and process.stderr is not None
+        if process.stdout.readline() != "ready\n":
+            raise OSError(f"this machine makes no network namespaces: {process.stderr.read().strip()}")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        self._pids.append(int(children[0]))
+
+    def _enter(self, host: int) -> list[str]:
+        return [_find("nsenter"), "--target", str(self._pids[host]), "--net", "--uts", "--mount", "--pid"]
+
+
+def _find(program: str) -> str:
+    found = shutil.which(program, path=_PATH)
+    if found is None:
+        raise OSError(f"{program} is not installed")
+    return found
+
+
+def _run(*line: str) -> str:
+    done = subprocess.run(
+        [_find(line[0]), *line[1:]],
+        env={**os.environ, "PATH": _PATH},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"{' '.join(line)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def main(argv: list[str]) -> int:
+    """Run one command on both hosts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", help="what the link carries, as tc writes it: 1gbit")
+    parser.add_argument("command", nargs="+")
+    given = parser.parse_args(argv)
+    with Hosts(rate=given.rate) as hosts:
+        running = []
+        for host in range(len(NAMES)):
+            place = {"HOST_RANK": str(host), "MASTER_ADDR": NAMES[0]}
+            line = hosts.command(host, "sh", "-c", " ".join(given.command))
+            running.append(subprocess.Popen(line, env={**os.environ, **place}))
+        while any(one.poll() is None for one in running):
+            if any(one.returncode for one in running if one.returncode is not None):
+                break  # the other may wait for it for ever
+            time.sleep(0.1)
+        return next((one.returncode for one in running if one.returncode), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
