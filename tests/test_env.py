@@ -53,6 +53,8 @@ ONE_NODE = {
 
 SLURM_BATCH = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
 
+DAEMON = {**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -153,6 +155,14 @@ FOUND = {
         LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
     ),
     "srun-in-a-batch-script": ({**SLURM, "ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"}, SLURM_INFO),
+    "mpich-in-an-allocation": (  # its daemons are SLURM's tasks, one a node
+        {**DAEMON, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        LaunchInfo("mpich", 3, 4, 1, 2, 1, 2),
+    ),
+    "openmpi-in-an-allocation": (  # the ranks of the first node are no task of SLURM's
+        {**DAEMON, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1", **OPENMPI},
+        LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2),
+    ),
     "srun-with-pmi2": ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM_INFO),
     "openmpi": (OPENMPI, LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2)),
     "mpich": (MPICH, LaunchInfo("mpich", 1, 2, 1, 2)),

@@ -67,9 +67,19 @@ def test_serial_runs_it_here(tmp_path: Path) -> None:
 def test_start_methods(method: str, tmp_path: Path) -> None:
     """Those of multiprocessing; `spawn` is the default."""
     code = f"""
-        import sys, asynccoll as ac, spawned
+        import sys, torch, asynccoll as ac, spawned
+
+        def compute():
+            return float((torch.ones(3_000_000) + 1).sum())  # on several threads, which a fork leaves behind
+
+        def main(local_rank, directory):
+            assert compute() == 6_000_000
+            spawned.tell(local_rank, directory)
+
         if __name__ == "__main__":
-            ac.spawn("gloo", spawned.tell, (sys.argv[1],), nproc_per_node=2, start_method={method!r})
+            torch.set_num_threads(2)
+            compute()
+            ac.spawn("gloo", main, (sys.argv[1],), nproc_per_node=2, start_method={method!r})
     """
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code))

@@ -64,18 +64,24 @@ def main(local_rank: int, directory: str) -> None:
     Path(directory, f"rank-{ac.get_rank()}").write_text(json.dumps(said))
 
 
-def check(directory: Path, wanted: list[tuple[int, int]], **same: object) -> list[dict]:
-    """Every rank is (node, local rank) of ``wanted``, says what is the ``same`` for all, and has trained."""
+def ranks(directory: Path, size: int, **same: object) -> list[dict]:
+    """What all ``size`` ranks left: each says what is the ``same`` for all, and has trained."""
     found = [json.loads(path.read_text()) for path in directory.glob("rank-*")]
     found.sort(key=lambda one: one["rank"])
-    assert [one["rank"] for one in found] == list(range(len(wanted)))
-    assert [(one["node"], one["local"]) for one in found] == wanted
+    assert [(one["rank"], one["size"]) for one in found] == [(rank, size) for rank in range(size)]
     for one in found:
-        assert one["size"] == len(wanted)
-        assert one["nodes"] == len({node for node, _ in wanted})
-        assert one["per_node"] == [node for node, _ in wanted].count(one["node"])
         assert {name: one[name] for name in same} == same
         assert one["weights"] == pytest.approx(expected(), abs=1e-12)
+    return found
+
+
+def check(directory: Path, wanted: list[tuple[int, int]], **same: object) -> list[dict]:
+    """The same, and each rank is where ``wanted`` says: (node, local rank)."""
+    found = ranks(directory, len(wanted), **same)
+    assert [(one["node"], one["local"]) for one in found] == wanted
+    for one in found:
+        assert one["nodes"] == len({node for node, _ in wanted})
+        assert one["per_node"] == [node for node, _ in wanted].count(one["node"])
     return found
 
 
@@ -85,5 +91,5 @@ if __name__ == "__main__":
         main(ac.get_local_rank(), sys.argv[2])
         ac.finalize()
     else:
-        with ac.Parallel(backend="gloo", **json.loads(os.environ.get("PARALLEL", "{}"))) as parallel:
+        with ac.Parallel(**{"backend": "gloo", **json.loads(os.environ.get("PARALLEL", "{}"))}) as parallel:
             parallel.run(main, sys.argv[2])

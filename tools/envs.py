@@ -32,7 +32,7 @@ ENVIRONMENTS = {
     for row in (
         Environment(
             "test",
-            groups=("torch", "runtime", "build", "test", "lint", "docs", "demo"),
+            groups=("torch", "runtime", "build", "test", "lint", "docs", "demo", "notebook"),
             download=_CPU_TORCH,
         ),
         Environment("demo", groups=("torch", "runtime", "demo"), download=_CPU_TORCH),

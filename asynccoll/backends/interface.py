@@ -30,9 +30,12 @@ _SIOCGIFADDR = 0x8915
 def own_address(meeting_host: str | None) -> str | None:
     """This host's address as seen by the others, who meet at ``meeting_host``; None if it has none.
 
-    On the meeting host itself its own name may be a loopback address; then that on the way to anywhere
-    else counts, and without such a way the first that it has.
+    A meeting at a loopback address means that all are here. On the meeting host its own *name* may be a
+    loopback address, though; then that on the way to anywhere else counts, and without such a way the
+    first that it has.
     """
+    if meeting_host and _is_loopback(meeting_host):
+        return _address_towards(meeting_host)
     candidates = (meeting_host, *_ELSEWHERE) if meeting_host else _ELSEWHERE
     ways = (_address_towards(host) for host in candidates)
     found = itertools.chain(ways, (address for _, address in _addresses()))
@@ -40,7 +43,10 @@ def own_address(meeting_host: str | None) -> str | None:
 
 
 def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    """Whether this is a loopback address; a name is none."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return False
 
 
 def _address_towards(host: str) -> str | None:

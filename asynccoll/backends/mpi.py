@@ -203,7 +203,8 @@ def _check_place(request: Request, rank: int, size: int) -> None:
     who = launch.launcher if launch is not None else "the call"
     raise LaunchEnvironmentError(
         f"{who} says rank {said[0]} of {said[1]}, but MPI says rank {rank} of {size}; start the ranks "
-        "with mpiexec (of the MPI library that mpi4py loads) or with `asynccoll run --backend mpi`"
+        "with mpiexec (of the MPI library that mpi4py loads), with `asynccoll run --backend mpi`, or under "
+        "SLURM with `srun --mpi=pmi2` where that library speaks it (MPICH does)"
     )
 
 

@@ -113,15 +113,19 @@ def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchIn
     slurm = from_slurm(variables, expand_hosts)
     for launcher in _LAUNCHERS:
         names = (launcher.rank, launcher.world_size)
-        if variables.all(names):
-            rank, world_size = (variables.integer(name) for name in names)
-            if (rank, world_size) != (slurm.rank, slurm.world_size):
-                raise LaunchEnvironmentError(
-                    f"SLURM and {launcher.name} contradict each other: given"
-                    f" {variables.show(SLURM_TASK)} beside {variables.show(names)}. Start the job"
-                    f" with srun; to run {launcher.command} inside an allocation, start it as"
-                    " `env -u SLURM_JOB_ID ...`"
-                )
+        if not variables.all(names):
+            continue
+        if slurm.local_world_size == 1 and variables.any(launcher.local_rank):
+            # mpiexec has srun start a daemon of its own on each node, which then starts the ranks.
+            return _from_launcher(launcher, variables)
+        rank, world_size = (variables.integer(name) for name in names)
+        if (rank, world_size) != (slurm.rank, slurm.world_size):
+            raise LaunchEnvironmentError(
+                f"SLURM and {launcher.name} contradict each other: given"
+                f" {variables.show(SLURM_TASK)} beside {variables.show(names)}. Start the job"
+                f" with srun; to run {launcher.command} inside an allocation, start it as"
+                " `env -u SLURM_JOB_ID ...`"
+            )
     return slurm
 
 

@@ -129,7 +129,8 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
     variables, store = _meeting(nodes)
     with _reporting(replace(task, options=kwargs)) as told:
         start: Any = mp.start_processes
-        context = start(_rank, (told, nodes, variables), ranks, join=False, **how)
+        rank = _forked_rank if how["start_method"] == "fork" else _rank
+        context = start(rank, (told, nodes, variables), ranks, join=False, **how)
         if not join:
             context.asynccoll_store = store  # the ranks meet there for as long as they live
             return context
@@ -166,6 +167,14 @@ def _meeting(nodes: Nodes) -> tuple[dict[str, object], Any]:
     # How torch elastic tells its workers of a store that it serves for them.
     agent = {"TORCHELASTIC_USE_AGENT_STORE": True}
     return {"MASTER_ADDR": ADDRESS, "MASTER_PORT": store.port, **agent}, store
+
+
+def _forked_rank(*told: Any) -> None:
+    """The same where the threads of this process have not come along: torch would wait for them for ever."""
+    import torch
+
+    torch.set_num_threads(1)
+    _rank(*told)
 
 
 def _rank(local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, object]) -> None:

@@ -1,0 +1,81 @@
+"""One training script under every launcher of torch, on one "host" or two on loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import training
+from worlds import free_port, rank_environment
+
+TRAINING = str(Path(training.__file__))
+LIMIT_S = 90.0
+
+
+def launch(*lines: list[str]) -> None:
+    """Run the launchers of one job beside each other; all have to succeed in time, and leave nobody."""
+    environ = rank_environment()
+    del environ["GLOO_SOCKET_IFNAME"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *line],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for line in lines
+    ]
+    try:
+        said = [one.communicate(timeout=LIMIT_S)[0] for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    assert [one.returncode for one in running] == [0] * len(lines), "\n".join(said)
+    for one in running:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(one.pid, 0)
+
+
+ONE_HOST = {
+    "launch": ["-m", "torch.distributed.launch", "--use_env", "--nproc_per_node", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "asynccoll-run": ["-m", "asynccoll", "run", "-n", "2"],
+}
+
+
+@pytest.mark.parametrize("name", ONE_HOST)
+@pytest.mark.parametrize("how", ["parallel", "bare"])
+def test_one_host(tmp_path: Path, name: str, how: str) -> None:
+    """The ranks find each other by what the launcher says."""
+    port = ["--master_port", str(free_port())] if name == "launch" else []
+    launch([*ONE_HOST[name], *port, TRAINING, how, str(tmp_path)])
+    training.check(tmp_path, [(0, 0), (0, 1)], backend="gloo")
+
+
+def by_rendezvous(node: int, port: int) -> list[str]:
+    """Agents that settle among themselves which is the first."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+    return ["--nnodes", "2", *where, "--local-addr", "127.0.0.1"]
+
+
+def by_number(node: int, port: int) -> list[str]:
+    """Agents that are told."""
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return ["--nnodes", "2", "--node-rank", str(node), *where]
+
+
+@pytest.mark.parametrize("meeting", [by_rendezvous, by_number], ids=["rendezvous", "number"])
+@pytest.mark.parametrize("module", ["asynccoll run", "torch.distributed.run"])
+def test_two_agents(tmp_path: Path, module: str, meeting) -> None:
+    """One for each "host", with two ranks on it."""
+    port = free_port()
+    lines = [["-m", *module.split(), *meeting(node, port), "--nproc-per-node", "2"] for node in (0, 1)]
+    launch(*([*line, TRAINING, "parallel", str(tmp_path)] for line in lines))
+    training.check(tmp_path, [(0, 0), (0, 1), (1, 0), (1, 1)], backend="gloo")

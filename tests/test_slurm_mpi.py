@@ -1,0 +1,54 @@
+"""MPI in a SLURM job: started by srun, which then speaks PMI, or by mpiexec inside of an allocation.
+
+Which ranks share a node is MPI's word, and to it the two nodes may be the one machine that they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import needs
+import training
+from asynccoll.launch import mpiexec
+from slurm_cluster import NODES, Cluster
+
+pytest.importorskip("mpi4py", reason="the environments mpich and openmpi have it", exc_type=ImportError)
+
+TRAINING = str(Path(training.__file__))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes; started once, and nothing of it is left."""
+    needs.need("slurm-wlm", "munge")
+    made = Cluster(needs.PATH)
+    yield made
+    made.close()
+
+
+def test_mpiexec_in_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    """It asks SLURM for the nodes; its own variables say which rank is where, and mpi is the backend."""
+    launcher = mpiexec.find()
+    line = launcher.command(4, [sys.executable, TRAINING, "bare", str(tmp_path)])
+    ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *line, **launcher.environment({}))
+    assert ended.code == 0, ended.said
+    found = training.ranks(tmp_path, 4, backend="mpi")
+    if launcher.family == "mpich":  # Open MPI starts the ranks of the first node itself
+        assert [one["slurm_node"] for one in found] == [NODES[0]] * 2 + [NODES[1]] * 2
+
+
+def test_srun_as_the_launcher_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
+    """With PMI, which the MPICH wheel speaks; without, the ranks do not find each other, and are told."""
+    line = ["srun", "-N2", "-n2", sys.executable, TRAINING, "parallel", str(tmp_path)]
+    if mpiexec.find().family == "mpich":
+        ended = cluster.call(*line, SLURM_MPI_TYPE="pmi2", PARALLEL='{"backend": "mpi"}')
+        assert ended.code == 0, ended.said
+        training.ranks(tmp_path, 2, backend="mpi")
+    ended = cluster.call(*line, SLURM_MPI_TYPE="none", PARALLEL='{"backend": "mpi"}')
+    assert ended.code != 0
+    assert "LaunchEnvironmentError" in ended.err, ended.said
+    assert "srun --mpi" in ended.err, ended.said
