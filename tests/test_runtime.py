@@ -367,3 +367,24 @@ def too_late(me: Rank, port: int) -> None:
 def test_a_rank_that_nobody_joins_times_out(bare: World) -> None:
     """initialize, or at the latest the first operation, raises after its timeout."""
     bare.run(too_late, worlds.free_port())
+
+
+ALONE = """
+    import time
+    import asynccoll as ac
+    started = time.monotonic()
+    try:
+        ac.initialize("gloo", timeout=1.5)
+    except ac.CollectiveTimeoutError as error:
+        print(time.monotonic() - started < 10, error)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, rank: int) -> None:
+    """Rank 0 serves the store and names the other; the other finds no store. Both within the timeout."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(worlds.free_port())}
+    (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
+    wanted = "rank 0 waited in vain for rank 1 of 2", f"rank 1 of 2 found no store at 127.0.0.1:{meeting['MASTER_PORT']}"
+    assert ended.out.startswith(f"True {wanted[rank]}"), ended.err

@@ -108,19 +108,24 @@ def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -
     check_places(tasks, cluster)
 
 
-def batch(cluster: Cluster, directory: Path, script: str, *options: str, **variables: str):
-    """Submit a batch script and wait for it; how it ended, with what it wrote."""
-    path, said = directory / "job.sh", directory / "said"
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    ended = cluster.call("sbatch", "--wait", f"--output={said}", *options, str(path), **variables)
-    return ended, said.read_text() if said.exists() else ""
+def batch(cluster: Cluster, directory: Path, script: str, *options: str) -> tuple[int, str]:
+    """The exit code of a batch script and what it said, once it has ended."""
+    path, said, code = directory / "job.sh", directory / "said", directory / "code"
+    path.write_text(f"#!/bin/bash\ntrap 'echo $? > {code}.made; mv {code}.made {code}' EXIT\n{script}\n")
+    ended = cluster.call("sbatch", f"--output={said}", *options, str(path))
+    assert ended.code == 0, ended.said
+    deadline = time.monotonic() + 90
+    while not code.exists():  # sbatch --wait looks only every few seconds
+        assert time.monotonic() < deadline, said.read_text() if said.exists() else "never started"
+        time.sleep(0.05)
+    return int(code.read_text()), said.read_text()
 
 
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[str], tasks: int) -> None:
     """It looks like rank 0 of the job, whose other ranks nobody has started; alone it may be."""
-    ended, said = batch(cluster, tmp_path, shlex.join(show), f"-n{tasks}")
-    assert ended.code == 0, said
+    code, said = batch(cluster, tmp_path, shlex.join(show), f"-n{tasks}")
+    assert code == 0, said
     (environ,) = environments(show)
     if tasks == 1:
         info = detect(environ)
@@ -187,8 +192,8 @@ def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path) 
 def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path) -> None:
     """The recipe of the documentation."""
     script = shlex.join(["srun", sys.executable, TRAINING, "parallel", str(tmp_path)])
-    ended, said = batch(cluster, tmp_path, script, "--nodes=2", "--ntasks-per-node=1")
-    assert ended.code == 0, said
+    code, said = batch(cluster, tmp_path, script, "--nodes=2", "--ntasks-per-node=1")
+    assert code == 0, said
     training.check(tmp_path, [(0, 0), (1, 0)])
 
 
@@ -202,16 +207,16 @@ def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, launcher: str)
             --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 1000))" \\
             {TRAINING} bare {tmp_path}
     """
-    ended, said = batch(cluster, tmp_path, textwrap.dedent(script), "--nodes=2", "--ntasks-per-node=1")
-    assert ended.code == 0, said
+    code, said = batch(cluster, tmp_path, textwrap.dedent(script), "--nodes=2", "--ntasks-per-node=1")
+    assert code == 0, said
     training.check(tmp_path, [(0, 0), (1, 0)])
 
 
 def test_one_node_needs_no_srun(cluster: Cluster, tmp_path: Path) -> None:
     """`asynccoll run` in the batch script starts the ranks of one node."""
     script = f"{sys.executable} -m asynccoll run -n 2 {TRAINING} bare {tmp_path}"
-    ended, said = batch(cluster, tmp_path, script, "-N1", "-n2")
-    assert ended.code == 0, said
+    code, said = batch(cluster, tmp_path, script, "-N1", "-n2")
+    assert code == 0, said
     training.check(tmp_path, [(0, 0), (0, 1)])
 
 

@@ -27,9 +27,11 @@ from asynccoll.backends.channels import Channels
 from asynccoll.backends.published import publish, withdraw
 from asynccoll.backends.rendezvous import (
     LOOPBACK,
+    announce,
     host_of,
     locate,
     matching_launch,
+    not_met,
     own_part,
     rendezvous,
 )
@@ -477,7 +479,9 @@ def create(request: Request) -> Context:
     threads = isinstance(store, dist.HashStore) and world_size > 1
     meeting_host = host_of(store)
     store = own_part(store, rank)
-    identity = locate(request.launch, dist.PrefixStore("hosts", store), rank, world_size)
+    hosts = dist.PrefixStore("hosts", store)
+    announce(hosts, rank)
+    identity = locate(request.launch, hosts, rank, world_size)
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
     owns_default = not threads and not dist.is_initialized()
@@ -493,9 +497,9 @@ def create(request: Request) -> Context:
                 world_size=world_size,
                 timeout=timedelta(seconds=request.timeout),
             )
-    except BaseException:
+    except RuntimeError as error:  # from torch's store, or from gloo
         own_interface.take_back(exported)
-        raise
+        raise not_met(error, hosts, rank, world_size) from error
     backend = C10dBackend(
         request.backend,
         timeout=request.timeout,

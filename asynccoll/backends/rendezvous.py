@@ -6,6 +6,7 @@ rank and a world size; and tells which ranks share a node.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -21,13 +22,23 @@ from asynccoll.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
     LaunchEnvironmentError,
+    PeerLostError,
 )
 from asynccoll.launch.env import LaunchInfo, detect
 
 if TYPE_CHECKING:
     from asynccoll.backends import Request
 
-__all__ = ["LOOPBACK", "host_of", "locate", "matching_launch", "own_part", "rendezvous"]
+__all__ = [
+    "LOOPBACK",
+    "announce",
+    "host_of",
+    "locate",
+    "matching_launch",
+    "not_met",
+    "own_part",
+    "rendezvous",
+]
 
 
 def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
@@ -104,14 +115,36 @@ def _meet_at(
     )
     try:
         store = connect(host, port, serve=rank == 0 and not agent, timeout=timeout)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
         raise CollectiveTimeoutError(
-            f"rank {rank} of {world_size} cannot reach the store at {host}:{port}: {error}"
+            f"rank {rank} of {world_size} found no store at {host}:{port} within "
+            f"{timeout.total_seconds():g} s: {error}"
         ) from error
     if agent:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"attempt_{attempt}", store), rank, world_size
     return store, rank, world_size
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Say that this rank has come, and on which host it is."""
+    store.set(f"host/{rank}", json.dumps(socket.gethostname()))
+
+
+def not_met(
+    error: BaseException, store: dist.Store, rank: int, world_size: int
+) -> CollectiveTimeoutError | PeerLostError:
+    """The error for a world that did not come together: who has not come, or why those that have do not meet.
+
+    ``store`` is where they ``announce`` themselves.
+    """
+    missing: list[int] = []
+    with contextlib.suppress(RuntimeError):
+        missing = [index for index in range(world_size) if not store.check([f"host/{index}"])]
+    if not missing:
+        return PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}")
+    who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return CollectiveTimeoutError(f"rank {rank} waited in vain for {who} of {world_size} to come: {error}")
 
 
 def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world_size: int) -> Identity:
@@ -127,11 +160,10 @@ def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world
         )
     if store is None or world_size == 1:
         return Identity(rank, world_size, rank, world_size)
-    store.set(f"host/{rank}", json.dumps(socket.gethostname()))
     try:
         hosts = [json.loads(store.get(f"host/{index}")) for index in range(world_size)]
     except RuntimeError as error:
-        raise CollectiveTimeoutError(f"not all of the {world_size} ranks came: {error}") from error
+        raise not_met(error, store, rank, world_size) from error
     nodes = list(dict.fromkeys(hosts))
     mine = [index for index in range(world_size) if hosts[index] == hosts[rank]]
     return Identity(rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes))

@@ -23,6 +23,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_SECONDS = 1.0
+#: Names of hosts that start together with the job may be known a little later.
+_NAME_SECONDS = 30.0
 
 #: The store served last. Ranks that come back to its address for a next life of the world may be
 #: earlier than the one that serves it, and must not find a server that is about to go.
@@ -30,7 +32,12 @@ _served: dict[tuple[str, int], dist.TCPStore] = {}
 
 
 def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TCPStore:
-    """The store at ``host:port``, served here if ``serve``; at any free port if that is 0."""
+    """The store at ``host:port``, served here if ``serve``; at any free port if that is 0.
+
+    Raises:
+        OSError: nobody serves it within ``timeout``.
+        torch.distributed.DistError: torch's store could not.
+    """
     host = "127.0.0.1" if host == "localhost" else host  # the same on both sides, whatever it resolves to
     listener = _listener(host, port) if serve else None
     if listener is not None:
@@ -62,16 +69,21 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 def _await_server(host: str, port: int, seconds: float) -> None:
-    """Return when somebody listens there, or when trying is the store's business."""
-    deadline = monotonic() + seconds
+    """Return when somebody listens there.
+
+    Raises:
+        OSError: nobody did in time, or (sooner, for it may be misspelt) nobody knows the name.
+    """
+    started = monotonic()
     pause = _FIRST_PAUSE_SECONDS
-    while monotonic() < deadline:
+    while True:
         try:
-            socket.create_connection((host, port), _KNOCK_SECONDS).close()
-        except ConnectionRefusedError:
-            sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        except OSError:  # a name that is not known, a route that is not there: the store knows to report
-            return
+            socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close()
+        except OSError as error:
+            unknown = isinstance(error, socket.gaierror)
+            if monotonic() - started + pause > (min(seconds, _NAME_SECONDS) if unknown else seconds):
+                raise
         else:
             return
+        sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
