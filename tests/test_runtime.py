@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 import oracle
+import scripts
 import worlds
 from ranks import Rank, raising
 from worlds import World
@@ -386,5 +387,8 @@ def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, ran
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(worlds.free_port())}
     (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
-    wanted = "rank 0 waited in vain for rank 1 of 2", f"rank 1 of 2 found no store at 127.0.0.1:{meeting['MASTER_PORT']}"
+    wanted = (
+        "rank 0 waited in vain for rank 1 of 2",
+        f"rank 1 of 2 found no store at 127.0.0.1:{meeting['MASTER_PORT']}",
+    )
     assert ended.out.startswith(f"True {wanted[rank]}"), ended.err
