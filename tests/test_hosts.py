@@ -21,6 +21,8 @@ import needs
 import netns
 import training
 
+pytestmark = pytest.mark.slow
+
 TRAINING = str(Path(training.__file__))
 LIMIT_S = 90.0
 PORT = 29_400

@@ -12,6 +12,8 @@ import pytest
 import training
 from worlds import free_port, rank_environment
 
+pytestmark = pytest.mark.slow
+
 TRAINING = str(Path(training.__file__))
 LIMIT_S = 90.0
 

@@ -10,6 +10,8 @@ import pytest
 
 import asynccoll
 
+pytestmark = pytest.mark.slow
+
 nbclient = pytest.importorskip("nbclient", reason="the environment `test` has it", exc_type=ImportError)
 nbformat = pytest.importorskip("nbformat", reason="it comes with nbclient", exc_type=ImportError)
 

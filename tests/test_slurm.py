@@ -160,6 +160,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> None:
     """Its ranks meet on the first host without being told anything, and train as one process would."""
@@ -170,6 +171,7 @@ def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> 
     assert [one["slurm_node"] for one in found] == [NODES[node] for node, _ in wanted]
 
 
+@pytest.mark.slow
 def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: Path) -> None:
     """nproc_per_node may be said, and must be what srun started."""
     line = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAINING, "parallel", str(tmp_path)]
@@ -181,6 +183,7 @@ def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: 
     assert "nproc_per_node=4, but slurm has started 1 rank" in ended.err, ended.said
 
 
+@pytest.mark.slow
 def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
     """One task, and the script starts the ranks itself."""
     line = ["srun", "-N1", "-n1", sys.executable, TRAINING, "parallel", str(tmp_path)]
@@ -189,6 +192,7 @@ def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path) 
     training.check(tmp_path, [(0, 0), (0, 1)])
 
 
+@pytest.mark.slow
 def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path) -> None:
     """The recipe of the documentation."""
     script = shlex.join(["srun", sys.executable, TRAINING, "parallel", str(tmp_path)])
@@ -197,6 +201,7 @@ def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path) -> None:
     training.check(tmp_path, [(0, 0), (1, 0)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["asynccoll run", "torch.distributed.run"])
 def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     """srun starts an agent a node, which starts the ranks: torch's variables go before SLURM's."""
@@ -212,6 +217,7 @@ def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, launcher: str)
     training.check(tmp_path, [(0, 0), (1, 0)])
 
 
+@pytest.mark.slow
 def test_one_node_needs_no_srun(cluster: Cluster, tmp_path: Path) -> None:
     """`asynccoll run` in the batch script starts the ranks of one node."""
     script = f"{sys.executable} -m asynccoll run -n 2 {TRAINING} bare {tmp_path}"
@@ -240,6 +246,7 @@ def script(directory: Path, source: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_others(cluster: Cluster, tmp_path: Path) -> None:
     """Within seconds, and the job fails; SLURM does not even have to kill them."""
     ended = cluster.call("srun", "-N2", "--kill-on-bad-exit=0", *script(tmp_path, KILLED), timeout=60)
@@ -257,6 +264,7 @@ WAITS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["scancel", "ctrl-c"])
 def test_a_job_that_is_stopped_leaves_nobody(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """Also when its ranks wait for each other in native code."""

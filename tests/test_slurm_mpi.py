@@ -18,6 +18,8 @@ from slurm_cluster import NODES, Cluster
 
 pytest.importorskip("mpi4py", reason="the environments mpich and openmpi have it", exc_type=ImportError)
 
+pytestmark = pytest.mark.slow
+
 TRAINING = str(Path(training.__file__))
 
 
