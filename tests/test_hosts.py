@@ -161,7 +161,7 @@ WAITS = """
     started = time.monotonic()
     try:
         ac.initialize(
-            "gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=5
+            "gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=3
         )
     except ac.CollectiveTimeoutError as error:
         print(f"{time.monotonic() - started < 10} {error}")

@@ -52,8 +52,10 @@ ONE_HOST = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_HOST)
-@pytest.mark.parametrize("how", ["parallel", "bare"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("launch", "bare"), ("launch", "parallel"), ("torchrun", "parallel"), ("asynccoll-run", "bare")],
+)
 def test_one_host(tmp_path: Path, name: str, how: str) -> None:
     """The ranks find each other by what the launcher says."""
     port = ["--master_port", str(free_port())] if name == "launch" else []
@@ -73,8 +75,14 @@ def by_number(node: int, port: int) -> list[str]:
     return ["--nnodes", "2", "--node-rank", str(node), *where]
 
 
-@pytest.mark.parametrize("meeting", [by_rendezvous, by_number], ids=["rendezvous", "number"])
-@pytest.mark.parametrize("module", ["asynccoll run", "torch.distributed.run"])
+@pytest.mark.parametrize(
+    ("module", "meeting"),
+    [
+        ("asynccoll run", by_rendezvous),
+        ("asynccoll run", by_number),
+        ("torch.distributed.run", by_rendezvous),
+    ],
+)
 def test_two_agents(tmp_path: Path, module: str, meeting) -> None:
     """One for each "host", with two ranks on it."""
     port = free_port()
