@@ -16,20 +16,21 @@ def pair(request):
         yield worlds.world("gloo", request.param), aliased
 
 
-def close(got, expected, where):
+def close(got, expected, where, rtol=1e-6):
     assert type(got) is type(expected), where
     if isinstance(expected, (list, tuple)):
         assert len(got) == len(expected), where
         for index, (mine, real) in enumerate(zip(got, expected, strict=True)):
-            close(mine, real, f"{where}[{index}]")
+            close(mine, real, f"{where}[{index}]", rtol)
     elif isinstance(expected, dict):
         assert got.keys() == expected.keys(), where
         for key, value in expected.items():
-            close(got[key], value, f"{where}[{key!r}]")
+            close(got[key], value, f"{where}[{key!r}]", rtol)
     elif isinstance(expected, (str, bool)):
         assert got == expected, where
     else:
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8, msg=f"{where}: {got} != {expected}")
+        different = f"{where}: {got} != {expected}"
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-8, msg=different)
 
 
 def test_metrics(pair):
@@ -41,8 +42,8 @@ def test_metrics(pair):
     whole = ignite_on_sync.compute([ignite_on_sync.batches(rank) for rank in range(pair[0].size)])
     for rank, found in enumerate(aliased):
         close(found, real[rank], f"rank {rank}")
-        for name in set(whole) - {"PSNR", "SSIM", "bleu"}:  # a mean over images or texts as they came
-            close(found[name], whole[name], f"rank {rank} against one process: {name}")
+        for name, value in whole.items():  # summed in another order, in float32
+            close(found[name], value, f"rank {rank} against one process: {name}", rtol=1e-4)
 
 
 def test_training_with_handlers(pair):

@@ -1,0 +1,333 @@
+"""``auto_model``, ``auto_optim``, ``auto_dataloader``: the rules and warnings of ignite; ``async_optim``."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import BatchSampler
+
+import asynccoll as ac
+import parity
+import worlds
+from asynccoll.auto import optim_for
+from asynccoll.autoplace import here
+from ranks import raising
+
+DATA = TensorDataset(torch.arange(50.0).view(50, 1))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(6))
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda size: f"gloo-{size}", scope="module")
+def world(request):
+    return worlds.world("gloo", request.param)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return worlds.world("gloo", 2)
+
+
+# Data
+
+
+def _told(loader):
+    """What a loader was made of, and what it loads."""
+    sampler = loader.sampler
+    share = {
+        name: getattr(sampler, name, None) for name in ("num_replicas", "rank", "shuffle", "num_samples")
+    }
+    batch = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
+    return {
+        "kind": type(loader).__name__,
+        "sampler": type(sampler).__name__,
+        "batch sampler": type(batch).__name__,
+        "batch": loader.batch_size,
+        "workers": loader.num_workers,
+        "pinned": loader.pin_memory,
+        "drop": loader.drop_last,
+        **share,
+        "loads": [
+            [part.tolist() if isinstance(part, torch.Tensor) else part for part in batch] for batch in loader
+        ],
+    }
+
+
+def loaders(me):
+    def make(idist, dataset, **kwargs):
+        torch.manual_seed(11)
+        return _told(idist.auto_dataloader(dataset() if callable(dataset) else dataset, **kwargs))
+
+    def weighted(idist, **kwargs):
+        torch.manual_seed(11)
+        return make(idist, DATA, sampler=WeightedRandomSampler(torch.ones(50), 50), **kwargs)
+
+    def given(idist, n, rank):
+        return make(idist, DATA, sampler=DistributedSampler(DATA, num_replicas=n, rank=rank), batch_size=8)
+
+    cases = {
+        "plain": lambda i: make(i, DATA, batch_size=8),
+        "not shuffled": lambda i: make(i, DATA, batch_size=8, shuffle=False),
+        "batch below the world": lambda i: make(i, DATA, batch_size=1),
+        "uneven batch": lambda i: make(i, DATA, batch_size=7, drop_last=True),
+        "workers": lambda i: make(i, DATA, batch_size=8, num_workers=0),
+        "pinned": lambda i: make(i, DATA, batch_size=8, pin_memory=False),
+        "sequential": lambda i: make(i, DATA, batch_size=8, sampler=SequentialSampler(DATA)),
+        "weighted": lambda i: weighted(i, batch_size=8),
+        "distributed": lambda i: given(i, me.size, me.rank),
+        "of another world": lambda i: given(i, 3, 2),
+        "batch sampler": lambda i: make(
+            i, DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)
+        ),
+        "iterable": lambda i: make(i, Stream, batch_size=4),
+    }
+    for idist in parity.modules():
+        idist.set_local_rank(me.rank)
+        idist.sync()
+    for label, call in cases.items():
+        parity.compare(me, label, call)
+    for workers in (1, 2, 3, 5):
+        with me.case(f"{workers} workers"):
+            theirs, ours = (
+                idist.auto_dataloader(DATA, num_workers=workers).num_workers for idist in parity.modules()
+            )
+            assert ours == theirs
+
+
+def proxies(me):
+    for module in parity.modules():
+        assert module.DistributedProxySampler
+
+    def draws(idist, epochs):
+        sampler = idist.DistributedProxySampler(RandomSampler(DATA), num_replicas=4, rank=me.rank)
+        found = []
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            found.append((len(sampler), list(sampler)))
+        return found
+
+    parity.compare(me, "draws", draws, 3)
+    wrong = {
+        "no sampler": lambda i: i.DistributedProxySampler([1, 2]),
+        "distributed already": lambda i: i.DistributedProxySampler(DistributedSampler(DATA, 2, 0)),
+        "endless": lambda i: i.DistributedProxySampler(torch.utils.data.Sampler(), 2, 0),
+    }
+    for label, call in wrong.items():
+        parity.compare(me, label, call)
+
+
+def test_loaders_as_ignite(world):
+    world.run(loaders, timeout=60.0)
+
+
+def test_proxy_sampler_as_ignite(two):
+    two.run(proxies)
+
+
+def test_a_sampler_that_draws_nothing_ends():
+    class Empty(torch.utils.data.Sampler):
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(RuntimeError, match="draws nothing"):
+        list(ac.DistributedProxySampler(Empty(), num_replicas=2, rank=0))
+
+
+def test_a_batch_size_of_none_is_left_alone(two):
+    two.run(no_batches)
+
+
+def no_batches(me):
+    assert len(list(ac.auto_dataloader(DATA, batch_size=None))) == 25
+
+
+# Models and optimizers
+
+
+def models(me):
+    def kinds(idist, **kwargs):
+        model = idist.auto_model(network(), **kwargs)
+        return [type(part).__name__ for part in model.modules()]
+
+    parity.compare(me, "plain", kinds)
+    parity.compare(me, "sync_bn", lambda i: kinds(i, sync_bn=True))
+    if me.size > 1:
+        parity.compare(me, "kwargs", lambda i: i.auto_model(network(), bucket_cap_mb=7).bucket_bytes_cap)
+    with me.case("optimizer"):
+        for idist in (*parity.modules(), ac):
+            optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+            assert idist.auto_optim(optimizer) is optimizer
+
+
+def test_models_as_ignite(world):
+    world.run(models)
+
+
+def _batch(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
+
+
+def autocast(me):
+    plain = network()
+    model = ac.auto_model(plain)
+    x, y = _batch(me.rank)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+        assert out.dtype is torch.bfloat16
+        loss = nn.functional.mse_loss(out.float(), y)
+    loss.backward()
+    for parameter in plain.parameters():
+        assert parameter.grad.dtype is torch.float32
+        gathered = ac.all_gather(parameter.grad[None]).wait()
+        assert (gathered == gathered[0]).all()
+
+
+def test_autocast_around_auto_model(two):
+    two.run(autocast)
+
+
+def linear():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def expected_weights(size, steps, momentum):
+    """In one process, on everybody's data at once: the mean of the ranks' losses."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [_loss(model, rank + 10 * step) for rank in range(size)]
+        (sum(losses) / size).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _loss(model, seed):
+    x, y = _batch(seed)
+    return nn.functional.mse_loss(model(x), y)
+
+
+async def awaited(me):
+    model = linear()
+    if me.rank:
+        nn.init.ones_(model[0].weight)
+    await ac.overlap.broadcast_parameters(model)
+    with ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer.wrapped, step_size=100)
+        for step in range(3):
+            optimizer.zero_grad()
+            _loss(model, me.rank + 10 * step).backward()
+            await optimizer.step()
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert optimizer.state_dict()["state"]
+        assert "SGD" in repr(optimizer)
+    for got, expected in zip(model.parameters(), expected_weights(me.size, 3, 0.9), strict=True):
+        torch.testing.assert_close(got.detach(), expected)
+    _loss(model, 0).backward()  # the hooks are gone: nothing is sent
+
+
+@pytest.mark.parametrize("runner", ["asyncio", "trio"])
+def test_async_optim_steps_on_the_average(world, runner):
+    world.run(awaited, runner=runner)
+
+
+def reduced_by_the_step(me, with_closure):
+    """What mpi does, where nothing else reduces gradients; the operations are the same on gloo."""
+    from dataclasses import replace
+
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optim_for(replace(here(), backend="mpi"), optimizer, {"lane": f"step {with_closure}"})
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = _loss(model, me.rank + 10 * step)
+            loss.backward()
+            return loss
+
+        if with_closure:
+            assert optimizer.step(closure) > 0
+        else:
+            closure()
+            optimizer.step()
+    for got, expected in zip(model.parameters(), expected_weights(me.size, 3, 0.9), strict=True):
+        torch.testing.assert_close(got.detach(), expected)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_that_waits_for_gradients(two, with_closure):
+    two.run(reduced_by_the_step, with_closure)
+
+
+def test_a_world_of_one_is_left_alone():
+    model = network()
+    assert ac.auto_model(model) is model
+    assert type(ac.auto_dataloader(DATA)) is DataLoader
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert ac.auto_optim(optimizer) is optimizer
+
+
+# apex
+
+
+def test_apex_is_refused(monkeypatch):
+    """By the marks that apex leaves; the package itself is given up, and on no index."""
+    patched = type("FusedLayerNorm", (nn.Module,), {"__module__": "apex.normalization"})
+    with pytest.raises(ac.UnsupportedOpError, match=r"apex\.normalization\.FusedLayerNorm.*torch\.autocast"):
+        ac.auto_model(nn.Sequential(patched()))
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer._amp_stash = object()
+    for helper in (ac.auto_optim, ac.async_optim):
+        with pytest.raises(ac.UnsupportedOpError, match=r"apex\.amp.*torch\.amp\.GradScaler"):
+            helper(optimizer)
+    state = types.SimpleNamespace(opt_properties=types.SimpleNamespace(enabled=True))
+    module = types.ModuleType("apex.amp._amp_state")
+    module._amp_state = state
+    monkeypatch.setitem(sys.modules, "apex.amp._amp_state", module)
+    with pytest.raises(ac.UnsupportedOpError, match=r"apex\.amp is not supported"):
+        ac.auto_model(network())
+
+
+def test_under_a_launcher_nothing_is_guessed(monkeypatch):
+    """``ac`` wants to be initialized, ``sync`` takes it for a world of one."""
+    import asynccoll.sync as idist
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    model = network()
+    with pytest.raises(ac.NotInitializedError):
+        ac.auto_model(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert idist.auto_model(model) is model
+    with raising(ac.NotInitializedError):
+        ac.auto_dataloader(DATA)

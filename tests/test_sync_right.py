@@ -1,0 +1,228 @@
+"""Where ``ignite.distributed`` is wrong, ``asynccoll.sync`` is right: each line of the page on migrating."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import asynccoll as ac
+import asynccoll.sync as idist
+import worlds
+from ranks import raising
+
+SIZES = [2, 4]
+
+
+@pytest.fixture(params=SIZES, ids=lambda size: f"gloo-{size}", scope="module")
+def world(request):
+    return worlds.world("gloo", request.param)
+
+
+def same(got, expected):
+    assert type(got) is type(expected), f"{got!r} != {expected!r}"
+    assert got == expected, f"{got!r} != {expected!r}"
+
+
+def numbers(me):
+    for src in range(me.size):
+        for value in (16777217, 0.1, 2**53 + 1, -5, True, 1 + 2j, 1e300, float("inf")):
+            with me.case(f"broadcast {value!r} from {src}"):
+                same(idist.broadcast(value if me.rank == src else 0.0, src=src), value)
+                same(idist.broadcast(value if me.rank == src else None, src=src, safe_mode=True), value)
+    with me.case("ints and floats"):
+        mixed = [1, 2.5] * me.size
+        same(idist.all_gather(mixed[me.rank]), mixed[: me.size])
+        same(idist.all_reduce(mixed[me.rank]), sum(mixed[: me.size]))
+    with me.case("past 64 bits"):
+        same(idist.all_reduce(2**62, "PRODUCT"), 2 ** (62 * me.size))
+    with me.case("complex"):
+        same(idist.all_reduce(0.1 + 0.1j), sum([0.1 + 0.1j] * me.size))
+
+
+def strings(me):
+    texts = ["héllo", "日本語", "🎉" * 300, "\ud800", "", "plain", "é" * 90_000, "a\0b"]
+    for shift in range(len(texts)):
+        mine = [texts[(rank + shift) % len(texts)] for rank in range(me.size)]
+        with me.case(f"all_gather, shifted by {shift}"):
+            same(idist.all_gather(mine[me.rank]), mine)
+        with me.case(f"broadcast, shifted by {shift}"):
+            same(idist.broadcast(mine[me.rank], src=1), mine[1])
+
+
+def _held():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def groups(me):
+    members = [0, 1]
+    inside = me.rank in members
+    if inside:  # the others need not call
+        same(idist.all_gather(me.rank, group=members), members)
+        same(idist.all_gather("é", group=members), ["é", "é"])
+    before = _held()
+    for _ in range(50):
+        idist.all_reduce(torch.ones(2), group=members)
+    assert _held() == before
+
+
+def first_fails(me, local):
+    ran = []
+
+    def body():
+        with idist.one_rank_first(local=local):
+            ran.append(me.rank)
+            if me.rank == 0:
+                raise LookupError("no such file")
+
+    if me.rank == 0:
+        with raising(LookupError, "no such file"):
+            body()
+    else:
+        with raising(ac.CollectiveError, "rank 0: LookupError: no such file"):
+            body()
+    assert ran == ([0] if me.rank == 0 else [])
+
+    @idist.one_rank_only(with_barrier=True)
+    def alone():
+        raise LookupError("alone")
+
+    if me.rank == 0:
+        with raising(LookupError, "alone"):
+            alone()
+    else:
+        assert alone() is None
+    same(idist.all_reduce(1), me.size)
+
+
+def refused_by_one(me):
+    wrong = {
+        "all_reduce": lambda: idist.all_reduce("abc"),
+        "op": lambda: idist.all_reduce(1, "mean"),
+        "broadcast": lambda: idist.broadcast(None),
+        "safe broadcast": lambda: idist.broadcast([], safe_mode=True),
+        "not to be pickled": lambda: idist.all_gather(lambda: None),
+    }
+    right = {
+        "all_reduce": lambda: idist.all_reduce(1),
+        "op": lambda: idist.all_reduce(1),
+        "broadcast": lambda: idist.broadcast(1),
+        "safe broadcast": lambda: idist.broadcast(None, safe_mode=True),
+        "not to be pickled": lambda: idist.all_gather({}),
+    }
+    for name, call in wrong.items():
+        with me.case(name):
+            if me.rank == 0:
+                with raising((TypeError, ValueError)):
+                    call()
+            else:
+                with raising(ac.PeerRefusedError, "rank 0 refused"):
+                    right[name]()
+        with me.case(f"after {name}"):
+            same(idist.all_reduce(1), me.size)
+
+
+@pytest.mark.parametrize("case", [numbers, strings, groups, refused_by_one], ids=lambda c: c.__name__)
+def test_right(world, case):
+    world.run(case, timeout=60.0)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_one_rank_first_lets_nobody_hang(world, local):
+    world.run(first_fails, local)
+
+
+# A context that comes and goes
+
+
+def _make(me, port):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank, world_size=me.size
+    )
+
+
+def _serial():
+    assert (idist.model_name(), idist.backend(), idist.get_world_size()) == ("serial", None, 1)
+    x = torch.ones(2)
+    assert idist.all_reduce(x) is x
+    assert idist.all_gather(5) == [5]
+
+
+def _native(me):
+    assert (idist.model_name(), idist.backend(), idist.get_world_size()) == ("native-dist", "gloo", me.size)
+    assert idist.get_rank() == me.rank
+    same(idist.all_gather(me.rank), list(range(me.size)))
+
+
+def behind_our_back(me, ports):
+    idist.set_local_rank(me.rank)
+    threads = []
+    for port in ports:
+        _serial()
+        _make(me, port)
+        if port == ports[1]:
+            idist.sync()
+        _native(me)
+        idist.sync()  # in a live context; with ignite the next one then reads as serial
+        _native(me)
+        assert (idist.get_local_rank(), idist.get_nproc_per_node()) == (me.rank, me.size)
+        torch.distributed.destroy_process_group()
+        if port == ports[1]:
+            idist.sync()
+        _serial()
+        threads.append(_held())
+    assert threads[-1] <= threads[0], f"kept: {threads}"
+    _make(me, ports[0] + 1)
+    _native(me)
+    torch.distributed.destroy_process_group()
+    _make(me, ports[1] + 1)  # another one, and nothing was called in between
+    _native(me)
+    idist.finalize()  # destroys it, as ignite's does
+    assert not torch.distributed.is_initialized()
+    _serial()
+
+
+def destroyed(me, ports):
+    """What ``initialize`` made is destroyed with torch; then made anew."""
+    for port in ports:
+        place = {"rank": me.rank, "world_size": me.size}
+        idist.initialize("gloo", init_method=f"tcp://127.0.0.1:{port}", **place)
+        _native(me)
+        torch.distributed.destroy_process_group()
+        _serial()
+        idist.sync()
+        _serial()
+        idist.finalize()
+        assert "MASTER_ADDR" not in os.environ
+    idist.initialize("gloo", init_method=f"tcp://127.0.0.1:{ports[0] + 1}", **place)
+    _native(me)
+    with raising(ValueError, "already initialized"):
+        idist.initialize("gloo")
+    idist.finalize()
+    _serial()
+
+
+def twice(me, port):
+    _make(me, port)
+    with raising(ValueError, "trying to initialize the default process group twice!"):
+        idist.initialize("gloo")
+    idist.finalize()
+
+
+@pytest.mark.parametrize("case", [behind_our_back, destroyed])
+def test_contexts_come_and_go(case):
+    with worlds.fresh("gloo", 2, bare=True) as world:
+        world.run(case, [worlds.free_port() for _ in range(3)], timeout=60.0)
+
+
+def test_initialize_beside_a_group_of_the_user():
+    with worlds.fresh("gloo", 1, bare=True) as world:
+        world.run(twice, worlds.free_port())
+
+
+def test_unknown_keywords_are_refused():
+    with pytest.raises(ValueError, match="has no option 'foo'"):
+        idist.initialize("gloo", foo=1)
+    assert idist.model_name() == "serial"
+    assert not {"RANK", "MASTER_ADDR"} & set(os.environ)
