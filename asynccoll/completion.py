@@ -125,7 +125,10 @@ class Promise(Completion):
     def follow(self, completion: Completion) -> None:
         """Complete as ``completion`` does."""
         self.source = completion
-        completion.add_callback(lambda: self.settle(completion.error()))
+        if completion.done():
+            self.settle(completion.error())
+        else:
+            completion.add_callback(lambda: self.settle(completion.error()))
 
 
 class AllOf(Completion):

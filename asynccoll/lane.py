@@ -29,6 +29,7 @@ from asynccoll.errors import (
 )
 from asynccoll.operation import Estimate, Operation
 from asynccoll.place import Place, caller
+from asynccoll.stepping import Stepping, waiting
 
 if TYPE_CHECKING:
     from asynccoll.backends.base import Communicator
@@ -46,16 +47,24 @@ Start = Callable[[Any], Completion]
 Program = Callable[[Any], Generator[Completion, None, Completion]]
 
 
-class _Job:
+class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
-    __slots__ = ("generator", "program", "promise", "start", "step", "unopened")
+    __slots__ = ("driven", "generator", "program", "promise", "start", "step", "unopened")
 
-    def __init__(self, start: Start | None, program: Program | None, *, unopened: bool = False) -> None:
+    def __init__(
+        self,
+        start: Start | None,
+        program: Program | None,
+        *,
+        unopened: bool = False,
+        driven_by: Callable[[], object] | None = None,
+    ) -> None:
         self.unopened = unopened  # needs no communicator
         self.start = start
         self.program = program
-        self.promise = Promise()
+        self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
+        self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.generator: Generator[Completion, None, Completion] | None = None
         self.step: Completion | None = None
 
@@ -91,8 +100,8 @@ class Lane:
         self._together = False  # what is accepted now shares one place in the order
         self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
         self._lock = threading.Lock()
-        self._queue: deque[_Job] = deque()
-        self._active: _Job | None = None
+        self._queue: deque[Job] = deque()
+        self._active: Job | None = None
         self._turnstile = group.turnstile(name)
         self._admitted = False
         self._driving = False
@@ -129,7 +138,7 @@ class Lane:
                 or self._driving
                 or self._turnstile is not None
             ):
-                job = _Job(start, None)
+                job = Job(start, None)
                 operation = self._enqueue(job, name, size_bytes, timeout, stream, owner)
             else:
                 # First of all the start: what is noted down afterwards costs no latency.
@@ -142,15 +151,16 @@ class Lane:
         self, name: str, program: Program, size_bytes: int = 0, timeout: float | None = None
     ) -> Operation:
         """Accept an operation of several native calls."""
+        job = Job(None, program, driven_by=self._drive if waiting.get() else None)
         with self._lock:
             owner = self._admitted_owner(None)
-            operation = self._enqueue(_Job(None, program), name, size_bytes, timeout, None, owner)
+            operation = self._enqueue(job, name, size_bytes, timeout, None, owner)
         self._start_queued()
         return operation
 
     def _enqueue(
         self,
-        job: _Job,
+        job: Job,
         name: str,
         size_bytes: int,
         timeout: float | None,
@@ -265,7 +275,7 @@ class Lane:
             if job is not None and (job.step is None or job.step.done()):
                 self._advance(job)
 
-    def _may_start(self, job: _Job) -> bool:
+    def _may_start(self, job: Job) -> bool:
         if job.unopened:
             return True
         return self.communicator is not None and (self._turnstile is None or self._admitted)
@@ -283,7 +293,7 @@ class Lane:
         self._driving = False
         return True
 
-    def _advance(self, job: _Job) -> None:
+    def _advance(self, job: Job) -> None:
         """Start the job's next call; after its last one the lane is free for the next job."""
         last: Completion | None = None
         try:
@@ -311,7 +321,8 @@ class Lane:
                 self._turnstile.release()
         else:
             assert job.step is not None
-            job.step.add_callback(self._drive)
+            if not job.driven:
+                job.step.add_callback(self._drive)
 
     # Opening, breaking, closing
 
@@ -382,7 +393,7 @@ class Lane:
             return READY
 
         with self._lock:
-            self._queue.append(_Job(None, program, unopened=True))
+            self._queue.append(Job(None, program, unopened=True))
         self._drive()
 
     def break_off(self, error: CollectiveError) -> None:

@@ -8,9 +8,9 @@ follow, padded to the longest. Numbers, strings, objects, and tensors of unknown
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,69 +30,81 @@ __all__ = [
 #: One slot: on every transport we know, this costs as much as one byte does.
 SLOT_BYTES = 512
 _FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest body of the round
+T = TypeVar("T")
+
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``body`` is a flat uint8 tensor, on the CPU or on the communication device."""
+    """``body`` is bytes, or a flat uint8 tensor on the CPU or on the communication device."""
 
     kind: int
     header: bytes = b""
-    body: torch.Tensor = _EMPTY
-
-    @classmethod
-    def of_bytes(cls, kind: int, body: bytes, header: bytes = b"") -> Message:
-        return cls(kind, header, torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else _EMPTY)
+    body: bytes | torch.Tensor = b""
 
     @property
-    def room(self) -> int:
-        """What the slot has left for the body."""
-        return SLOT_BYTES - _FIXED.size - len(self.header)
+    def size_bytes(self) -> int:
+        return len(self.body) if isinstance(self.body, bytes) else self.body.numel()
 
     @property
     def fits(self) -> bool:
-        return self.body.numel() <= self.room
+        """Whether the slot has room for the body."""
+        return self.size_bytes <= SLOT_BYTES - _FIXED.size - len(self.header)
 
     def body_bytes(self) -> bytes:
-        return bytes(self.body.cpu().numpy())
+        return self.body if isinstance(self.body, bytes) else bytes(self.body.cpu().numpy())
+
+    def body_tensor(self) -> torch.Tensor:
+        """The body as a flat tensor, at an address fit for any dtype."""
+        if isinstance(self.body, torch.Tensor):
+            return self.body
+        return torch.frombuffer(bytearray(self.body), dtype=torch.uint8) if self.body else _EMPTY
 
 
 def _slot(message: Message, longest: int = 0) -> torch.Tensor:
     """The message as the first round sends it."""
-    body = message.body_bytes() if message.fits else b""
-    fixed = _FIXED.pack(message.kind, len(message.header), message.body.numel(), longest)
-    row = (fixed + message.header + body).ljust(SLOT_BYTES, b"\0")
-    return torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    row = bytearray(SLOT_BYTES)
+    start = _FIXED.size + len(message.header)
+    _FIXED.pack_into(row, 0, message.kind, len(message.header), message.size_bytes, longest)
+    row[_FIXED.size : start] = message.header
+    if message.fits:
+        row[start : start + message.size_bytes] = message.body_bytes()
+    return torch.frombuffer(row, dtype=torch.uint8)
 
 
-def _open(row: torch.Tensor, body: torch.Tensor | None = None) -> tuple[Message, int]:
-    """The message of a slot (with the body that came after it), and the longest body of its round."""
-    raw = bytes(row.numpy())
-    kind, header_length, body_length, longest = _FIXED.unpack_from(raw)
-    start = _FIXED.size + header_length
-    header = raw[_FIXED.size : start]
-    if SLOT_BYTES - start >= body_length:
-        # A copy, so that a short tensor does not sit at an odd address of the slot.
-        body = (
-            torch.frombuffer(bytearray(raw[start : start + body_length]), dtype=torch.uint8)
-            if body_length
-            else _EMPTY
-        )
-    elif body is not None:
-        body = body[:body_length]
-    else:
-        body = _EMPTY
-    return Message(kind, header, body), longest or _overflow(body_length, header_length)
+def _overflow(rows: torch.Tensor) -> int:
+    """The longest body of the round whose slots these are, if one did not fit into its slot; else 0."""
+    raw = rows.view(-1).numpy().data
+    longest = 0
+    for place in range(0, len(raw), SLOT_BYTES):
+        _, header_length, body_length, said = _FIXED.unpack_from(raw, place)
+        if body_length > SLOT_BYTES - _FIXED.size - header_length:
+            said = max(said, body_length)
+        longest = max(longest, said)
+    return longest
 
 
-def _overflow(body_length: int, header_length: int) -> int:
-    """The length of a body that did not fit into its slot, else 0."""
-    return body_length if body_length > SLOT_BYTES - _FIXED.size - header_length else 0
+def _open(rows: torch.Tensor, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
+    """The messages of the slots, with the bodies that came after them."""
+    raw = rows.view(-1).numpy().data
+    found = []
+    for index in range(len(raw) // SLOT_BYTES):
+        place = index * SLOT_BYTES
+        kind, header_length, body_length, _ = _FIXED.unpack_from(raw, place)
+        place += _FIXED.size
+        start = place + header_length
+        body: bytes | torch.Tensor = b""
+        if body_length <= SLOT_BYTES - _FIXED.size - header_length:
+            body = bytes(raw[start : start + body_length])
+        elif bodies:
+            body = bodies[index][:body_length]
+        found.append(Message(kind, bytes(raw[place:start]), body))
+    return found
 
 
 def _padded(message: Message, length: int, device: torch.device) -> torch.Tensor:
-    body = message.body.to(device)
+    body = message.body_tensor().to(device)
     if body.numel() == length:
         return body
     padded = torch.empty(length, dtype=torch.uint8, device=device)
@@ -112,11 +124,12 @@ def all_gather_messages(
     message: Message,
     timeout: float | None,
     *,
+    then: Callable[[list[Message]], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[list[Message]]:
-    """Every rank's message, in rank order, on every rank. Bodies travel on ``device``."""
-    return _gather(lane, name, message, None, timeout, device, detail)
+) -> Work[T]:
+    """``then`` of every rank's message, in rank order, on every rank. Bodies travel on ``device``."""
+    return _gather(lane, name, message, None, timeout, then, device, detail)
 
 
 def gather_messages(
@@ -126,11 +139,12 @@ def gather_messages(
     dst: int,
     timeout: float | None,
     *,
+    then: Callable[[list[Message]], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[list[Message]]:
-    """Every rank's message on the group's ``dst``; an empty list elsewhere."""
-    return _gather(lane, name, message, dst, timeout, device, detail)
+) -> Work[T]:
+    """``then`` of every rank's message on the group's ``dst``, and of an empty list elsewhere."""
+    return _gather(lane, name, message, dst, timeout, then, device, detail)
 
 
 def _gather(
@@ -139,9 +153,10 @@ def _gather(
     message: Message,
     dst: int | None,
     timeout: float | None,
+    then: Callable[[list[Message]], T],
     device: torch.device,
     detail: str,
-) -> Work[list[Message]]:
+) -> Work[T]:
     size = lane.group.size
     rows = torch.empty((size, SLOT_BYTES), dtype=torch.uint8)
     bodies: list[torch.Tensor] = []
@@ -151,7 +166,7 @@ def _gather(
         # All ranks must know the longest body to pad theirs, also when one of them wants them.
         first: Completion = communicator.all_gather(rows.view(-1), _slot(message))
         yield first
-        longest = max(_open(row)[1] for row in rows)
+        longest = _overflow(rows)
         if not longest:
             return first
         sent = _padded(message, longest, device)
@@ -164,12 +179,10 @@ def _gather(
         last = communicator.gather(list(bodies[0].unbind(0)) if wanted else None, sent, dst)
         return last
 
-    def finish() -> list[Message]:
-        if not wanted:
-            return []
-        return [_open(rows[rank], bodies[0][rank] if bodies else None)[0] for rank in range(size)]
+    def finish() -> T:
+        return then(_open(rows, bodies[0].unbind(0) if bodies else ()) if wanted else [])
 
-    operation = _run(lane, name, detail, program, message.body.numel(), timeout)
+    operation = _run(lane, name, detail, program, message.size_bytes, timeout)
     return Work((operation,), finish)
 
 
@@ -180,30 +193,31 @@ def broadcast_message(
     src: int,
     timeout: float | None,
     *,
+    then: Callable[[Message], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[Message]:
-    """The message of the group's ``src`` (who gives it) on every rank."""
+) -> Work[T]:
+    """``then`` of the message of the group's ``src`` (who gives it) on every rank."""
     slot = _slot(message) if message is not None else torch.empty(SLOT_BYTES, dtype=torch.uint8)
     body: list[torch.Tensor] = []
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.broadcast(slot, src)
         yield first
-        longest = _open(slot)[1]
+        longest = _overflow(slot)
         if not longest:
             return first
         body.append(
-            message.body.to(device).contiguous()
+            message.body_tensor().to(device).contiguous()
             if message is not None
             else torch.empty(longest, dtype=torch.uint8, device=device)
         )
         last: Completion = communicator.broadcast(body[0], src)
         return last
 
-    size_bytes = message.body.numel() if message is not None else 0
+    size_bytes = message.size_bytes if message is not None else 0
     operation = _run(lane, name, detail, program, size_bytes, timeout)
-    return Work((operation,), lambda: _open(slot, body[0] if body else None)[0])
+    return Work((operation,), lambda: then(_open(slot, body)[0]))
 
 
 def scatter_messages(
@@ -213,19 +227,20 @@ def scatter_messages(
     src: int,
     timeout: float | None,
     *,
+    then: Callable[[Message], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[Message]:
-    """This rank's message of those that the group's ``src`` gives, one for each rank."""
+) -> Work[T]:
+    """``then`` of this rank's message of those that the group's ``src`` gives, one for each rank."""
     slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
     body: list[torch.Tensor] = []
-    longest = max((0 if m.fits else m.body.numel() for m in messages), default=0) if messages else 0
+    longest = max((0 if m.fits else m.size_bytes for m in messages), default=0) if messages else 0
     slots = [_slot(message, longest) for message in messages] if messages is not None else None
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.scatter(slot, slots, src)
         yield first
-        needed = _open(slot)[1]
+        needed = _overflow(slot)
         if not needed:
             return first
         body.append(torch.empty(needed, dtype=torch.uint8, device=device))
@@ -234,4 +249,4 @@ def scatter_messages(
         return last
 
     operation = _run(lane, name, detail, program, longest, timeout)
-    return Work((operation,), lambda: _open(slot, body[0] if body else None)[0])
+    return Work((operation,), lambda: then(_open(slot, body)[0]))

@@ -21,8 +21,13 @@ from asynccoll.work import Work
 def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -> Work[list[Any]]:
     chosen = get_codec(codec)
     message = to_message(obj, chosen)
-    rows = all_gather_messages(lane, "all_gather_object", message, timeout)
-    return rows.map(lambda found: [_decode(lane, row, chosen) for row in found])
+    return all_gather_messages(
+        lane,
+        "all_gather_object",
+        message,
+        timeout,
+        then=lambda found: [_decode(lane, row, chosen) for row in found],
+    )
 
 
 def gather_object(
@@ -30,18 +35,30 @@ def gather_object(
 ) -> Work[list[Any] | None]:
     chosen = get_codec(codec)
     index = lane.group.index(dst, "dst")
-    rows = gather_messages(
-        lane, "gather_object", to_message(obj, chosen), index, timeout, detail=f"dst={dst}"
+    return gather_messages(
+        lane,
+        "gather_object",
+        to_message(obj, chosen),
+        index,
+        timeout,
+        then=lambda found: [_decode(lane, row, chosen) for row in found] or None,
+        detail=f"dst={dst}",
     )
-    return rows.map(lambda found: [_decode(lane, row, chosen) for row in found] or None)
 
 
 def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float | None) -> Work[Any]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
     message = to_message(obj, chosen) if lane.group.rank == index else None
-    work = broadcast_message(lane, "broadcast_object", message, index, timeout, detail=f"src={src}")
-    return work.map(lambda found: _decode(lane, found, chosen))
+    return broadcast_message(
+        lane,
+        "broadcast_object",
+        message,
+        index,
+        timeout,
+        then=lambda found: _decode(lane, found, chosen),
+        detail=f"src={src}",
+    )
 
 
 def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float | None) -> Work[Any]:
@@ -56,8 +73,15 @@ def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float |
                 f"got {got}"
             )
         messages = [to_message(obj, chosen) for obj in objs]
-    work = scatter_messages(lane, "scatter_object", messages, index, timeout, detail=f"src={src}")
-    return work.map(lambda found: _decode(lane, found, chosen))
+    return scatter_messages(
+        lane,
+        "scatter_object",
+        messages,
+        index,
+        timeout,
+        then=lambda found: _decode(lane, found, chosen),
+        detail=f"src={src}",
+    )
 
 
 def _decode(lane: Lane, message: Message, codec: Any) -> Any:

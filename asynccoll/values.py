@@ -56,10 +56,10 @@ def to_message(x: Any, codec: Codec | None = None) -> Message:
     if isinstance(x, torch.Tensor) and codec is None:
         return _tensor_message(x)
     if codec is not None:
-        return Message.of_bytes(_OBJECT, codec.encode(x), codec.name.encode())
+        return Message(_OBJECT, codec.name.encode(), codec.encode(x))
     for kind, (matches, pack) in _PACK.items():
         if matches(x):
-            return Message.of_bytes(kind, pack(x))
+            return Message(kind, b"", pack(x))
     raise PayloadTypeError(
         f"cannot send a {type(x).__name__}: expected a tensor, a number, a str, a pathlib.Path, or a "
         "dict, list, tuple or dataclass of these; for other objects use the *_object functions"
@@ -116,9 +116,9 @@ def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
     shape = [int(extent) for extent in extents.split(",") if extent]
     dtype = _BY_NAME[name]
     target = device if device.type == device_type else torch.device("cpu")
-    if not message.body.numel():
+    if not message.size_bytes:
         return torch.empty(shape, dtype=dtype, device=target)
-    body = message.body
+    body = message.body_tensor()
     if body.storage_offset() % dtype.itemsize:
         body = body.clone()
     return body.view(dtype).view(shape).to(target)

@@ -27,6 +27,25 @@ def tell(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> None:
     Path(directory, str(ac.get_rank())).write_text(repr(said))
 
 
+def tell_sync(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> None:
+    """The same, as a program sees it that was written for ignite."""
+    import asynccoll.sync as idist
+
+    said = {
+        "local": (local_rank, idist.get_local_rank()),
+        "rank": idist.get_rank(),
+        "size": idist.get_world_size(),
+        "nodes": (idist.get_nproc_per_node(), idist.get_nnodes(), idist.get_node_rank()),
+        "model": (idist.model_name(), idist.backend()),
+        "torch": (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_RANK")),
+        "port": os.environ.get("MASTER_PORT"),
+        "total": idist.all_reduce(idist.get_rank() + 1),
+        "args": args,
+        "kwargs": kwargs,
+    }
+    Path(directory, str(idist.get_rank())).write_text(repr(said))
+
+
 def told(directory: Path) -> list[dict[str, Any]]:
     """What the ranks wrote, by rank."""
     return [eval(path.read_text()) for path in sorted(directory.iterdir())]

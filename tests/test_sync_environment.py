@@ -74,6 +74,7 @@ def _outcome(read, environ, place, monkeypatch):
         for name in (*TORCH, *SLURM, "LOCAL_WORLD_SIZE"):
             patched.setenv(name, "")  # so that whatever is set below is undone
             patched.delenv(name)
+        patched.setenv("PATH", "")  # no scontrol: a SLURM that is installed here knows nothing of these jobs
         for name, value in environ.items():
             patched.setenv(name, value)
         try:
@@ -134,13 +135,14 @@ def launched(me, port, local_rank, local_world_size):
     assert {**got[0], "MASTER_PORT": ""} == {**expected[0], "MASTER_PORT": ""}
 
 
-@pytest.mark.parametrize("local_ranks", [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 0, 0]], ids=str)
-@pytest.mark.parametrize("told", [True, False], ids=["with LOCAL_WORLD_SIZE", "without"])
+@pytest.mark.parametrize(
+    ("local_ranks", "told"), [([0, 1, 0, 1], True), ([0, 1, 0, 1], False), ([0, 0], False)], ids=str
+)
 def test_where_a_launcher_put_us(local_ranks, told):
     """Nodes are counted as ignite counts them, also where no launcher says how many ranks one has."""
     port = worlds.free_port()
     per_node = max(local_ranks) + 1 if told else None
-    with worlds.fresh("gloo", 4, bare=True) as world:
+    with worlds.fresh("gloo", len(local_ranks), bare=True) as world:
         world.run(launched, port, per_rank=[(local, per_node) for local in local_ranks], timeout=60.0)
 
 

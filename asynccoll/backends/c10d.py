@@ -187,6 +187,7 @@ _REDUCE_SCATTER = {
 }
 _ALL_GATHER = _options(_native.AllgatherOptions)
 _ALL_TO_ALL = _options(_native.AllToAllOptions)
+_BROADCAST: dict[int, Any] = {}  # by root
 _BARRIER = _options(_native.BarrierOptions)
 
 
@@ -224,7 +225,10 @@ class C10dCommunicator:
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         to = self._for(x)
-        return to.complete(to.native.broadcast([x], _options(_native.BroadcastOptions, rootRank=src)))
+        options = _BROADCAST.get(src)
+        if options is None:
+            options = _BROADCAST[src] = _options(_native.BroadcastOptions, rootRank=src)
+        return to.complete(to.native.broadcast([x], options))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         to = self._for(x)

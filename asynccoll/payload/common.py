@@ -121,11 +121,16 @@ def check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> 
     """Refuse a leaf that cannot be reduced."""
     if isinstance(x, torch.Tensor):
         tensors.plan_for(lane, op, x, reduce)
-    elif is_number(x):
-        check_number_reduction(x, reduce)
-        to_message(x)
     else:
+        number_message(name, x, reduce)
+
+
+def number_message(name: str, x: Any, reduce: ReduceOp) -> Message:
+    """A number that can be reduced, as a message; refuses what is none."""
+    if not is_number(x):
         raise refuse(name, x, "a tensor, a number, or a dict, list, tuple or dataclass of these")
+    check_number_reduction(x, reduce)
+    return to_message(x)
 
 
 def check_sendable(lane: Lane, op: Op, x: Any) -> None:

@@ -52,10 +52,15 @@ def all_gather(
             lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
         )
     kind = message_kind("all_gather", x)
-    rows = all_gather_messages(
-        lane, "all_gather", to_message(x), timeout, device=_device_of(lane, x), detail=kind
+    return all_gather_messages(
+        lane,
+        "all_gather",
+        to_message(x),
+        timeout,
+        then=lambda found: values_of(lane, found),
+        device=_device_of(lane, x),
+        detail=kind,
     )
-    return rows.map(lambda found: values_of(lane, found))
 
 
 def _all_gather_tensor(
@@ -97,8 +102,15 @@ def gather(
         )
         return whole if here else whole.map(lambda _: None)
     kind = message_kind("gather", x)
-    rows = gather_messages(lane, "gather", to_message(x), index, timeout, detail=f"{kind} dst={dst}")
-    return rows.map(lambda found: values_of(lane, found) if here else None)
+    return gather_messages(
+        lane,
+        "gather",
+        to_message(x),
+        index,
+        timeout,
+        then=lambda found: values_of(lane, found) if here else None,
+        detail=f"{kind} dst={dst}",
+    )
 
 
 def _gather_tensor(

@@ -19,6 +19,7 @@ from asynccoll.payload.common import (
     no_gradient,
     no_out,
     normal_dim,
+    number_message,
     over_tree,
     require_tensor,
     values_of,
@@ -28,7 +29,6 @@ from asynccoll.trees import is_tree
 from asynccoll.values import (
     as_number,
     reduce_numbers,
-    to_message,
 )
 from asynccoll.work import Work
 
@@ -63,9 +63,15 @@ def all_reduce_tensor(
 
 
 def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Work[Any]:
-    check_reducible(lane, "all_reduce", Op.ALL_REDUCE, x, op)
-    gathered = all_gather_messages(lane, "all_reduce", to_message(x), timeout, detail=f"{op.value} number")
-    return gathered.map(lambda rows: reduce_numbers(values_of(lane, rows), op))
+    message = number_message("all_reduce", x, op)
+    return all_gather_messages(
+        lane,
+        "all_reduce",
+        message,
+        timeout,
+        then=lambda rows: reduce_numbers(values_of(lane, rows), op),
+        detail=f"{op.value} number",
+    )
 
 
 def reduce(
@@ -104,9 +110,16 @@ def _reduce_tensor(
 
 
 def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Work[Any]:
-    check_reducible(lane, "reduce", Op.REDUCE, x, op)
-    rows = gather_messages(lane, "reduce", to_message(x), dst, timeout, detail=f"{op.value} number dst={dst}")
-    return rows.map(lambda found: reduce_numbers(values_of(lane, found), op) if found else None)
+    message = number_message("reduce", x, op)
+    return gather_messages(
+        lane,
+        "reduce",
+        message,
+        dst,
+        timeout,
+        then=lambda found: reduce_numbers(values_of(lane, found), op) if found else None,
+        detail=f"{op.value} number dst={dst}",
+    )
 
 
 def reduce_scatter(

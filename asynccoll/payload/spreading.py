@@ -19,7 +19,6 @@ from asynccoll.payload.common import (
     message_kind,
     no_out,
     over_tree,
-    values_of,
 )
 from asynccoll.spec import Op
 from asynccoll.trees import is_tree
@@ -58,8 +57,16 @@ def broadcast(
         )
     kind = message_kind("broadcast", x)
     message = to_message(x) if lane.group.rank == index else None
-    work = broadcast_message(lane, "broadcast", message, index, timeout, detail=f"{kind} src={src}")
-    return work.map(lambda found: values_of(lane, [found])[0])
+    device = lane.group.context.backend.device
+    return broadcast_message(
+        lane,
+        "broadcast",
+        message,
+        index,
+        timeout,
+        then=lambda found: from_message(found, device),
+        detail=f"{kind} src={src}",
+    )
 
 
 def broadcast_tensor(
@@ -78,11 +85,16 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
     here = lane.group.rank == src
     x = as_number(x)
     message = to_message(x, SAFE if is_tree(x) else None) if here else None
-    work = broadcast_message(
-        lane, "broadcast", message, src, timeout, device=torch.device("cpu"), detail=f"safe src={src}"
-    )
     device = lane.group.context.backend.device
-    return work.map(lambda found: from_message(found, device, SAFE))
+    return broadcast_message(
+        lane,
+        "broadcast",
+        message,
+        src,
+        timeout,
+        then=lambda found: from_message(found, device, SAFE),
+        detail=f"safe src={src}",
+    )
 
 
 def scatter(
@@ -100,9 +112,16 @@ def scatter(
         raise InvalidArgumentError(
             f"scatter: only src={src} passes the tensors; pass None on the others, got a {type(x).__name__}"
         )
-    work = scatter_messages(lane, "scatter", messages, index, timeout, detail=f"src={src}")
     device = lane.group.context.backend.device
-    received = work.map(lambda message: from_message(message, device))
+    received: Work[Any] = scatter_messages(
+        lane,
+        "scatter",
+        messages,
+        index,
+        timeout,
+        then=lambda message: from_message(message, device),
+        detail=f"src={src}",
+    )
     if out is not None:
         received = received.map(lambda part: _into(part, out))
     if tracked:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.ops import refuse
-from asynccoll.sync.models import NATIVE, SERIAL
+from asynccoll.stepping import waited_for
+from asynccoll.sync import horovod
+from asynccoll.sync.models import HOROVOD, NATIVE, SERIAL
 from asynccoll.sync.world import model
 
 __all__ = [
@@ -63,17 +65,19 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[
             where = f"global rank {ac.get_rank()} which does not belong to the given group."
             warnings.warn(f"Running all_reduce on {where}", stacklevel=2)
             return tensor
+    if ours == "adasum":
+        return horovod.adasum(tensor)
     if isinstance(tensor, torch.Tensor):
         return _all_reduce_tensor(tensor, ours, group, in_place=now.in_place)
-    result = ac.all_reduce(tensor, op=ours, group=group).wait()
+    result = waited_for(ac.all_reduce, tensor, op=ours, group=group)
     return bool(result) if isinstance(tensor, bool) else result
 
 
 def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: Any, *, in_place: bool) -> torch.Tensor:
-    if not tensor.requires_grad:
-        return ac.all_reduce(tensor, op=op, group=group, out=tensor if in_place else None).wait()
-    plain = tensor.detach()
-    result = ac.all_reduce(plain, op=op, group=group, out=plain if in_place else None).wait()
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    result: torch.Tensor = waited_for(
+        ac.all_reduce, plain, op=op, group=group, out=plain if in_place else None
+    )
     return tensor if in_place else result
 
 
@@ -91,10 +95,10 @@ def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] 
         if _outside(group):
             return [tensor] if isinstance(tensor, str) else tensor
     if isinstance(tensor, torch.Tensor):
-        return ac.all_gather(tensor.detach() if tensor.requires_grad else tensor, group=group).wait()
+        return waited_for(ac.all_gather, tensor.detach() if tensor.requires_grad else tensor, group=group)
     if isinstance(tensor, (str, *_NUMBERS)):
-        return ac.all_gather(tensor, group=group).wait()
-    return ac.all_gather_object(tensor, codec="pickle", group=group).wait()
+        return waited_for(ac.all_gather, tensor, group=group)
+    return waited_for(ac.all_gather_object, tensor, codec="pickle", group=group)
 
 
 def all_gather_tensors_with_shapes(
@@ -141,13 +145,13 @@ def broadcast(
         return tensor
     _check_broadcast(tensor, src, safe_mode)
     if safe_mode:
-        received = ac.broadcast(tensor, src=src, safe_mode=True).wait()
+        received = waited_for(ac.broadcast, tensor, src=src, safe_mode=True)
         return tensor if isinstance(tensor, torch.Tensor) and ac.get_rank() == src else received
     if not isinstance(tensor, torch.Tensor):
-        return ac.broadcast(tensor, src=src).wait()
+        return waited_for(ac.broadcast, tensor, src=src)
     if now.in_place:
-        return ac.broadcast(tensor, src=src, out=tensor).wait()
-    return ac.broadcast(tensor.detach(), src=src).wait()
+        return waited_for(ac.broadcast, tensor, src=src, out=tensor)
+    return waited_for(ac.broadcast, tensor.detach(), src=src)
 
 
 def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
@@ -165,15 +169,15 @@ def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
 def barrier() -> None:
     """Return once every rank has called it."""
     if model() is not SERIAL:
-        ac.barrier().wait()
+        waited_for(ac.barrier)
 
 
 def new_group(ranks: list[int], **kwargs: Any) -> Any:
     """A group of the global ``ranks``, for the collectives here; every rank calls it, in the same order.
 
     On torch's backends it is a ``torch.distributed.ProcessGroup``, made with ``backend=`` and
-    ``pg_options=`` where given (outside of it ``GroupMember.NON_GROUP_MEMBER``); elsewhere an
-    ``ac.Group``.
+    ``pg_options=`` where given (outside of it ``GroupMember.NON_GROUP_MEMBER``), on horovod a
+    ``ProcessSet``, elsewhere an ``ac.Group``.
     """
     now = model()
     if not (isinstance(ranks, list) and all(isinstance(item, int) for item in ranks)):
@@ -182,13 +186,16 @@ def new_group(ranks: list[int], **kwargs: Any) -> Any:
         return ranks
     if now is NATIVE:
         return dist.new_group(ranks=ranks, **kwargs)
-    return ac.new_group(ranks)
+    return horovod.new_group(ranks) if now is HOROVOD else ac.new_group(ranks)
 
 
 def _group(group: Any) -> Any:
-    """``group`` if it is one of the forms that there are."""
+    """``group`` if it is one of the forms that there are, as ``ac`` takes it."""
     if isinstance(group, list) and all(isinstance(item, int) for item in group):
-        return group
+        # Where members cannot open a group alone, all ranks are here: ignite makes one at every call.
+        return ac.new_group(group) if model() is HOROVOD else group
+    if horovod.is_process_set(group):
+        return list(group.ranks) if group.ranks is not None else None
     if isinstance(group, (dist.ProcessGroup, ac.Group)) or group == dist.GroupMember.NON_GROUP_MEMBER:
         return group
     raise InvalidArgumentError(
@@ -198,6 +205,8 @@ def _group(group: Any) -> Any:
 
 def _outside(group: Any) -> bool:
     """Whether this rank is not in ``group``."""
+    if group is None:
+        return False
     if not isinstance(group, (list, dist.ProcessGroup, ac.Group)):
         return True
     return ac.get_rank(group) < 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.runtime import refresh
+from asynccoll.sync import horovod
 from asynccoll.sync import layout as _layout
 from asynccoll.sync.environment import Environment
 from asynccoll.sync.layout import Layout
@@ -41,7 +43,10 @@ def model() -> Model:
     """The computation model of the world that there is now."""
     state = refresh()
     if state == "none":
-        return SERIAL
+        if not horovod.joined_by_user():
+            return SERIAL
+        ac.initialize("horovod")
+        return HOROVOD
     if state == "adopted":
         _layout.announce()
         return NATIVE
@@ -50,8 +55,8 @@ def model() -> Model:
 
 def layout() -> Layout:
     """Where this rank is on its node: the launcher's word where it is complete, else ignite's rules."""
-    state = refresh()
-    if state == "none":
+    now, state = model(), refresh()
+    if now is SERIAL:
         return _ALONE
     environment = _joined.environment
     if state == "adopted" or (environment is not None and environment.partial):
@@ -82,7 +87,8 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
     """Join the world on ``backend``."""
     in_seconds(kwargs)
     if by_backend(backend) is not NATIVE:
-        ac.initialize(backend, **kwargs)
+        join_other = horovod.initialize if backend == "horovod" else partial(ac.initialize, backend)
+        join_other(**kwargs)
         return
     if backend == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("Nccl backend is required but no cuda capable devices")
@@ -118,10 +124,13 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
 def leave(*, abort: bool = False) -> None:
     """Leave it; a group that was made with torch is destroyed, as ignite does."""
     state = refresh()
+    on_horovod = state == "ours" and ac.backend() == "horovod"
     if state != "none":
         ac.finalize(abort=abort)
     if state == "adopted":
         dist.destroy_process_group()
+    if on_horovod:
+        horovod.shutdown()
     if _joined.environment is not None:
         _joined.environment.restore()
         _joined.environment = None

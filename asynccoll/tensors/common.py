@@ -104,6 +104,17 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def plain(lane: Lane, plan: Plan, x: torch.Tensor) -> bool:
+    """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
+    return (
+        plan.direct
+        and x.layout is torch.strided
+        and x.is_contiguous()
+        and not (x.is_neg() or x.is_conj())
+        and not lane.group.context.policy.check
+    )
+
+
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:
     """``out`` must be able to hold a result of ``shape`` as it is."""
     if out is None:

@@ -6,10 +6,12 @@ import torch
 
 from asynccoll import dispatch
 from asynccoll.encoding import decode, encode
-from asynccoll.lane import Lane
+from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, TensorSpec
-from asynccoll.tensors.common import check_out, deliver, issue, owned, physical, plan_for, target_for
+from asynccoll.tensors.common import check_out, deliver, issue, owned, physical, plain, plan_for, target_for
 from asynccoll.work import Work
+
+_NOTHING = torch.empty(0)
 
 
 def start_broadcast(
@@ -17,6 +19,9 @@ def start_broadcast(
 ) -> Work[torch.Tensor]:
     """The ``x`` of ``src``, whose shape every rank's ``x`` has."""
     plan = plan_for(lane, Op.BROADCAST, x)
+    if out is x and plain(lane, plan, x):
+        start: Start = lambda communicator: communicator.broadcast(x, src)  # noqa: E731
+        return Work((lane.issue(plan.name, start, x.nbytes, timeout),), None, x)
     check_out(out, x, x.shape)
     copy = None
     if lane.group.rank == src:
@@ -49,6 +54,10 @@ def start_all_gather(
     """Every rank's ``x`` as rows: (n, *x.shape)."""
     plan = plan_for(lane, Op.ALL_GATHER, x)
     size = lane.group.size
+    if out is None and plain(lane, plan, x) and not x.requires_grad:
+        rows = x.new_empty((size, *x.shape))
+        start: Start = lambda communicator: communicator.all_gather(rows.view(-1), x.view(-1))  # noqa: E731
+        return Work((lane.issue(plan.name, start, x.nbytes, timeout),), None, rows)
     wire = encode(physical(x).reshape(-1), plan)
     target = target_for(out, wire, (size * wire.numel(),))
     operation = issue(
@@ -130,7 +139,10 @@ def start_recv(
 
 def start_barrier(lane: Lane, timeout: float | None) -> Work[None]:
     """Done once every member has called it."""
-    spec = TensorSpec(torch.uint8)
-    plan = dispatch.plan(Op.BARRIER, spec, lane.group.topology("cpu"), lane.group.context.policy)
-    operation = issue(lane, plan, lambda communicator: communicator.barrier(), torch.empty(0), timeout)
-    return Work((operation,), lambda: None)
+    plan = lane.plans.get(Op.BARRIER)
+    if plan is None:
+        spec = TensorSpec(torch.uint8)
+        plan = dispatch.plan(Op.BARRIER, spec, lane.group.topology("cpu"), lane.group.context.policy)
+        lane.plans[Op.BARRIER] = plan
+    operation = issue(lane, plan, lambda communicator: communicator.barrier(), _NOTHING, timeout)
+    return Work((operation,), None)

@@ -1,0 +1,72 @@
+"""Programs that their own caller drives, because it waits for them at once.
+
+A program's next call is issued from the completion of the one before, on the thread that completes it:
+whoever waits may come late. That costs wake-ups across threads at every step. A caller that says it
+waits at once (``waited_for``) waits on the native step itself and drives the lane from there; the order
+is the lane's as ever. If it gives up, the completions take over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
+
+from asynccoll.completion import Promise
+
+if TYPE_CHECKING:
+    from asynccoll.lane import Job
+    from asynccoll.work import Work
+
+__all__ = ["Stepping", "waited_for", "waiting"]
+
+T = TypeVar("T")
+
+#: The caller waits for what it starts, before it does anything else.
+waiting: ContextVar[bool] = ContextVar("asynccoll_waiting", default=False)
+
+
+def waited_for(start: Callable[..., Work[T]], *args: object, **kwargs: object) -> T:
+    """``start(*args, **kwargs).wait()``, by the shorter way."""
+    before = waiting.set(True)
+    try:
+        return start(*args, **kwargs).wait()
+    finally:
+        waiting.reset(before)
+
+
+class Stepping(Promise):
+    """The promise of a job that its waiter drives."""
+
+    __slots__ = ("_drive", "_job")
+
+    def __init__(self, job: Job, drive: Callable[[], object]) -> None:
+        super().__init__()
+        self._job = job
+        self._drive = drive
+
+    def wait(self, seconds: float) -> bool:
+        deadline = monotonic() + seconds
+        while not self._done:
+            step = self._job.step
+            left = max(0.0, deadline - monotonic())
+            if step is None or not step.blockable:
+                self._hand_over()
+                return super().wait(left)
+            if not step.wait(left):
+                self._hand_over()
+                return self._done
+            self._drive()
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        self._hand_over()
+        super().add_callback(callback)
+
+    def _hand_over(self) -> None:
+        """From now on each step's completion drives the lane, also that of the one which is out."""
+        if self._job.driven:
+            self._job.driven = False  # first: a step that starts meanwhile sees it, or is seen below
+            if self._job.step is not None:
+                self._job.step.add_callback(self._drive)

@@ -1,0 +1,77 @@
+"""What of ignite's Horovod model is Horovod's alone: ``comm=``, ADASUM, process sets, and its context."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+
+__all__ = ["adasum", "initialize", "is_process_set", "joined_by_user", "new_group", "shutdown"]
+
+
+class _Sets:
+    """The process sets that ``new_group`` has made; Horovod refuses a second one of the same ranks."""
+
+    made: dict[tuple[int, ...], Any]
+
+    def __init__(self) -> None:
+        self.made = {}
+
+
+_sets = _Sets()
+
+
+def _loaded() -> Any:
+    return sys.modules.get("horovod.torch")
+
+
+def joined_by_user() -> bool:
+    """Whether ``hvd.init()`` has been called."""
+    hvd = _loaded()
+    return hvd is not None and bool(hvd.is_initialized())
+
+
+def initialize(comm: Any = None, **kwargs: Any) -> None:
+    """``ac.initialize``, after ``hvd.init(comm=)`` if the caller passes one."""
+    if comm is not None:
+        import horovod.torch as hvd
+
+        hvd.init(comm=comm)
+    ac.initialize("horovod", **kwargs)
+
+
+def shutdown() -> None:
+    """Leave Horovod, whoever joined it."""
+    _sets.made.clear()
+    if joined_by_user():
+        _loaded().shutdown()
+
+
+def adasum(tensor: Any) -> Any:
+    """Horovod's own reduction by that name, which it has where it was built with MPI or NCCL."""
+    import horovod.torch as hvd
+
+    if isinstance(tensor, torch.Tensor):
+        return hvd.allreduce(tensor, op=hvd.Adasum)
+    return hvd.allreduce(torch.tensor(tensor, dtype=torch.float64), op=hvd.Adasum).tolist()
+
+
+def new_group(ranks: list[int]) -> Any:
+    """A ``horovod.torch.ProcessSet`` that is also a group of ours; every rank calls it."""
+    import horovod.torch as hvd
+
+    key = tuple(sorted(ranks))
+    if key not in _sets.made:
+        whole = key == tuple(range(hvd.size()))
+        _sets.made[key] = hvd.global_process_set if whole else hvd.add_process_set(list(key))
+    ac.new_group(list(key))
+    return _sets.made[key]
+
+
+def is_process_set(group: Any) -> bool:
+    """Whether it is one of Horovod's process sets."""
+    hvd = _loaded()
+    return hvd is not None and isinstance(group, hvd.ProcessSet)
