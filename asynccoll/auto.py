@@ -1,8 +1,8 @@
 """A model and its optimizer for one rank of many: ``auto_model``, ``auto_optim``, ``async_optim``.
 
 ``auto_model`` and ``auto_optim`` follow ignite's rules: on torch's backends DDP reduces the gradients, on
-horovod its DistributedOptimizer, on xla-tpu the step. Where a backend has nothing of the kind (mpi), the
-step waits for gradients that ``overlap`` reduces. ``async_optim`` does that on every backend, awaited.
+horovod its DistributedOptimizer. Where a backend has nothing that fits (mpi, xla-tpu), the step waits for
+gradients that ``overlap`` reduces. ``async_optim`` does that on every backend, awaited.
 
 Built on the public operations alone.
 """
@@ -31,8 +31,9 @@ __all__ = [
 ]
 
 HOROVOD = "horovod"
-#: Backends whose gradients the step itself reduces, for want of another means.
-_REDUCED_BY_STEP = frozenset({"mpi"})
+#: Backends whose gradients the step itself reduces, for want of another means. (torch_xla's own
+#: ``optimizer_step`` reduces outside of our order, and aborts where replicas are threads.)
+_REDUCED_BY_STEP = frozenset({"mpi", XLA})
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
 
@@ -42,7 +43,8 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Mod
 
     - gloo, nccl: ``DistributedDataParallel`` around it, after ``SyncBatchNorm`` conversion with
       ``sync_bn=True``.
-    - horovod, mpi: parameters and buffers become those of rank 0; ``auto_optim`` reduces the gradients.
+    - horovod, mpi, xla-tpu: parameters and buffers become those of rank 0; the gradients are
+      ``auto_optim``'s matter.
     - a world of one with several GPUs: ``DataParallel``.
     - otherwise the model itself.
 
@@ -74,7 +76,7 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
         place.log.info("Broadcast the initial variable states from rank 0 to all other processes")
         broadcast_parameters(model).wait()
         return model
-    return model if place.backend == XLA else _parallel(place, model, sync_bn, kwargs)
+    return _parallel(place, model, sync_bn, kwargs)
 
 
 def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -97,9 +99,8 @@ def auto_optim(optimizer: O, **kwargs: Any) -> O:
 
     - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
     - horovod: Horovod's ``DistributedOptimizer`` around it (``kwargs`` are its), its state that of rank 0.
-    - xla-tpu: ``step`` is torch_xla's ``optimizer_step``.
-    - mpi: buckets of gradients leave while backward runs, and ``step`` waits for their average
-      (``kwargs`` are those of ``ac.overlap_gradients``).
+    - mpi, xla-tpu: buckets of gradients leave while backward runs, and ``step`` waits for their average
+      (``kwargs`` are those of ``ac.overlap_gradients``); on xla-tpu it then executes what was recorded.
 
     Raises:
         UnsupportedOpError: an optimizer of apex.
@@ -110,13 +111,20 @@ def auto_optim(optimizer: O, **kwargs: Any) -> O:
 def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
     """The same for a given place."""
     _refuse_apex(optimizer)
-    if place.backend == XLA:
-        return _stepping_on_xla(optimizer)
     if place.backend == HOROVOD:
         return _of_horovod(optimizer, kwargs)
     if place.backend in _REDUCED_BY_STEP and place.world_size > 1:
         _wait_in_step(optimizer, overlap_gradients(_parameters(optimizer), **kwargs))
+    if place.backend == XLA:
+        optimizer.register_step_post_hook(_execute)
     return optimizer
+
+
+def _execute(*_: Any) -> None:
+    """Have XLA run what the step has recorded, as its own ``optimizer_step`` does."""
+    import torch_xla
+
+    torch_xla.sync()
 
 
 def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
@@ -125,22 +133,6 @@ def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
     distributed: O = hvd.DistributedOptimizer(optimizer, **kwargs)
     hvd.broadcast_optimizer_state(distributed, root_rank=0)
     return distributed
-
-
-def _stepping_on_xla(optimizer: O) -> O:
-    """The optimizer under a class of the same name, whose ``step`` reduces gradients over all replicas."""
-    import torch_xla.core.xla_model as xm
-
-    def step(_: Any, closure: Any = None) -> Any:
-        return xm.optimizer_step(
-            optimizer, barrier=True, optimizer_args={"closure": closure} if closure else {}
-        )
-
-    def init(self: Any, wrapped: O) -> None:
-        self.__dict__ = wrapped.__dict__
-
-    kind = type(optimizer)
-    return type(kind.__name__, (kind,), {"__init__": init, "step": step})(optimizer)  # type: ignore[no-any-return]  # a type made here
 
 
 def _wait_in_step(optimizer: Optimizer, gradients: GradientReducer) -> None:
