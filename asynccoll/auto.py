@@ -139,7 +139,8 @@ def _wait_in_step(optimizer: Optimizer, gradients: GradientReducer) -> None:
     """Have ``step`` wait for the gradients: before it, and after a closure that made them anew."""
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[0] if args else kwargs.get("closure")
+        # The arguments of ``step`` with the optimizer before them, as torch hands them to a hook.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             gradients.wait()
             return None
@@ -149,7 +150,9 @@ def _wait_in_step(optimizer: Optimizer, gradients: GradientReducer) -> None:
             gradients.wait()
             return loss
 
-        return (reduced, *args[1:]) if args else args, {**kwargs, **({} if args else {"closure": reduced})}
+        if len(args) > 1:
+            return (args[0], reduced, *args[2:]), kwargs
+        return args, {**kwargs, "closure": reduced}
 
     optimizer.register_step_pre_hook(before)
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
-from asynccoll.completion import Promise
+from asynccoll.completion import Completion, Promise
 
 if TYPE_CHECKING:
     from asynccoll.lane import Job
@@ -39,34 +39,48 @@ def waited_for(start: Callable[..., Work[T]], *args: object, **kwargs: object) -
 class Stepping(Promise):
     """The promise of a job that its waiter drives."""
 
-    __slots__ = ("_drive", "_job")
+    __slots__ = ("_drive", "_job", "_last")
 
     def __init__(self, job: Job, drive: Callable[[], object]) -> None:
         super().__init__()
         self._job = job
         self._drive = drive
+        self._last: Completion | None = None
 
     def wait(self, seconds: float) -> bool:
         deadline = monotonic() + seconds
         while not self._done:
-            step = self._job.step
+            step = self._last or self._job.step
             left = max(0.0, deadline - monotonic())
-            if step is None or not step.blockable:
+            if step is None or not step.blockable or not self._job.driven:
                 self._hand_over()
                 return super().wait(left)
             if not step.wait(left):
                 self._hand_over()
                 return self._done
-            self._drive()
+            if step is self._last:
+                self.settle(step.error())
+            else:
+                self._drive()
         return True
+
+    def follow(self, completion: Completion) -> None:
+        if self._job.driven and not completion.done():
+            self.source = self._last = completion
+            if self._job.driven:
+                return
+        super().follow(completion)
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         self._hand_over()
         super().add_callback(callback)
 
     def _hand_over(self) -> None:
-        """From now on each step's completion drives the lane, also that of the one which is out."""
-        if self._job.driven:
-            self._job.driven = False  # first: a step that starts meanwhile sees it, or is seen below
-            if self._job.step is not None:
-                self._job.step.add_callback(self._drive)
+        """From now on completions drive the lane, also that of the step which is out."""
+        if not self._job.driven:
+            return
+        self._job.driven = False  # first: what starts meanwhile sees it, or is seen below
+        if self._last is not None:
+            super().follow(self._last)
+        elif self._job.step is not None:
+            self._job.step.add_callback(self._drive)

@@ -133,6 +133,7 @@ def _check_beside_slurm(environ: Mapping[str, str], given: Mapping[str, str | No
     for name in _PLACE:
         theirs, ours = int(slurm[name] or 0), int(environ[name])
         if ours == theirs or (not several and ours > theirs):
+            slurm[name] = ours
             continue
         wrong = (
             f"equivalent SLURM env variable. {name}: {ours} vs {theirs}\n"

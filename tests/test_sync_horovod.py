@@ -1,0 +1,164 @@
+"""``asynccoll.sync`` on Horovod beside ignite's own Horovod model, in one job."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import parity
+import worlds
+from ranks import raising
+from test_sync_parity import NUMBERS, OBJECTS, STRINGS, TENSORS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None,
+    reason="horovod is not here; `make horovod` runs this file in an environment that has it",
+)
+
+#: What Horovod itself reduces; bfloat16, bool and small integers are ours only.
+REDUCED = ("float32", "float64 matrix", "int64", "int32", "0-d")
+GATHERED = (*REDUCED, "uint8", "float16", "large")
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda size: f"horovod-{size}", scope="module")
+def world(request):
+    """Without a torch group beside it: ignite would take that for the world."""
+    return worlds.world("horovod", request.param, torch_group=False)
+
+
+def queries(me):
+    names = ["backend", "device", "model_name", "get_world_size", "get_rank", "get_local_rank", "hostname"]
+    names += ["get_nproc_per_node", "get_nnodes", "get_node_rank", "available_backends"]
+    for name in names:
+        parity.compare(me, name, lambda idist, name=name: getattr(idist, name)())
+    _, ours = parity.modules()
+    assert ours.model_name() == "horovod-dist"
+
+
+def reductions(me):
+    for name in REDUCED:
+        for op in ("SUM", "AVERAGE", "MIN", "MAX", "PRODUCT"):
+            if op == "AVERAGE" and name.startswith("int"):
+                continue  # Horovod rounds down; we refuse
+            x = TENSORS[name](me.rank)
+            parity.compare(me, f"{name} {op}", lambda i, x, op=op: i.all_reduce(x, op), x)
+    for name in ("int", "negative", "float"):
+        for op in ("SUM", "MIN", "MAX", "PRODUCT"):
+            parity.compare(
+                me, f"{name} {op}", lambda i, x, op=op: i.all_reduce(x, op), NUMBERS[name](me.rank)
+            )
+    parity.compare(me, "average", lambda i: i.all_reduce(me.rank + 0.5, "AVERAGE"))
+    parity.compare(me, "an unknown op", lambda i: i.all_reduce(1, "mean"))
+
+
+def moves(me):
+    for name in GATHERED:
+        parity.compare(me, f"all_gather {name}", lambda i, x: i.all_gather(x), TENSORS[name](me.rank))
+    for name, make in {**NUMBERS, **STRINGS, **OBJECTS}.items():
+        parity.compare(me, f"all_gather {name}", lambda i, x: i.all_gather(x), make(me.rank))
+    for src in range(me.size):
+        for name in GATHERED:
+            parity.compare(
+                me,
+                f"broadcast {name} {src}",
+                lambda i, x, s=src: i.broadcast(x, src=s),
+                TENSORS[name](me.rank),
+            )
+        for value in ("abc", Path("a/b"), 2.5):
+            for safe in (False, True):
+                mine = value if me.rank == src or not safe else None
+                parity.compare(
+                    me,
+                    f"broadcast {value!r} {src} {safe}",
+                    lambda i, x, s=src, safe=safe: i.broadcast(x, src=s, safe_mode=safe),
+                    mine,
+                )
+    parity.compare(me, "barrier", lambda i: i.barrier())
+
+
+def groups(me):
+    """ignite has groups for all_gather of tensors only; here every collective has them."""
+    import horovod.torch as hvd
+
+    _, ours = parity.modules()
+    if me.size == 1:
+        return
+    made = ours.new_group([0, 1])
+    assert isinstance(made, hvd.ProcessSet)
+    inside = me.rank < 2
+    parity.compare(me, "all_gather", lambda i, x: i.all_gather(x, group=made), torch.tensor([me.rank]))
+    for group in (made, [0, 1]):
+        assert ours.all_reduce(torch.tensor([me.rank + 1]), group=group).item() == (
+            3 if inside else me.rank + 1
+        )
+        assert ours.all_gather({"r": me.rank}, group=group) == (
+            [{"r": 0}, {"r": 1}] if inside else {"r": me.rank}
+        )
+
+
+def beyond(me):
+    """Dtypes that Horovod refuses; and Adasum, which it says itself that this build has not."""
+    _, ours = parity.modules()
+    assert ours.all_reduce(torch.ones(2, dtype=torch.bfloat16)).tolist() == [me.size] * 2
+    assert ours.all_reduce(torch.tensor([True]), "AND").tolist() == [True]
+    if me.size > 1:
+        with raising(Exception, "dasum"):
+            ours.all_reduce(torch.ones(2), "ADASUM")
+
+
+@pytest.mark.parametrize("case", [queries, reductions, moves, groups, beyond], ids=lambda c: c.__name__)
+def test_as_ignite_on_horovod(world, case):
+    world.run(case, timeout=90.0)
+
+
+# Horovod that the user has joined
+
+
+def joined(me):
+    import horovod.torch as hvd
+
+    import asynccoll.sync as idist
+
+    assert idist.model_name() == "serial"
+    hvd.init()
+    assert idist.model_name() == "horovod-dist"
+    assert (idist.get_rank(), idist.get_world_size()) == (hvd.rank(), hvd.size())
+    assert idist.all_gather(idist.get_rank()) == list(range(me.size))
+    idist.finalize()
+    assert not hvd.is_initialized()
+    assert idist.model_name() == "serial"
+
+
+def trained(me):
+    """Every rank ends with the weights of one process on everybody's data."""
+    import horovod.torch as hvd
+
+    import asynccoll.sync as idist
+    from test_auto import _loss, expected_weights, linear
+
+    idist.initialize("horovod", comm=None)
+    model = linear()
+    if me.rank:
+        torch.nn.init.ones_(model[0].weight)
+    model = idist.auto_model(model)
+    optimizer = idist.auto_optim(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    assert hasattr(optimizer, "synchronize")
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, me.rank + 10 * step).backward()
+        optimizer.step()
+    for got, expected in zip(model.parameters(), expected_weights(me.size, 3, 0.9), strict=True):
+        torch.testing.assert_close(got.detach(), expected)
+    idist.finalize()
+    assert not hvd.is_initialized()
+
+
+@pytest.mark.parametrize("case", [joined, trained], ids=lambda c: c.__name__)
+def test_a_job_of_its_own(case):
+    with worlds.fresh("horovod", 2, bare=True) as world:
+        world.run(case, timeout=90.0)
