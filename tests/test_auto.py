@@ -217,9 +217,13 @@ def linear():
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def expected_weights(size, steps, momentum):
+def expected_weights(size, steps, momentum, start=None):
     """In one process, on everybody's data at once: the mean of the ranks' losses."""
     model = linear()
+    if start is not None:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), start, strict=True):
+                parameter.copy_(value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     for step in range(steps):
         optimizer.zero_grad()
