@@ -1,4 +1,4 @@
-"""``asynccoll.sync`` on XLA replicas. ignite's model cannot be beside it: torch_xla has lost what it calls."""
+"""``asynccoll.sync`` on XLA replicas. ignite has nothing to compare: torch_xla has lost what it calls."""
 
 from __future__ import annotations
 
