@@ -8,7 +8,7 @@ loss = next_batch_forward()     # overlaps with it
 grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
-from asynccoll import overlap, trace
+from asynccoll import elastic, overlap, trace
 from asynccoll.auto import (
     AsyncOptimizer,
     DistributedProxySampler,
@@ -53,6 +53,7 @@ from asynccoll.ops import (
     explain,
     gather,
     gather_object,
+    join,
     permute,
     recv,
     reduce,
@@ -126,6 +127,7 @@ __all__ = (
     "broadcast_object",
     "create_task_group",
     "device",
+    "elastic",
     "explain",
     "finalize",
     "gather",
@@ -139,6 +141,7 @@ __all__ = (
     "hostname",
     "initialize",
     "is_initialized",
+    "join",
     "lane",
     "new_group",
     "overlap",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledWork", "renew"]
 
 #: Those that torch's functional ops know, under the same names.
-_REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR})
+_REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 
 
 class _Graphs:
@@ -86,7 +86,8 @@ def _require(plain: bool) -> None:
     if not plain:
         raise UnsupportedOpError(
             "inside torch.compile collectives run over the world (group=None) and give a new tensor: "
-            "leave out group=, out=, uneven= and safe_mode=, or call them outside of the graph"
+            "leave out group=, out=, uneven=, safe_mode=, factors and compression=, or call them outside of "
+            "the graph"
         )
 
 
@@ -115,8 +116,8 @@ def _work(tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 
     return cast("Work[Any]", CompiledWork(tensor, dim=dim, parts=parts, divisor=divisor))
 
 
-def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None) -> Work[Any]:
-    _require(group is None and out is None)
+def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None, plain: bool = True) -> Work[Any]:
+    _require(group is None and out is None and plain)
     name, divisor = _reduction(op, _integers(x))
     reduce = torch.ops._c10d_functional.all_reduce
     return _work(reduce(x.contiguous(), name, _world()), divisor=divisor)

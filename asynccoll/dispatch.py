@@ -98,6 +98,7 @@ def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> No
     real = dtype.is_floating_point
     meaning = {
         ReduceOp.AVG: (real or dtype.is_complex, "reduce with sum, or convert to a float first"),
+        ReduceOp.ADASUM: (real, "it is for gradients; convert to a float first"),
         ReduceOp.MIN: (not dtype.is_complex, "complex numbers have no order"),
         ReduceOp.MAX: (not dtype.is_complex, "complex numbers have no order"),
     }
@@ -121,7 +122,10 @@ def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce:
 def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
     known = topology.capabilities
     if op is not Op.BARRIER and op not in known.ops:
-        raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}")
+        advice = ""
+        if op in (Op.SEND, Op.RECV):
+            advice = "; gloo, nccl and mpi have it, and permute or broadcast do it where all ranks call them"
+        raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
     if op is Op.BARRIER or spec.dtype in known.move:
         return Plan(op, known.backend, op.value, why=(f"{known.backend} has {op.value}",))
     return Plan(
@@ -139,6 +143,11 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
 
 def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: ReduceOp) -> Plan:
     known = topology.capabilities
+    if reduce is ReduceOp.ADASUM and not (op is Op.ALL_REDUCE and known.reduces(spec.dtype, reduce)):
+        raise UnsupportedOpError(
+            f"{op.value} with adasum of {dtype_name(spec.dtype)} is not supported on {known.backend}; "
+            "horovod has it for all_reduce of floats, where it is built with MPI or NCCL"
+        )
     wire, dtype, on_wire, divide, why = _wire_arithmetic(spec.dtype, reduce, known)
     native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:

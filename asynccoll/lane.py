@@ -40,6 +40,8 @@ __all__ = ["DEFAULT", "Lane", "Program", "Start"]
 
 DEFAULT = "default"
 BACKWARD = "/backward"
+#: More calls than a rank makes between two joins.
+ROUND = 1 << 30
 
 #: One native call, given the communicator.
 Start = Callable[[Any], Completion]
@@ -384,6 +386,11 @@ class Lane:
         with self._lock:
             self.sequence += 1
             return self.sequence
+
+    def next_round(self) -> None:
+        """Go on counting at the next round number: ranks that have made fewer calls then count alike."""
+        with self._lock:
+            self.sequence += ROUND - self.sequence % ROUND
 
     def pause(self, until: Callable[[], Completion]) -> None:
         """At this place in the order, issue nothing more until ``until()`` is done."""

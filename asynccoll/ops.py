@@ -47,6 +47,7 @@ __all__ = [
     "explain",
     "gather",
     "gather_object",
+    "join",
     "permute",
     "recv",
     "reduce",
@@ -98,6 +99,9 @@ def all_reduce(
     /,
     *,
     op: str | Any = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: str | None = None,
     group: Any = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
@@ -116,10 +120,21 @@ def all_reduce(
     a sum is an *or* and a product an *and*. sum and avg have gradients (all_reduce of the gradients);
     the others raise in backward.
 
-    Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``.
+    ``adasum`` is Horovod's (where it is built with MPI or NCCL).
+
+    ``prescale`` and ``postscale`` multiply a tensor of floats before and after; ``compression="fp16"`` sends
+    it as float16 if it is wider, and converts the result back. Of a tree, each of its tensors.
+
+    >>> await ac.all_reduce(gradient, prescale=1 / 8, postscale=8 / n, compression="fp16")
+
+    Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``, ``horovod.torch.allreduce``.
     """
     if torch.compiler.is_compiling():
-        return compiled.all_reduce(x, op, group, out=out)
+        plain = prescale == 1 and postscale == 1 and compression is None
+        return compiled.all_reduce(x, op, group, out=out, plain=plain)
+    if prescale != 1 or postscale != 1 or compression is not None:
+        scaling = (prescale, postscale, compression)
+        return _start(group, lane, timeout, payload.all_reduce_scaled, x, op, out, scaling)
     return _start(group, lane, timeout, payload.all_reduce, x, op, out)
 
 
@@ -384,6 +399,23 @@ def barrier(*, group: Any = None, lane: str | None = None, timeout: float | None
     Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
     """
     return _start(group, lane, timeout, tensors.start_barrier)
+
+
+def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
+    """For inputs of uneven length: this rank has no more; ready, with the rank that came last, once all have.
+
+    Until then the ``all_reduce`` calls of the others go on, with zeros in the place of this rank's (an
+    average still divides by the number of all ranks). Other collectives fail meanwhile, and this rank
+    starts nothing. Horovod has it, in the world; elsewhere it is refused.
+
+    >>> for batch in batches:                         # two on r0, three on r1
+    ...     await ac.all_reduce(gradient(batch))
+    >>> await ac.join()
+    1                                                 # both
+
+    Source: ``horovod.torch.join``.
+    """
+    return _start(None, lane, timeout, tensors.start_join)
 
 
 # Objects

@@ -51,7 +51,10 @@ class Op(str, enum.Enum):
 
 
 class ReduceOp(str, enum.Enum):
-    """The reductions. ``and``/``or`` are logical, ``band``/``bor``/``bxor`` bitwise (as in MPI)."""
+    """The reductions. ``and``/``or`` are logical, ``band``/``bor``/``bxor`` bitwise (as in MPI).
+
+    ``adasum`` is Horovod's sum of gradients that scales down what points the same way.
+    """
 
     SUM = "sum"
     AVG = "avg"
@@ -63,6 +66,7 @@ class ReduceOp(str, enum.Enum):
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
+    ADASUM = "adasum"
 
     @classmethod
     def parse(cls, op: object) -> ReduceOp:

@@ -154,6 +154,8 @@ def check_number_reduction(x: Any, op: ReduceOp) -> None:
         )
     if op in (ReduceOp.MIN, ReduceOp.MAX) and isinstance(x, complex):
         raise PayloadTypeError(f"{op.value} of complex numbers has no meaning: they have no order")
+    if op is ReduceOp.ADASUM:
+        raise PayloadTypeError(f"adasum of the {type(x).__name__} {x!r} has no meaning; it is for tensors")
     if op in _BITWISE and not whole:
         raise PayloadTypeError(f"{op.value} of the {type(x).__name__} {x!r} has no meaning; pass an int")
 

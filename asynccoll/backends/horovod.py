@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import threading
 from collections import deque
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.backends.horovod_library import load, start
-from asynccoll.backends.mpi import make_default_group
-from asynccoll.backends.mpi_meeting import agree_on_store
+from asynccoll.backends.meeting import agree_on_store, make_default_group
 from asynccoll.completion import Promise
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError, collective_error
 from asynccoll.spec import Capabilities, Op, ReduceOp
@@ -48,6 +48,11 @@ HOROVOD = Capabilities(
     compose=frozenset({Op.REDUCE_SCATTER}),
 )
 
+_ADASUM = tuple(
+    (dtype, ops | {ReduceOp.ADASUM} if dtype in _FLOATS else ops) for dtype, ops in HOROVOD.reduce
+)
+WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
+
 #: How long a rank that leaves waits for the others to have finished what they do.
 _LEAVE_SECONDS = 30.0
 
@@ -60,16 +65,22 @@ class HorovodBackend:
     ad_hoc_groups = False
     stream_ordered = False
     orders_lanes = False
+    #: ranks that have run out of data can take part with zeros (``join``)
+    joins = True
 
     def __init__(self, hvd: Any, token: str, *, owns_default_group: bool) -> None:
+        from asynccoll.backends.horovod_communicator import Rounds
+
         self.hvd = hvd
+        self._row = WITH_ADASUM if hvd.mpi_built() or hvd.nccl_built() else HOROVOD
         self.device = torch.device("cpu")
         self._token = token
         self._owns_default_group = owns_default_group
         self._sets = ProcessSets(hvd)
+        self._rounds = Rounds()
 
     def capabilities(self, device: str) -> Capabilities:
-        return HOROVOD
+        return self._row
 
     def prepare_group(self, group: Group) -> None:
         """Register the process set, which every rank does; members wait for it when they use it."""
@@ -77,12 +88,23 @@ class HorovodBackend:
             self._sets.register(group.ranks)
 
     def open(self, group: Group, lane: str, epoch: int) -> HorovodCommunicator:
+        prefix = f"{self._token}/{lane}@{epoch}"
+        if group.is_world:
+            communicator = self._in_world(prefix)
+        else:
+            from asynccoll.backends.horovod_communicator import HorovodCommunicator, Rounds
+
+            native = self._sets.wait(group.ranks)
+            communicator = HorovodCommunicator(native, group.ranks, group.rank, prefix, Rounds())
+        group.context.liveness.learn(group.ranks)
+        return communicator
+
+    def _in_world(self, prefix: str) -> HorovodCommunicator:
         from asynccoll.backends.horovod_communicator import HorovodCommunicator
 
         hvd = self.hvd
-        native = hvd.global_process_set if group.is_world else self._sets.wait(group.ranks)
-        group.context.liveness.learn(group.ranks)
-        return HorovodCommunicator(native, group.ranks, group.rank, f"{self._token}/{lane}@{epoch}")
+        ranks = range(hvd.size())
+        return HorovodCommunicator(hvd.global_process_set, ranks, hvd.rank(), prefix, self._rounds)
 
     def native_group(self, group: Group) -> Any:
         """The process set, for ``horovod.torch``'s own functions."""
@@ -93,20 +115,10 @@ class HorovodBackend:
         """Leave together: the first rank to end shuts Horovod down for all of them."""
         if not abort and self.hvd.size() > 1 and self.hvd.is_initialized():
             with contextlib.suppress(Exception):  # a peer that has failed does not come
-                goodbye = self.open_world().barrier()
-                goodbye.wait(_LEAVE_SECONDS)
+                self._in_world(f"{self._token} leaves").barrier().wait(_LEAVE_SECONDS)
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-
-    def open_world(self) -> HorovodCommunicator:
-        """Names of our own in the world, beside all lanes."""
-        from asynccoll.backends.horovod_communicator import HorovodCommunicator
-
-        ranks = range(self.hvd.size())
-        return HorovodCommunicator(
-            self.hvd.global_process_set, ranks, self.hvd.rank(), f"{self._token} leaves"
-        )
 
 
 class ProcessSets:

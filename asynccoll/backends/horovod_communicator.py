@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from asynccoll.backends.horovod_completion import Common, HorovodCompletion, typed
@@ -19,7 +18,7 @@ from asynccoll.completion import AllOf, Completion, Promise, Ready
 from asynccoll.errors import CollectiveMismatchError, UnsupportedOpError
 from asynccoll.spec import ReduceOp
 
-__all__ = ["HorovodCommunicator"]
+__all__ = ["HorovodCommunicator", "Rounds"]
 
 _OPS = {
     ReduceOp.SUM: mpi_ops.Sum,
@@ -27,24 +26,40 @@ _OPS = {
     ReduceOp.MIN: mpi_ops.Min,
     ReduceOp.MAX: mpi_ops.Max,
     ReduceOp.PRODUCT: mpi_ops.Product,
+    ReduceOp.ADASUM: mpi_ops.Adasum,
 }
+
+
+class Rounds:
+    """How often the ranks of a process set have joined: from then on all its orders count anew."""
+
+    __slots__ = ("joined",)
+
+    def __init__(self) -> None:
+        self.joined = 0
 
 
 class HorovodCommunicator:
     """The names that begin with ``prefix``, in one process set."""
 
-    def __init__(self, process_set: Any, ranks: Sequence[int], rank: int, prefix: str) -> None:
+    def __init__(
+        self, process_set: Any, ranks: Sequence[int], rank: int, prefix: str, rounds: Rounds
+    ) -> None:
         self.process_set = process_set
         self._ranks = ranks
         self._rank = rank
         self._prefix = prefix
+        self._rounds = rounds
+        self._round = rounds.joined
         self._calls = 0
         self._common = Common()
 
     def _name(self) -> str:
         """The next name: the same on every rank, for they issue in the same order."""
+        if self._round != self._rounds.joined:
+            self._round, self._calls = self._rounds.joined, 0
         self._calls += 1
-        return f"{self._prefix}.{self._calls}"
+        return f"{self._prefix}.{self._round}.{self._calls}"
 
     def _start(
         self,
@@ -56,7 +71,7 @@ class HorovodCommunicator:
         """Issue ``call``; what it works on is kept until it is over."""
         try:
             handle = call(*arguments)
-        except HorovodInternalError as error:
+        except RuntimeError as error:  # HorovodInternalError is one
             return Ready(typed(error))
         return HorovodCompletion(handle, (arguments, keep), self._common, finish)
 
@@ -114,6 +129,7 @@ class HorovodCommunicator:
     # Movement
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        x = x.view(-1)  # Horovod compares shapes, and who receives need not know that of the wire
         return self._start(mpi_ops._broadcast_async, x, x, self._ranks[src], self._name(), self.process_set)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
@@ -184,6 +200,21 @@ class HorovodCommunicator:
             self.process_set,
             finish=finish,
         )
+
+    def join(self, last: torch.Tensor) -> Completion:
+        """Take part with zeros in whatever the others still reduce, until all have joined.
+
+        ``last`` is filled with the rank that came last. From here on the calls are counted anew, as those
+        who joined early have made fewer.
+        """
+
+        def start() -> int:
+            handle: int = mpi_ops.mpi_lib.horovod_torch_join(last, -1)
+            mpi_ops._handle_map[handle] = (None, last)
+            return handle
+
+        self._rounds.joined += 1
+        return self._start(start)
 
     # What there is not
 

@@ -25,6 +25,9 @@ __all__ = ["Common", "HorovodCompletion", "typed"]
 #: A look is late by this part of the time that the operation has taken, at most.
 _LATENESS = 1 / 16
 
+#: Memory that Horovod may still write to.
+_abandoned: list[object] = []
+
 poll = mpi_ops.poll
 synchronize = mpi_ops.synchronize
 
@@ -76,7 +79,10 @@ class HorovodCompletion(Completion):
         if self.finished or not lock.acquire(False):
             return self.finished
         try:
-            if not self.finished and poll(self._handle):
+            if self._common.abandoned:  # the handle may be another operation's by now
+                _abandoned.append(self._buffers)
+                self._close(AbortedError("given up with the operation in flight"))
+            elif not self.finished and poll(self._handle):
                 self._end()
         except ValueError:  # Horovod was shut down here, and has forgotten its handles
             self._close(AbortedError("Horovod was shut down with the operation in flight"))
@@ -103,8 +109,6 @@ class HorovodCompletion(Completion):
         self.finished = True
 
     def poll(self) -> bool:
-        if not self.finished and self._common.abandoned:
-            return True  # Horovod keeps the memory for as long as it may write there
         return self._look() and self._told()
 
     def _told(self) -> bool:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from asynccoll.backends.meeting import agree_on_store, make_default_group
 from asynccoll.backends.mpi_library import Library, load
-from asynccoll.backends.mpi_meeting import agree_on_store
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
@@ -225,20 +225,6 @@ def _locate(mpi: Any, base: Any) -> Identity:
     )
     here.Free()
     return found
-
-
-def make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
-    """torch's default group over gloo, for DDP, meshes and ``dist.*`` beside us; whether it is ours."""
-    if dist.is_initialized() or not dist.is_gloo_available():
-        return False
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("default", dist.HashStore() if store is None else store),
-        rank=identity.rank,
-        world_size=identity.world_size,
-        timeout=timeout,
-    )
-    return True
 
 
 def _cores() -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from asynccoll.backends.c10d import C10dCommunicator, HostCompletion, Transport
 from asynccoll.backends.channels import Channels
-from asynccoll.backends.mpi_meeting import agree_on_store
+from asynccoll.backends.meeting import agree_on_store
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import DEFAULT
 from asynccoll.spec import Capabilities, Op, ReduceOp

@@ -7,11 +7,13 @@ ranks here, and indices in the group from here on.
 from asynccoll.payload.exchanging import all_to_all, permute, recv, send
 from asynccoll.payload.gathering import all_gather, gather
 from asynccoll.payload.reducing import all_reduce, reduce, reduce_scatter
+from asynccoll.payload.scaling import all_reduce_scaled
 from asynccoll.payload.spreading import broadcast, scatter
 
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_reduce_scaled",
     "all_to_all",
     "broadcast",
     "gather",

@@ -12,6 +12,7 @@ from asynccoll.tensors.moving import (
     start_barrier,
     start_broadcast,
     start_gather,
+    start_join,
     start_recv,
     start_send,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "start_barrier",
     "start_broadcast",
     "start_gather",
+    "start_join",
     "start_permute",
     "start_recv",
     "start_reduce",

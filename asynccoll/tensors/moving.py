@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import torch
 
 from asynccoll import dispatch
+from asynccoll.completion import READY, Completion
 from asynccoll.encoding import decode, encode
+from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, TensorSpec
 from asynccoll.tensors.common import check_out, deliver, issue, owned, physical, plain, plan_for, target_for
@@ -135,6 +140,29 @@ def start_recv(
         (operation,),
         lambda: deliver(decode(buffer, plan, like.dtype, like.device).view(like.shape), out),
     )
+
+
+def start_join(lane: Lane, timeout: float | None) -> Work[int]:
+    """The rank that called it last; until then the others' reductions go on with zeros of this one."""
+    group = lane.group
+    backend = group.context.backend
+    if group.size > 1 and not (getattr(backend, "joins", False) and group.is_world):
+        where = f"on {backend.name}" if group.is_world else f"in the group of ranks {list(group.ranks)}"
+        raise UnsupportedOpError(
+            f"join is not supported {where}; horovod has it, in the world. Elsewhere agree on the number "
+            "of steps first: await ac.all_reduce(len(batches), op='min')"
+        )
+    last = torch.full((), group.context.rank, dtype=torch.int32)
+
+    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+        if group.size > 1:
+            yield communicator.join(last)
+        return READY
+
+    operation = lane.run("join", program, timeout=timeout)
+    for one in group.lanes():
+        one.next_round()
+    return Work((operation,), lambda: int(last))
 
 
 def start_barrier(lane: Lane, timeout: float | None) -> Work[None]:

@@ -1,0 +1,84 @@
+"""Elastic Horovod jobs: a training that goes on when workers are lost or come.
+
+Above the public API. Horovod does the work (``horovodrun`` with ``--min-np`` or a discovery script finds
+the workers, ``hvd.elastic`` keeps and restores the state); here its world and ours are joined and left
+together, and our errors become the one that Horovod goes on after.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from asynccoll.backends.horovod_library import load, start
+from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
+from asynccoll.runtime import finalize, initialize
+
+__all__ = ["run", "state"]
+
+T = TypeVar("T")
+
+#: Mistakes of the program, which a new world would only repeat.
+_MISTAKES = (CollectiveMismatchError, PeerRefusedError)
+
+
+def state(**kept: Any) -> Any:
+    """What survives a loss: a ``horovod.torch.elastic.TorchState`` of models, optimizers and plain values.
+
+    >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
+
+    ``state.commit()`` in the training loop keeps a copy, to which all workers return after a failure; new
+    workers get that of rank 0.
+    """
+    hvd = load()
+    start(hvd, None)
+    return hvd.elastic.TorchState(**kept)
+
+
+def run(function: Callable[..., T]) -> Callable[..., T]:
+    """``function(state, *args)`` as an elastic job: called anew in each world that the workers form.
+
+    >>> @ac.elastic.run
+    ... def train(state):
+    ...     for state.epoch in range(state.epoch, 10):
+    ...         ...                       # any collectives of ours, on the horovod backend
+    ...         state.commit()
+    >>> train(state)
+
+    Each time it is called within a fresh ``initialize("horovod")``: ranks and sizes are those of the new
+    world, and groups and lanes of the one before are gone. When a worker is lost, the others return to the
+    last commit; when hosts come, to the present state. It ends when the function returns.
+
+    Start it with ``horovodrun -np 4 --min-np 2 --host-discovery-script ./hosts.sh python train.py``.
+
+    Raises:
+        CollectiveMismatchError, PeerRefusedError: mistakes of the program are not tried again.
+    """
+    hvd = load()
+    from horovod.common.exceptions import HorovodInternalError
+
+    def life(state: Any, *args: Any, **kwargs: Any) -> T:
+        try:
+            initialize("horovod")
+            result = function(state, *args, **kwargs)
+        except _MISTAKES:
+            finalize(abort=True)
+            raise
+        except CollectiveError as error:
+            finalize(abort=True)
+            raise HorovodInternalError(str(error)) from error
+        except BaseException:  # among them Horovod's word that hosts have come
+            finalize(abort=True)
+            raise
+        finalize()
+        return result
+
+    elastic: Callable[..., T] = hvd.elastic.run(life)
+
+    @functools.wraps(function)
+    def job(state: Any, *args: Any, **kwargs: Any) -> T:
+        start(hvd, None)
+        return elastic(state, *args, **kwargs)
+
+    return job
