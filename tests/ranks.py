@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -41,6 +41,9 @@ Report = Callable[..., None]
 #: What a backend cannot do: (name of the collective, its arguments) -> bool.
 #: Such a case is not skipped: it must raise `UnsupportedOpError`.
 GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {"horovod": starters_horovod.lacks}
+
+#: Backends whose groups every rank has to make: a rank list that was not made so is refused there.
+NEED_EVERY_RANK = {"horovod"}
 
 
 def _nothing_lacking(_name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
@@ -113,6 +116,14 @@ class Rank:
             yield
         except Exception:
             self._report("failed", label, traceback.format_exc(limit=-6))
+
+    def prepare(self, *groups: Sequence[int]) -> bool:
+        """Have the rank lists usable, where groups need every rank; whether members alone would do."""
+        if self.backend not in NEED_EVERY_RANK:
+            return True
+        for ranks in groups:
+            ac.new_group(ranks)
+        return False
 
     def lacks(self, name: str, *args: Any, **kwargs: Any) -> bool:
         """Whether this backend refuses the call for want of the operation."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import asynccoll as ac
 import oracle
-from ranks import Rank
+from ranks import NEED_EVERY_RANK, Rank
 from worlds import World
 
 
@@ -97,6 +97,7 @@ def test_ranks_are_global_in_every_collective(four: World, runner: str) -> None:
 
 async def cached(me: Rank) -> None:
     ranks = [0, 1] if me.rank < 2 else [2, 3]
+    me.prepare([0, 1], [2, 3])
     await me.get(ac.all_reduce(1, group=ranks))
     threads, descriptors = entries("task"), entries("fd")
     for turn in range(1000):
@@ -115,7 +116,9 @@ def test_a_thousand_calls_with_a_rank_list_make_one_group(four: World) -> None:
 
 async def ad_hoc(me: Rank) -> None:
     ranks = [0, 3]
-    if me.rank in ranks:
+    if me.rank in ranks and me.backend in NEED_EVERY_RANK:
+        await me.refuses("not made", ac.UnsupportedOpError, ac.all_reduce, 1, group=ranks, says=("new_group",))
+    elif me.rank in ranks:
         got = await me.get(ac.all_reduce(10**me.rank, group=ranks))
         assert got == total(ranks)
         assert ac.get_rank(ranks) == ranks.index(me.rank)
@@ -123,12 +126,13 @@ async def ad_hoc(me: Rank) -> None:
 
 
 def test_a_rank_list_opens_among_its_members_alone(four: World, runner: str) -> None:
-    """The other ranks need not know of it."""
+    """The other ranks need not know of it; where a backend needs them, that is said."""
     four.run(ad_hoc, runner=runner)
 
 
 async def native(me: Rank) -> None:
     theirs = dist.new_group([0, 2])
+    me.prepare([0, 2])
     if me.rank in (0, 2):
         await me.check("native", ac.all_reduce, 10**me.rank, group=theirs, expect=total([0, 2]))
     await me.check("default", ac.all_reduce, 10**me.rank, group=dist.group.WORLD, expect=total([0, 1, 2, 3]))
@@ -146,6 +150,7 @@ async def mesh(me: Rank) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp = [0, 2] if me.rank % 2 == 0 else [1, 3]
     tp = [0, 1] if me.rank < 2 else [2, 3]
+    me.prepare([0, 2], [1, 3], [0, 1], [2, 3])
     await me.check("dp", ac.all_reduce, 10**me.rank, group=grid["dp"], expect=total(dp))
     await me.check("tp", ac.all_reduce, 10**me.rank, group=grid["tp"], expect=total(tp))
     with me.case("rank in dp"):
@@ -178,6 +183,7 @@ def test_what_is_no_group_is_refused(four: World) -> None:
 
 async def at_once(me: Rank) -> None:
     rows, columns = [0, 1] if me.rank < 2 else [2, 3], [0, 2] if me.rank % 2 == 0 else [1, 3]
+    me.prepare([0, 1], [2, 3], [0, 2], [1, 3])
     works = []
     for turn in range(20):
         works.append((ac.all_reduce(turn * 10**me.rank), turn * total([0, 1, 2, 3])))
