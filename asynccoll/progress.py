@@ -49,6 +49,10 @@ class Pollable(Protocol):
     #: the thread is to look at it without grace
     urgent: bool
 
+    #: A look may be late by this part of the time since the operation is watched: so long are the naps.
+    #: None: the thread is to be as early as it can, at the price of looking often.
+    lateness: float | None
+
     def expected(self) -> float:
         """How many seconds it may well take from now: for so long, looking again at once is worth it."""
         ...
@@ -61,10 +65,11 @@ class Pollable(Protocol):
 class _Watched:
     """One operation as the thread sees it."""
 
-    __slots__ = ("_ripe", "item", "tight")
+    __slots__ = ("_ripe", "_since", "item", "tight")
 
     def __init__(self, item: Pollable, now: float) -> None:
         self.item = item
+        self._since = now
         self._ripe = now + GRACE_SECONDS
         #: until when to look again at once
         self.tight = now + item.expected()
@@ -72,6 +77,11 @@ class _Watched:
     def left(self, now: float) -> float:
         """Seconds for which it is left to its waiter."""
         return 0.0 if self.item.urgent else self._ripe - now
+
+    def late(self, now: float) -> float:
+        """How late the next look may be."""
+        part = self.item.lateness
+        return 0.0 if part is None else max(SHORTEST_NAP_SECONDS, part * (now - self._since))
 
     def over(self, now: float) -> bool:
         item = self.item
@@ -99,6 +109,9 @@ class _Pace:
         due = [one for one in mine if one.left(now) <= 0]
         if due:
             self._calm = 0
+            late = min(one.late(now) for one in due)
+            if late > 0:
+                return min(late, LONGEST_NAP_SECONDS)
             if any(now < one.tight for one in due):
                 return 0.0
             self._looks += 1

@@ -117,7 +117,9 @@ def test_a_thousand_calls_with_a_rank_list_make_one_group(four: World) -> None:
 async def ad_hoc(me: Rank) -> None:
     ranks = [0, 3]
     if me.rank in ranks and me.backend in NEED_EVERY_RANK:
-        await me.refuses("not made", ac.UnsupportedOpError, ac.all_reduce, 1, group=ranks, says=("new_group",))
+        await me.refuses(
+            "not made", ac.UnsupportedOpError, ac.all_reduce, 1, group=ranks, says=("new_group",)
+        )
     elif me.rank in ranks:
         got = await me.get(ac.all_reduce(10**me.rank, group=ranks))
         assert got == total(ranks)

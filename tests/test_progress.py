@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynccoll.progress import GRACE_SECONDS, LINGER_SECONDS, Progress
+from asynccoll.progress import (
+    GRACE_SECONDS,
+    LINGER_SECONDS,
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
+    Progress,
+    _Pace,
+    _Watched,
+)
 
 
 class Item:
@@ -19,6 +27,7 @@ class Item:
         self.finished = False
         self.attended = False
         self.urgent = urgent
+        self.lateness: float | None = None
         self.polled = 0
         self.over = threading.Event()
         self.first: float | None = None
@@ -153,3 +162,16 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
         progress.watch(item)
         os._exit(0 if item.over.wait(5.0) else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+
+def test_who_may_be_told_late_is_looked_at_seldom() -> None:
+    """The least patient decides when to look; one that wants it at once, for all."""
+    patient, calm, eager = Item(urgent=True), Item(urgent=True), Item(urgent=True, expected=60.0)
+    patient.lateness, calm.lateness = 1 / 4, 1 / 16
+    watched = [_Watched(patient, 10.0), _Watched(calm, 10.0)]
+    pace = _Pace()
+    assert pace.nap(watched, 10.008) == pytest.approx(0.0005)
+    assert pace.nap(watched, 10.0) == SHORTEST_NAP_SECONDS
+    assert pace.nap(watched, 20.0) == LONGEST_NAP_SECONDS
+    assert pace.nap([*watched, _Watched(eager, 10.0)], 20.0) == 0.0

@@ -96,7 +96,6 @@ class HorovodBackend:
 
             native = self._sets.wait(group.ranks)
             communicator = HorovodCommunicator(native, group.ranks, group.rank, prefix, Rounds())
-        group.context.liveness.learn(group.ranks)
         return communicator
 
     def _in_world(self, prefix: str) -> HorovodCommunicator:
@@ -210,6 +209,10 @@ def create(request: Request) -> Context:
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
     backend = HorovodBackend(hvd, token, owns_default_group=owns_default)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
+    if identity.world_size > 1:
+        # When all have come, all beacons are in the store: from now on the dead can be named.
+        hvd.barrier()
+        context.liveness.learn(context.world.ranks)
     context.world.lane().open()
     return context
 

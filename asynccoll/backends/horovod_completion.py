@@ -1,5 +1,7 @@
 """When an operation of Horovod's is over: asked of ``poll``, by whoever waits or by the progress thread.
 
+Horovod moves the data in a thread of its own. Nobody has to look before somebody wants to know.
+
 ``synchronize`` spins until the end, so it is called only once ``poll`` has said that it is there; it
 then gives the result, or raises. Horovod's errors become ours here.
 """
@@ -21,9 +23,6 @@ from asynccoll.errors import AbortedError, CollectiveError, CollectiveMismatchEr
 from asynccoll.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, progress
 
 __all__ = ["Common", "HorovodCompletion", "typed"]
-
-#: A look is late by this part of the time that the operation has taken, at most.
-_LATENESS = 1 / 16
 
 #: Memory that Horovod may still write to.
 _abandoned: list[object] = []
@@ -50,7 +49,10 @@ class HorovodCompletion(Completion):
 
     finished = False
     attended = False
-    urgent = False
+    urgent = True
+    #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
+    lateness: float | None = 1 / 16
+    _watched = False
     _callbacks: list[Callback] | None = None
     _error: CollectiveError | None = None
 
@@ -63,10 +65,8 @@ class HorovodCompletion(Completion):
         self._finish = finish
         self._started = monotonic()
         self._lock = threading.Lock()
-        progress.watch(self)
 
     def expected(self) -> float:
-        """No while at all: Horovod answers once in a cycle, which no looking shortens."""
         return 0.0
 
     def done(self) -> bool:
@@ -140,17 +140,21 @@ class HorovodCompletion(Completion):
             now = monotonic()
             if now >= deadline:
                 return False
-            nap = min(max((now - self._started) * _LATENESS, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS)
+            late = (now - self._started) * (self.lateness or 0.0)
+            nap = min(max(late, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS)
             time.sleep(min(nap, deadline - now))
         return self.finished
 
     def add_callback(self, callback: Callback) -> None:
-        # Without the lock: either the thread that ends it sees the callback, or we see that it has ended.
-        self.__dict__.setdefault("_callbacks", []).append(callback)
+        # Only now the thread has to look: Horovod moves the data by itself. Without the lock, either the
+        # thread that ends it sees the callback, or we see that it has ended.
+        callbacks = self.__dict__.setdefault("_callbacks", [])
+        callbacks.append(callback)
         if self.finished:
             self._tell()
-        else:
-            self.urgent = True
+        elif not self._watched:
+            self._watched = True
+            progress.watch(self)
             progress.rouse()
 
     def error(self) -> CollectiveError | None:

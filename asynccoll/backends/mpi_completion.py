@@ -69,6 +69,7 @@ class MpiCompletion(Completion):
     finished = False
     attended = False
     urgent = False
+    lateness: float | None = None
     _since = 0.0  # when a large one was issued
     _callbacks: list[Callback] | None = None
     _error: CollectiveError | None = None
