@@ -7,11 +7,12 @@ TEST   := $(ENVS) exec test --
 WHEEL  := $(ENVS) exec test --wheel --
 MPICH  := $(ENVS) exec mpich --wheel --
 OMPI   := $(ENVS) exec openmpi --wheel --
+HVD    := $(ENVS) exec horovod --wheel --
 RANKS  ?= 2
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi quick lint types docs bench fix lock clean clean-envs
+.PHONY: help demo test system mpi horovod quick lint types docs bench fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +26,7 @@ test: lint types docs system ## everything: lint, types, docs, then all tests on
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks faults gather groups lanes \
-	objects p2p reduce reduce_scatter scatter sync_parity work
+	objects p2p reduce reduce_scatter scaling scatter sync_parity work
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_launch spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(MPI_TESTS)
@@ -36,6 +37,18 @@ mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MP
 
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
 	@$(PYTHON) $(CURDIR)/tools/system.py
+
+# The same on Horovod, which has no messages; most of it under horovodrun, a part by horovod.run.
+HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) \
+	horovod horovod_launch horovod_wheel)
+HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all broadcast)
+ON_HVD := python -m pytest -q -c $(CURDIR)/pyproject.toml
+
+horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
+horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
+horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
+	@$(HVD) $(ON_HVD) $(HVD_TESTS) $(ARGS)
+	@$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run $(ON_HVD) $(HVD_RUN_TESTS) $(ARGS)
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
 	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)

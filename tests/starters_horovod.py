@@ -1,7 +1,9 @@
-"""Ranks under horovodrun, with Horovod's own gloo as controller."""
+"""Ranks under horovodrun, with Horovod's own gloo as controller; or started by `horovod.run`, if so told."""
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import guarded
@@ -11,11 +13,25 @@ if TYPE_CHECKING:
     from worlds import World
 
 
+#: `horovod.run` of a function that runs the rank's program, as `horovodrun` does.
+_RUN = """
+import horovod, subprocess, sys
+
+def rank(line):
+    subprocess.run(line, check=True)
+
+if __name__ == "__main__":
+    horovod.run(rank, (sys.argv[2:],), num_proc=int(sys.argv[1]), use_gloo=True)
+"""
+
+
 def start(world: World, address: str) -> list[Any]:
-    """All ranks by one horovodrun on this host."""
+    """All ranks by one launcher on this host."""
     from worlds import rank_environment
 
     def launch(program: list[str]) -> list[str]:
+        if os.environ.get("ASYNCCOLL_TEST_HOROVOD_START") == "horovod.run":
+            return [sys.executable, "-c", _RUN, str(world.size), *program]
         return horovodrun.find().command(world.size, program)
 
     return guarded.start(world, address, launch, rank_environment())

@@ -135,10 +135,13 @@ def _download(into: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", "download", "--no-input"]
     options = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", "-d", str(into)]
     subprocess.run([*pip, *options, f"horovod=={VERSION}"], check=True, stdin=subprocess.DEVNULL)
-    archive = into / ARCHIVE
+    return _verify(into / ARCHIVE)
+
+
+def _verify(archive: Path) -> Path:
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != SHA256:
-        raise SystemExit(f"horovod_wheel: {ARCHIVE} has SHA-256 {found}, expected {SHA256}; not built")
+        raise SystemExit(f"horovod_wheel: {archive.name} has SHA-256 {found}, expected {SHA256}; not built")
     return archive
 
 

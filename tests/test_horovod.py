@@ -1,0 +1,251 @@
+"""The horovod backend beyond what every backend must do: names, process sets, errors, its own users.
+
+Needs Horovod; the environment `horovod` has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from asynccoll.runtime import current
+from ranks import Rank
+
+pytest.importorskip("horovod", reason="the environment horovod has it: make horovod", exc_type=ImportError)
+
+
+@pytest.fixture(scope="session")
+def pair() -> worlds.World:
+    """Two ranks."""
+    return worlds.world("horovod", 2)
+
+
+@pytest.fixture(scope="session")
+def three() -> worlds.World:
+    """Three ranks."""
+    return worlds.world("horovod", 3)
+
+
+# ---------------------------------------------------------------- names
+
+
+async def crossed(me: Rank) -> None:
+    order = ["a", "b"] if me.rank == 0 else ["b", "a"]
+    for turn in range(20):
+        works = {name: ac.all_reduce(turn + (name == "b"), lane=name) for name in order}
+        for name in reversed(order):
+            assert await me.get(works[name]) == me.size * (turn + (name == "b"))
+
+
+def test_lanes_in_opposite_order_just_work(pair: worlds.World, runner: str) -> None:
+    """Ranks meet by name: a lane is a name, and costs nothing else."""
+    pair.run(crossed, runner=runner)
+
+
+async def many_in_flight(me: Rank) -> None:
+    works = [ac.all_reduce(torch.full((4,), float(turn))) for turn in range(500)]
+    for turn, work in reversed(list(enumerate(works))):
+        oracle.same(await me.get(work), torch.full((4,), float(me.size * turn)))
+
+
+def test_hundreds_in_flight(pair: worlds.World, runner: str) -> None:
+    """No two of them have one name."""
+    pair.run(many_in_flight, runner=runner)
+
+
+async def waits(me: Rank) -> None:
+    if me.rank == 1:
+        me.see("ticked")
+    work = ac.all_reduce(1)
+    if me.rank == 0:
+        task = asyncio.ensure_future(_result(work))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        me.show("ticked")
+        assert await task == me.size
+    else:
+        assert await work == me.size
+
+
+async def _result(work: Any) -> Any:
+    return await work
+
+
+def test_waiting_leaves_the_loop_alone(pair: worlds.World) -> None:
+    """While one rank is late, the other's tasks go on: its call comes only after them."""
+    pair.run(waits)
+
+
+# ---------------------------------------------------------------- mismatches
+
+
+async def mismatches(me: Rank) -> None:
+    odd = me.rank
+    cases: dict[str, Any] = {
+        "shape": lambda: ac.all_reduce(torch.ones(2 + odd)),
+        "dtype": lambda: ac.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32)),
+        "reduction": lambda: ac.all_reduce(torch.ones(2), op="max" if odd else "sum"),
+        "root": lambda: ac.broadcast(torch.ones(2), src=odd),
+        "size of a broadcast": lambda: ac.broadcast(torch.ones(2 + odd), src=0),
+        "part of a gathering": lambda: ac.all_gather(torch.ones(2 + odd)),
+        "rows of an exchange": lambda: ac.all_to_all(torch.ones(2, 2 + odd)),
+    }
+    for label, call in cases.items():
+        with me.case(label):
+            try:
+                got = await me.get(call())
+            except ac.CollectiveMismatchError as error:
+                assert "Mismatched" in str(error)
+            else:
+                raise AssertionError(f"not noticed: {got!r}")
+        await me.check(f"after {label}", ac.all_reduce, 1, expect=me.size)
+
+
+def test_mismatches_raise_on_every_rank_and_the_job_goes_on(pair: worlds.World, runner: str) -> None:
+    """Horovod compares what the ranks ask for; its answer is our error."""
+    pair.run(mismatches, runner=runner)
+
+
+async def splits(me: Rank) -> None:
+    given, taken = ([1, 1], [1, 2]) if me.rank == 0 else ([1, 1], [1, 1])
+    work = ac.all_to_all(torch.ones(2), input_split_sizes=given, output_split_sizes=taken)
+    if me.rank == 0:
+        await me.refuses(
+            "more expected than sent", ac.CollectiveMismatchError, lambda: work, says=("[1, 2]",)
+        )
+    else:
+        oracle.same(await me.get(work), torch.ones(2))
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_splits_that_disagree_are_noticed_where_they_are_received(pair: worlds.World) -> None:
+    """Whoever expects what nobody sends is told."""
+    pair.run(splits)
+
+
+# ---------------------------------------------------------------- beside the user's own Horovod
+
+
+async def beside(me: Rank) -> None:
+    import horovod.torch as hvd
+
+    assert (hvd.rank(), hvd.size()) == (me.rank, me.size)
+    mine = [ac.all_reduce(torch.full((3,), float(turn))) for turn in range(20)]
+    theirs = [hvd.allreduce_async(torch.full((3,), float(turn)), op=hvd.Sum) for turn in range(20)]
+    named = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="default")
+    for turn in reversed(range(20)):
+        want = torch.full((3,), float(me.size * turn))
+        oracle.same(await me.get(mine[turn]), want)
+        oracle.same(hvd.synchronize(theirs[turn]), want)
+    oracle.same(hvd.synchronize(named), torch.full((2,), float(me.size)))
+    model = torch.nn.Linear(2, 1)
+    await me.get(ac.broadcast([parameter.detach() for parameter in model.parameters()]))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    model(torch.full((1, 2), float(me.rank))).sum().backward()
+    optimizer.step()
+    assert model.weight.grad is not None
+    oracle.same(model.weight.grad, torch.full((1, 2), (me.size - 1) / 2))
+
+
+def test_the_users_own_horovod_goes_on_beside_it(three: worlds.World) -> None:
+    """Its operations, names and optimizer never meet ours."""
+    three.run(beside)
+
+
+async def sets(me: Rank) -> None:
+    import horovod.torch as hvd
+
+    theirs = hvd.add_process_set([0, 2])
+    group = ac.new_group([2, 0])
+    if me.rank in (0, 2):
+        await me.check("ours", ac.all_reduce, 10**me.rank, group=group, expect=101)
+        native = current().backend.native_group(group)
+        got = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=native)
+        oracle.same(got, torch.full((1,), 2.0))
+        assert native.process_set_id == theirs.process_set_id
+    await me.check("the world", ac.all_reduce, 1, expect=me.size)
+    await me.refuses("not made", ac.UnsupportedOpError, ac.all_reduce, 1, group=[0, 1], says=("new_group",))
+    first, second = ac.new_group([0, 1]), ac.new_group([1, 2])  # two at once, in one order everywhere
+    if me.rank == 1:
+        works = [ac.all_reduce(1, group=second), ac.all_reduce(1, group=first)]
+    else:
+        works = [ac.all_reduce(1, group=first if me.rank == 0 else second)]
+    for work in works:
+        assert await me.get(work) == 2
+
+
+def test_groups_are_process_sets(three: worlds.World) -> None:
+    """One that the user has made is used; a list that nobody made is refused with the cure."""
+    three.run(sets)
+
+
+async def messages(me: Rank) -> None:
+    x = torch.ones(2)
+    await me.refuses("send", ac.UnsupportedOpError, ac.send, x, dst=1 - me.rank, says=("gloo", "permute"))
+    await me.refuses("recv", ac.UnsupportedOpError, ac.recv, x, src=1 - me.rank, says=("gloo", "permute"))
+    group = ac.new_group([0])
+    if me.rank == 0:
+        await me.check("a group of one", ac.all_gather, x, group=group, expect=x)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_messages_are_refused_before_anything_is_sent(pair: worlds.World) -> None:
+    """Horovod has none; the text names who has, and what does it here."""
+    pair.run(messages)
+
+
+# ---------------------------------------------------------------- lives
+
+
+def lives(me: Rank) -> None:
+    import horovod.torch as hvd
+
+    for turn in range(3):
+        ac.initialize("horovod", timeout=60.0, torch_group=turn == 0)
+        assert ac.all_reduce(1).wait() == me.size
+        assert ac.all_reduce(1, lane=f"of life {turn}").wait() == me.size
+        assert torch.distributed.is_initialized() == (turn == 0)
+        if turn == 1:
+            given_up = ac.all_reduce(torch.ones(2)) if me.rank == 0 else None  # which rank 1 never calls
+            ac.finalize(abort=True)
+            with pytest.raises(ac.AbortedError):
+                given_up.wait() if given_up is not None else _aborted()
+        else:
+            ac.finalize()
+        assert hvd.is_initialized()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == me.size
+
+
+def _aborted() -> None:
+    raise ac.AbortedError("nothing was given up here")
+
+
+def test_it_can_be_initialized_again_and_horovod_lives_on() -> None:
+    """After a life that ended well, and after one that was aborted with a call half made."""
+    with worlds.fresh("horovod", 2, bare=True) as world:
+        world.run(lives, timeout=60)
+
+
+def contradictions(me: Rank) -> None:
+    for options in ({"rank": 1 - me.rank, "world_size": 2}, {"rank": me.rank, "world_size": 3}):
+        with pytest.raises(ac.LaunchEnvironmentError, match="Horovod says"):
+            ac.initialize("horovod", **options)
+    with pytest.raises(ac.InvalidArgumentError, match="horovodrun"):
+        ac.initialize("horovod", init_method="tcp://127.0.0.1:1", rank=me.rank, world_size=2)
+    with pytest.raises(ac.InvalidArgumentError, match="torch_group"):
+        ac.initialize("horovod", interface="lo")
+    assert not ac.is_initialized()
+
+
+def test_what_contradicts_horovod_is_refused() -> None:
+    """Another rank or size, another way to meet, an unknown option: typed errors with what Horovod says."""
+    with worlds.fresh("horovod", 2, bare=True) as world:
+        world.run(contradictions)

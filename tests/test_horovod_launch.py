@@ -1,0 +1,266 @@
+"""Ranks under horovodrun: by hand, by `asynccoll run`, by `spawn`, joined, and lost in elastic jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+import asynccoll as ac
+import spawned
+from asynccoll.launch import horovodrun
+from worlds import rank_environment
+
+pytest.importorskip("horovod", reason="the environment horovod has it: make horovod", exc_type=ImportError)
+
+LIMIT_S = 90.0
+
+
+class Ended:
+    """How a command ended and what it said, without the marks of ranks that horovodrun puts in front."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.code = done.returncode
+        lines = (line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines())
+        self.lines = sorted(line for line in lines if line)
+        self.err = done.stderr
+        self.said = f"code {self.code}\n{done.stdout}\n{done.stderr}"
+
+
+def write(directory: Path, source: str) -> str:
+    script = directory / "script.py"
+    script.write_text(textwrap.dedent(source))
+    return str(script)
+
+
+def call(line: list[str], **variables: str) -> Ended:
+    """Run a command line; it has to be done in time."""
+    done = subprocess.run(
+        line,
+        env=rank_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Ended(done)
+
+
+def by_hand(directory: Path, source: str, ranks: int = 2) -> Ended:
+    """`horovodrun -np RANKS python script.py`."""
+    return call(horovodrun.find().command(ranks, [sys.executable, write(directory, source)]))
+
+
+def run(directory: Path, source: str, ranks: int = 2) -> Ended:
+    """`asynccoll run --backend horovod -n RANKS script.py`."""
+    line = [sys.executable, "-m", "asynccoll", "run", "--backend", "horovod", "-n", str(ranks)]
+    return call([*line, write(directory, source)])
+
+
+WHO = """
+    import asynccoll as ac
+    ac.initialize()
+    total = ac.all_reduce(ac.get_rank() + 1).wait()
+    place = ac.get_rank(), ac.get_world_size(), ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes()
+    print(ac.backend(), *place, total)
+"""
+
+
+def wanted(ranks: int) -> list[str]:
+    return [f"horovod {rank} {ranks} {rank} {ranks} 1 {ranks * (ranks + 1) // 2}" for rank in range(ranks)]
+
+
+def test_initialize_without_arguments_under_horovodrun_is_horovod(tmp_path: Path) -> None:
+    """`horovodrun -np 2 python script.py`: the launcher says the rest."""
+    ended = by_hand(tmp_path, WHO)
+    assert ended.code == 0, ended.said
+    assert ended.lines == wanted(2)
+
+
+def test_asynccoll_run_starts_ranks_with_horovodrun(tmp_path: Path) -> None:
+    """The environment's own horovodrun, on this host."""
+    ended = run(tmp_path, WHO, ranks=3)
+    assert ended.code == 0, ended.said
+    assert ended.lines == wanted(3)
+
+
+def test_without_horovodrun_it_is_a_world_of_one(tmp_path: Path) -> None:
+    """A script started by plain python may name horovod."""
+    ended = call([sys.executable, write(tmp_path, WHO.replace("initialize()", "initialize('horovod')"))])
+    assert ended.code == 0, ended.said
+    assert ended.lines == wanted(1)
+
+
+def test_another_launchers_ranks_are_refused(tmp_path: Path) -> None:
+    """Under torchrun Horovod would see a world of one, and every rank compute alone."""
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    ended = call(
+        [sys.executable, write(tmp_path, WHO.replace("initialize()", "initialize('horovod')"))], **place
+    )
+    assert ended.code != 0
+    assert "LaunchEnvironmentError" in ended.err, ended.said
+    assert "horovodrun" in ended.err
+
+
+JOINS = """
+    import horovod.torch as hvd
+    hvd.init()
+    import torch, asynccoll as ac
+    ac.initialize("horovod")
+    assert (ac.get_rank(), ac.get_world_size()) == (hvd.rank(), hvd.size())
+    print(ac.all_reduce(1).wait())
+    ac.finalize()
+    print(int(hvd.allreduce(torch.ones(1), op=hvd.Sum)))
+"""
+
+
+def test_a_job_that_has_initialized_horovod_is_joined(tmp_path: Path) -> None:
+    """The user's Horovod is used, and left as it was."""
+    ended = by_hand(tmp_path, JOINS)
+    assert ended.code == 0, ended.said
+    assert ended.lines == ["2"] * 4
+
+
+RAISES = """
+    import asynccoll as ac
+    ac.initialize()
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        raise LookupError("of my own")
+    ac.all_reduce(1, lane="never").wait()
+"""
+
+
+def test_the_first_failure_is_told(tmp_path: Path) -> None:
+    """`asynccoll run` shows the traceback of the rank that failed first, once."""
+    ended = run(tmp_path, RAISES)
+    assert ended.code != 0
+    assert "asynccoll run: rank 1 failed" in ended.err, ended.said
+    assert ended.err.count("LookupError: of my own") == 1, ended.said
+
+
+# ---------------------------------------------------------------- spawn
+
+
+def test_spawn_runs_a_function_on_ranks_of_horovod(tmp_path: Path) -> None:
+    """By `horovod.run`: with its local rank first, then args and kwargs_dict."""
+    ac.spawn("horovod", spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=2, timeout=60.0)
+    told = spawned.told(tmp_path)
+    assert [(one["rank"], one["local"], one["size"], one["backend"], one["total"]) for one in told] == [
+        (0, 0, 2, "horovod", 3),
+        (1, 1, 2, "horovod", 3),
+    ]
+    assert told[0]["args"] == (7, "é")
+    assert not ac.is_initialized()
+
+
+def test_parallel_reports_the_rank_that_failed() -> None:
+    """The error has its traceback and its rank."""
+    with ac.Parallel("horovod", nproc_per_node=2) as parallel, pytest.raises(ac.SpawnError) as caught:
+        parallel.run(spawned.fail, 1)
+    assert caught.value.rank == 1
+    assert "LookupError: of rank 1" in str(caught.value)
+
+
+def test_spawn_from_another_thread_is_refused() -> None:
+    """Horovod's own rule, told before anything is started."""
+    caught: list[BaseException] = []
+
+    def spawn() -> None:
+        try:
+            ac.spawn("horovod", spawned.tell, ("",), nproc_per_node=2)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=spawn)
+    thread.start()
+    thread.join(10.0)
+    assert isinstance(caught[0], ac.InvalidArgumentError)
+    assert "main thread" in str(caught[0])
+
+
+# ---------------------------------------------------------------- elastic jobs
+
+ELASTIC = """
+    import os, pathlib, signal, torch, asynccoll as ac
+    killed = pathlib.Path(__file__).with_name("killed")
+    model = torch.nn.Linear(2, 1)
+    state = ac.elastic.state(model=model, batch=0)
+
+    @ac.elastic.run
+    def train(state):
+        size = ac.get_world_size()
+        print("world of", size, "from", state.batch)
+        while state.batch < 12:
+            assert ac.all_reduce(torch.ones(1)).wait().item() == size
+            if state.batch == 7 and size == 3 and ac.get_rank() == 2:
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.batch += 1
+            with torch.no_grad():
+                model.weight += 1
+            if state.batch % 5 == 0:
+                state.commit()
+        return state.batch
+
+    weight = model.weight.detach().clone()
+    print("done", train(state), "in", "two worlds" if killed.exists() else "one")
+"""
+HOSTS = "#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n"
+
+
+def test_an_elastic_job_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
+    """The survivors form a smaller world, and go on from the last commit."""
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text(HOSTS)
+    hosts.chmod(0o755)
+    elastic = ["--min-np", "2", "--max-np", "3", "--host-discovery-script", str(hosts)]
+    line = [horovodrun.find().path, "--gloo", "-np", "3", *elastic]
+    ended = call([*line, sys.executable, write(tmp_path, ELASTIC)])
+    assert ended.code == 0, ended.said
+    first, second, done = ["world of 3 from 0"] * 3, ["world of 2 from 5"] * 2, ["done 12 in two worlds"] * 2
+    assert ended.lines == sorted([*first, *second, *done]), ended.said
+
+
+MISTAKE = """
+    import torch, asynccoll as ac
+    import horovod.torch as hvd
+    state = ac.elastic.state(tries=0)
+
+    @ac.elastic.run
+    def train(state):
+        state.tries += 1
+        print("try", state.tries)
+        ac.all_reduce(torch.ones(2 + ac.get_rank())).wait()
+
+    try:
+        train(state)
+    except ac.CollectiveMismatchError as error:
+        print("told")
+"""
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    """A mismatch would only happen again in the next world."""
+    ended = by_hand(tmp_path, MISTAKE)
+    assert ended.code == 0, ended.said
+    assert ended.lines == ["told", "told", "try 1", "try 1"]
+
+
+def test_the_environment_of_another_job_is_not_passed_on() -> None:
+    """Ranks that a rank starts get places of their own."""
+    given = {"HOROVOD_RANK": "1", "HOROVOD_CYCLE_TIME": "2", "WORLD_SIZE": "3", "PATH": os.environ["PATH"]}
+    kept = horovodrun.without_place(given)
+    assert kept == {"HOROVOD_CYCLE_TIME": "2", "PATH": os.environ["PATH"]}

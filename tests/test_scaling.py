@@ -1,0 +1,166 @@
+"""Around all_reduce: factors, compression, sparse tensors, join and adasum, alike on every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+import oracle
+from ranks import Rank
+from worlds import World
+
+
+def halves(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that float16 holds exactly, and their sums and products with powers of two."""
+    return (torch.arange(6).reshape(2, 3) * 0.5 + rank).to(dtype)
+
+
+def total(size: int, *, before: float = 1.0, after: float = 1.0) -> list[list[float]]:
+    """The scaled sum, in plain Python."""
+    rows = [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]]
+    return [[after * sum(before * (x + rank) for rank in range(size)) for x in row] for row in rows]
+
+
+async def factors(me: Rank) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x = halves(me.rank, dtype)
+        for before, after in ((0.5, 1.0), (1.0, 4.0), (2, 0.25)):
+            want = torch.tensor(total(me.size, before=before, after=after), dtype=torch.float64).to(dtype)
+            label = f"{dtype} {before} {after}"
+            await me.check(label, ac.all_reduce, x, prescale=before, postscale=after, expect=want)
+    x, out = halves(me.rank), torch.empty(2, 3)
+    got = await me.get(ac.all_reduce(x, prescale=0.5, out=out))
+    assert got is out
+    oracle.same(out, torch.tensor(total(me.size, before=0.5)))
+    got = await me.get(ac.all_reduce(x, postscale=2.0, out=x))
+    assert got is x
+    oracle.same(x, torch.tensor(total(me.size, after=2.0)))
+    want = max(range(me.size)) * 0.25 + 2.5 * 0.25
+    got = await me.get(ac.all_reduce(halves(me.rank), op="max", prescale=0.25))
+    assert got.max().item() == want
+    z = torch.tensor([1 + 2j, 3 - 1j]) * (me.rank + 1)
+    n = me.size * (me.size + 1) / 2
+    await me.check("complex", ac.all_reduce, z, prescale=2.0, expect=torch.tensor([2 + 4j, 6 - 2j]) * n)
+
+
+def test_prescale_and_postscale(world: World, runner: str) -> None:
+    """They multiply before and after, for every dtype of floats, with out= too."""
+    world.run(factors, runner=runner)
+
+
+async def compressed(me: Rank) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x = halves(me.rank, dtype)
+        want = torch.tensor(total(me.size), dtype=torch.float64).to(dtype)
+        await me.check(f"{dtype}", ac.all_reduce, x, compression="fp16", expect=want)
+    # What float16 cannot hold is lost on the way: that it really travelled so.
+    x = torch.tensor([1.0 + 2**-20])
+    await me.check("rounded", ac.all_reduce, x, compression="fp16", expect=torch.tensor([float(me.size)]))
+    scaled: dict[str, Any] = {"prescale": 2.0**-10, "postscale": 2.0**10, "compression": "fp16"}
+    large = torch.tensor([65536.0])
+    await me.check("in range", ac.all_reduce, large, **scaled, expect=large * me.size)
+
+
+def test_compression(world: World, runner: str) -> None:
+    """float16 on the wire, the dtype of the input in the result."""
+    world.run(compressed, runner=runner)
+
+
+@dataclass
+class Layer:
+    """A node of a tree."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+async def trees(me: Rank) -> None:
+    tree = {"a": Layer(halves(me.rank), halves(me.rank, torch.float64)), "b": [halves(me.rank)]}
+    got = await me.get(ac.all_reduce(tree, prescale=0.5, postscale=2.0, compression="fp16"))
+    want = total(me.size)
+    for x, dtype in (
+        (got["a"].weight, torch.float32),
+        (got["a"].bias, torch.float64),
+        (got["b"][0], torch.float32),
+    ):
+        oracle.same(x, torch.tensor(want, dtype=dtype))
+    x = halves(me.rank).requires_grad_()
+    scaled = await me.get(ac.all_reduce(x, op="sum", prescale=0.5, postscale=8.0))
+    scaled.sum().backward()
+    oracle.same(x.grad, torch.full((2, 3), 4.0 * me.size))
+
+
+def test_trees_and_gradients(world: World, runner: str) -> None:
+    """Every tensor of a tree is scaled, and the factors are differentiated."""
+    world.run(trees, runner=runner)
+
+
+async def refused(me: Rank) -> None:
+    x = torch.ones(2)
+    call = ac.all_reduce
+    await me.refuses(
+        "integers", TypeError, call, torch.ones(2, dtype=torch.int64), prescale=0.5, says=("int64",)
+    )
+    await me.refuses("number", TypeError, call, 1.0, postscale=2.0, says=("float",))
+    await me.refuses("in a tree", TypeError, call, [x, 1], compression="fp16", says=("int",))
+    await me.refuses("name", ValueError, call, x, compression="fp8", says=("'fp8'", "'fp16'"))
+    await me.refuses("factor", TypeError, call, x, prescale="2", says=("prescale", "'2'"))
+    # Adasum is for floats, and for a Horovod that has the hardware for it.
+    await me.refuses("adasum", ac.UnsupportedOpError, call, x, op="adasum", says=("adasum", "horovod"))
+    integers = torch.ones(2, dtype=torch.int32)
+    await me.refuses("adasum of integers", TypeError, call, integers, op="adasum", says=("int32",))
+    await me.refuses("adasum of a number", TypeError, call, 1.5, op="adasum", says=("adasum",))
+    await me.check("afterwards", call, 1, expect=me.size)
+
+
+def test_what_cannot_be_scaled_is_refused(world: World) -> None:
+    """Before anything is sent: the next call works."""
+    world.run(refused)
+
+
+async def sparse(me: Rank) -> None:
+    size = me.size
+    mine = torch.sparse_coo_tensor(
+        [[0, me.rank + 1]], [1.0, 2.0 * me.rank], (size + 2,), check_invariants=True
+    )
+    before = mine.to_dense().clone()
+    got = await me.get(ac.all_reduce(mine))
+    want = [float(size), *(2.0 * rank for rank in range(size)), 0.0]
+    assert got.is_sparse
+    oracle.same(got.to_dense(), torch.tensor(want))
+    oracle.same(mine.to_dense(), before)
+    rows = torch.sparse_coo_tensor([[me.rank]], [[1.0, 2.0]], (size, 2), check_invariants=True)
+    got = await me.get(ac.all_reduce(rows))
+    oracle.same(got.to_dense(), torch.tensor([[1.0, 2.0]] * size))
+    none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0), (3,), check_invariants=True)
+    oracle.same((await me.get(ac.all_reduce(none))).to_dense(), torch.zeros(3))
+
+
+def test_sparse_sums(world: World, runner: str) -> None:
+    """Indices and their number may differ between ranks; rows of values too; nothing at all."""
+    if world.backend != "mpi":  # which refuses them: test_errors
+        world.run(sparse, runner=runner)
+
+
+async def uneven(me: Rank) -> None:
+    if me.backend != "horovod" and me.size > 1:
+        await me.refuses("join", ac.UnsupportedOpError, ac.join, says=("horovod", "min"))
+        return
+    for _ in range(2):
+        for step in range(2 + me.rank):
+            x = torch.full((2,), float(me.rank + 1), requires_grad=True)
+            y = await me.get(ac.all_reduce(x))
+            present = [rank for rank in range(me.size) if step < 2 + rank]
+            oracle.same(y.detach(), torch.full((2,), float(sum(rank + 1 for rank in present))))
+            y.sum().backward()
+            oracle.same(x.grad, torch.full((2,), float(len(present))))
+        assert await me.get(ac.join()) == me.size - 1
+        await me.check("together again", ac.all_gather, me.rank, expect=list(range(me.size)))
+
+
+def test_join_for_uneven_inputs(world: World, runner: str) -> None:
+    """Who has no more data takes part with zeros; afterwards all go on together."""
+    world.run(uneven, runner=runner)
