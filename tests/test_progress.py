@@ -164,7 +164,6 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-
 def test_who_may_be_told_late_is_looked_at_seldom() -> None:
     """The least patient decides when to look; one that wants it at once, for all."""
     patient, calm, eager = Item(urgent=True), Item(urgent=True), Item(urgent=True, expected=60.0)
