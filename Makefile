@@ -22,7 +22,7 @@ demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS
 
 test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel
 	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
-	@$(MAKE) --no-print-directory mpi
+	@$(MAKE) --no-print-directory mpi horovod
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks faults gather groups lanes \

@@ -19,7 +19,13 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from asynccoll.completion import Callback, Completion
-from asynccoll.errors import AbortedError, CollectiveError, CollectiveMismatchError, PeerLostError
+from asynccoll.errors import (
+    AbortedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    PeerLostError,
+    collective_error,
+)
 from asynccoll.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, progress
 
 __all__ = ["Common", "HorovodCompletion", "typed"]
@@ -79,10 +85,12 @@ class HorovodCompletion(Completion):
         if self.finished or not lock.acquire(False):
             return self.finished
         try:
-            if self._common.abandoned:  # the handle may be another operation's by now
+            if self.finished:  # another thread has looked meanwhile
+                pass
+            elif self._common.abandoned:  # the handle may be another operation's by now
                 _abandoned.append(self._buffers)
                 self._close(AbortedError("given up with the operation in flight"))
-            elif not self.finished and poll(self._handle):
+            elif poll(self._handle):
                 self._end()
         except ValueError:  # Horovod was shut down here, and has forgotten its handles
             self._close(AbortedError("Horovod was shut down with the operation in flight"))
@@ -161,9 +169,8 @@ class HorovodCompletion(Completion):
         return self._error
 
 
-_MISMATCH = re.compile(r"mismatched|invalid root|same name as another", re.IGNORECASE)
+_MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
 _SHUT_DOWN = re.compile(r"has been shut down", re.IGNORECASE)
-_JOINED = re.compile(r"not supported with join", re.IGNORECASE)
 
 
 def typed(error: Exception) -> CollectiveError:
@@ -175,14 +182,6 @@ def typed(error: Exception) -> CollectiveError:
     elif _SHUT_DOWN.search(text):
         ours = PeerLostError("Horovod was shut down: a rank has ended or failed")
     else:
-        return _plain(error, text)
+        return collective_error(error, "Horovod's operation")
     ours.__cause__ = error
     return ours
-
-
-def _plain(error: Exception, text: str) -> CollectiveError:
-    from asynccoll.errors import collective_error
-
-    mapped = collective_error(error, "Horovod's operation")
-    mapped.__cause__ = error
-    return mapped
