@@ -10,6 +10,7 @@ from asynccoll import dispatch
 from asynccoll.backends import capabilities_of
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.lane import Lane
+from asynccoll.payload.scaling import Scaling
 from asynccoll.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology
 
 __all__ = ["explain_call", "explain_offline"]
@@ -18,6 +19,8 @@ __all__ = ["explain_call", "explain_offline"]
 def explain_call(lane: Lane, name: str, x: Any, call: dict[str, Any]) -> Plan:
     """The plan of ``name`` for ``x`` on ``lane``."""
     op = Op.parse(name)
+    if isinstance(x, torch.Tensor) and call.get("compression") is not None:
+        x = Scaling(compression=call["compression"]).before(x)
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.group.context.policy, reduce)

@@ -14,7 +14,10 @@ TAIL = ("group=None", "lane=None", "timeout=None")
 OUT = (*TAIL, "out=None")
 #: name -> positional parameters, then the keyword-only ones with their defaults.
 SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "all_reduce": (("x",), {"op='sum'", *OUT}),
+    "all_reduce": (
+        ("x",),
+        {"op='sum'", "prescale=1.0", "postscale=1.0", "compression=None", *OUT},
+    ),
     "reduce": (("x",), {"dst=0", "op='sum'", *OUT}),
     "broadcast": (("x",), {"src=0", "safe_mode=False", *OUT}),
     "all_gather": (("x",), {"dim=0", "uneven=False", *OUT}),
@@ -26,6 +29,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "send": (("x",), {"dst", "tag=0", *TAIL}),
     "recv": (("like",), {"src", "tag=0", *OUT}),
     "barrier": ((), {*TAIL}),
+    "join": ((), {"lane=None", "timeout=None"}),
     "all_gather_object": (("obj",), {"codec=None", *TAIL}),
     "gather_object": (("obj",), {"dst=0", "codec=None", *TAIL}),
     "broadcast_object": (("obj",), {"src=0", "codec=None", *TAIL}),

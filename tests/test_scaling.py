@@ -59,6 +59,8 @@ async def compressed(me: Rank) -> None:
     # What float16 cannot hold is lost on the way: that it really travelled so.
     x = torch.tensor([1.0 + 2**-20])
     await me.check("rounded", ac.all_reduce, x, compression="fp16", expect=torch.tensor([float(me.size)]))
+    plan = ac.explain("all_reduce", torch.ones(2), compression="fp16")
+    assert plan == ac.explain("all_reduce", torch.ones(2, dtype=torch.float16))
     scaled: dict[str, Any] = {"prescale": 2.0**-10, "postscale": 2.0**10, "compression": "fp16"}
     large = torch.tensor([65536.0])
     await me.check("in range", ac.all_reduce, large, **scaled, expect=large * me.size)
