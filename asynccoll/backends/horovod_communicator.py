@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import mpi_lib
 
 from asynccoll.backends.horovod_completion import Common, HorovodCompletion, typed
 from asynccoll.completion import AllOf, Completion, Promise, Ready
@@ -28,6 +29,33 @@ _OPS = {
     ReduceOp.PRODUCT: mpi_ops.Product,
     ReduceOp.ADASUM: mpi_ops.Adasum,
 }
+#: Horovod's name of a tensor, in the names of its functions.
+_TENSORS = {
+    torch.uint8: "Byte",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float16: "Half",
+    torch.float32: "Float",
+    torch.float64: "Double",
+}
+
+
+def _functions(kind: str) -> dict[torch.dtype, Callable[..., int]]:
+    """The calls of one kind by dtype, as Horovod's own Python calls them.
+
+    Its public functions make memory of their own for most results, and look this up each time.
+    """
+    names = {dtype: f"horovod_torch_{kind}_async_torch_{name}Tensor" for dtype, name in _TENSORS.items()}
+    return {dtype: getattr(mpi_lib, name) for dtype, name in names.items() if hasattr(mpi_lib, name)}
+
+
+_ALL_REDUCE = _functions("allreduce")
+_ALL_GATHER = _functions("allgather")
+_ALL_TO_ALL = _functions("alltoall")
+_BROADCAST = _functions("broadcast")
+_REDUCE_SCATTER = _functions("reducescatter")
 
 
 class Rounds:
@@ -46,6 +74,7 @@ class HorovodCommunicator:
         self, process_set: Any, ranks: Sequence[int], rank: int, prefix: str, rounds: Rounds
     ) -> None:
         self.process_set = process_set
+        self._set: int = process_set.process_set_id
         self._ranks = ranks
         self._rank = rank
         self._prefix = prefix
@@ -54,88 +83,79 @@ class HorovodCommunicator:
         self._calls = 0
         self._common = Common()
 
-    def _name(self) -> str:
+    def _name(self) -> bytes:
         """The next name: the same on every rank, for they issue in the same order."""
         if self._round != self._rounds.joined:
             self._round, self._calls = self._rounds.joined, 0
         self._calls += 1
-        return f"{self._prefix}.{self._round}.{self._calls}"
+        return f"{self._prefix}.{self._round}.{self._calls}".encode()
 
     def _start(
-        self,
-        call: Callable[..., int],
-        *arguments: Any,
-        keep: object = None,
-        finish: Callable[[Any], object] | None = None,
+        self, call: Callable[..., int], *arguments: Any, finish: Callable[[], object] | None = None
     ) -> Completion:
         """Issue ``call``; what it works on is kept until it is over."""
         try:
             handle = call(*arguments)
-        except RuntimeError as error:  # HorovodInternalError is one
+        except (RuntimeError, ValueError) as error:
             return Ready(typed(error))
-        return HorovodCompletion(handle, (arguments, keep), self._common, finish)
+        return HorovodCompletion(handle, arguments, self._common, finish)
 
     # Arithmetic
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         if x.layout is not torch.strided:
             return self._all_reduce_sparse(x)
-        return self._start(mpi_ops._allreduce_async, x, x, self._name(), _OPS[op], 1.0, 1.0, self.process_set)
+        if op is ReduceOp.ADASUM:
+            self._check_adasum()
+        return self._start(_ALL_REDUCE[x.dtype], x, x, 1, self._name(), _OPS[op], 1.0, 1.0, self._set)
+
+    def _check_adasum(self) -> None:
+        size = len(self._ranks)
+        if size & (size - 1) or self._set:
+            raise UnsupportedOpError(
+                f"adasum runs over the world, of a number of ranks that is a power of two; got {size} ranks"
+                f"{' of a group' if self._set else ''}"
+            )
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         return self.all_reduce(x, op)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        rows = x.view(len(self._ranks), -1)
-        return self._start(
-            mpi_ops._reducescatter_async,
-            rows,
-            out.view(1, -1),
-            self._name(),
-            _OPS[op],
-            self.process_set,
-            1.0,
-            1.0,
-        )
+        rows, part = x.view(len(self._ranks), -1), out.view(1, -1)
+        call = _REDUCE_SCATTER[x.dtype]
+        return self._start(call, rows, part, self._name(), _OPS[op], self._set, 1.0, 1.0)
 
     def _all_reduce_sparse(self, x: torch.Tensor) -> Completion:
         """The sum of sparse tensors: everybody's indices and values, which may differ in number."""
-        found: dict[str, torch.Tensor] = {}
-        parts = {"indices": x._indices().t().contiguous(), "values": x._values().contiguous()}
         name = self._name()
-        both = AllOf([self._gather_rows(part, f"{name}.{key}", found, key) for key, part in parts.items()])
+        indices, values = x._indices().t().contiguous(), x._values().contiguous()
+        all_indices, all_values = indices.new_empty(0), values.new_empty(0)
+        parts = ((b".indices", indices, all_indices), (b".values", values, all_values))
+        both = AllOf(
+            [self._start(_ALL_GATHER[part.dtype], part, to, name + key, self._set) for key, part, to in parts]
+        )
         promise = Promise()
 
         def settle() -> None:
             error = both.error()
             if error is None:
-                total = torch.sparse_coo_tensor(found["indices"].t(), found["values"], x.shape)
+                total = torch.sparse_coo_tensor(all_indices.t(), all_values, x.shape, check_invariants=False)
                 x.copy_(total.coalesce())
             promise.settle(error)
 
         both.add_callback(settle)
         return promise
 
-    def _gather_rows(
-        self, part: torch.Tensor, name: str, found: dict[str, torch.Tensor], key: str
-    ) -> Completion:
-        def finish(result: torch.Tensor) -> None:
-            found[key] = result
-
-        return self._start(
-            mpi_ops._allgather_async, part, part.new_empty(0), name, self.process_set, finish=finish
-        )
-
     # Movement
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         x = x.view(-1)  # Horovod compares shapes, and who receives need not know that of the wire
-        return self._start(mpi_ops._broadcast_async, x, x, self._ranks[src], self._name(), self.process_set)
+        return self._start(_BROADCAST[x.dtype], x, x, self._ranks[src], self._name(), self._set)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         # As rows: then a rank whose part has another size is refused on all of them.
         rows = out.view(len(self._ranks), -1)
-        return self._start(mpi_ops._allgather_async, x.view(1, -1), rows, self._name(), self.process_set)
+        return self._start(_ALL_GATHER[x.dtype], x.view(1, -1), rows, self._name(), self._set)
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         size = len(self._ranks)
@@ -181,7 +201,7 @@ class HorovodCommunicator:
         received = torch.empty(len(self._ranks), dtype=torch.int32)
         expected = list(out_splits)
 
-        def finish(_: Any) -> None:
+        def finish() -> None:
             if received.tolist() != expected:
                 raise CollectiveMismatchError(
                     f"rank {self._ranks[self._rank]} expected {expected} rows of each rank and got "
@@ -190,16 +210,8 @@ class HorovodCommunicator:
             if deliver is not None:
                 deliver()
 
-        return self._start(
-            mpi_ops._alltoall_async,
-            x,
-            counts,
-            out,
-            received,
-            self._name(),
-            self.process_set,
-            finish=finish,
-        )
+        call, name = _ALL_TO_ALL[x.dtype], self._name()
+        return self._start(call, x, counts, out, received, name, self._set, finish=finish)
 
     def join(self, last: torch.Tensor) -> Completion:
         """Take part with zeros in whatever the others still reduce, until all have joined.
@@ -207,14 +219,8 @@ class HorovodCommunicator:
         ``last`` is filled with the rank that came last. From here on the calls are counted anew, as those
         who joined early have made fewer.
         """
-
-        def start() -> int:
-            handle: int = mpi_ops.mpi_lib.horovod_torch_join(last, -1)
-            mpi_ops._handle_map[handle] = (None, last)
-            return handle
-
         self._rounds.joined += 1
-        return self._start(start)
+        return self._start(mpi_lib.horovod_torch_join, last, -1)
 
     # What there is not
 
@@ -225,16 +231,7 @@ class HorovodCommunicator:
         raise UnsupportedOpError("Horovod has no messages between two ranks")
 
     def barrier(self) -> Completion:
-        return self._start(
-            mpi_ops._allreduce_async,
-            (one := torch.zeros(1)),
-            one,
-            self._name(),
-            mpi_ops.Sum,
-            1.0,
-            1.0,
-            self.process_set,
-        )
+        return self.all_reduce(torch.zeros(1), ReduceOp.SUM)
 
     # The end
 

@@ -2,8 +2,8 @@
 
 Horovod moves the data in a thread of its own. Nobody has to look before somebody wants to know.
 
-``synchronize`` spins until the end, so it is called only once ``poll`` has said that it is there; it
-then gives the result, or raises. Horovod's errors become ours here.
+What Horovod's ``synchronize`` calls spins until the end, so it is called only once ``poll`` has said that
+it is there; it then forgets the handle, or raises. Horovod's errors become ours here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
 
-from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import mpi_lib
 
 from asynccoll.completion import Callback, Completion
 from asynccoll.errors import (
@@ -30,11 +28,8 @@ from asynccoll.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, progre
 
 __all__ = ["Common", "HorovodCompletion", "typed"]
 
-#: Memory that Horovod may still write to.
-_abandoned: list[object] = []
-
-poll = mpi_ops.poll
-synchronize = mpi_ops.synchronize
+poll = mpi_lib.horovod_torch_poll
+clear = mpi_lib.horovod_torch_wait_and_clear
 
 
 class Common:
@@ -63,7 +58,7 @@ class HorovodCompletion(Completion):
     _error: CollectiveError | None = None
 
     def __init__(
-        self, handle: int, buffers: object, common: Common, finish: Callable[[Any], object] | None = None
+        self, handle: int, buffers: object, common: Common, finish: Callable[[], object] | None = None
     ) -> None:
         self._handle = handle
         self._buffers = buffers
@@ -88,7 +83,6 @@ class HorovodCompletion(Completion):
             if self.finished:  # another thread has looked meanwhile
                 pass
             elif self._common.abandoned:  # the handle may be another operation's by now
-                _abandoned.append(self._buffers)
                 self._close(AbortedError("given up with the operation in flight"))
             elif poll(self._handle):
                 self._end()
@@ -102,13 +96,13 @@ class HorovodCompletion(Completion):
         """Take the result, which is there."""
         error: CollectiveError | None = None
         try:
-            result = synchronize(self._handle)
+            clear(self._handle)
             if self._finish is not None:
-                self._finish(result)
-        except HorovodInternalError as native:
-            error = typed(native)
+                self._finish()
         except CollectiveError as ours:
             error = ours
+        except (RuntimeError, ValueError) as native:
+            error = typed(native)
         self._close(error)
 
     def _close(self, error: CollectiveError | None) -> None:

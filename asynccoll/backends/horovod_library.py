@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from types import ModuleType
 from typing import Any
 
 from asynccoll.errors import BackendNotFoundError, LaunchEnvironmentError
 from asynccoll.launch.info import LaunchInfo
 
-__all__ = ["INSTALL", "load", "native", "present", "start"]
+__all__ = ["INSTALL", "load", "present", "start"]
 
 #: A plain ``pip install horovod`` does not compile against today's torch.
 INSTALL = (
@@ -42,13 +41,6 @@ def load() -> Any:
             f"horovod.torch does not load: {error}. The backend needs {INSTALL}"
         ) from error
     return hvd
-
-
-def native() -> ModuleType:
-    """The calls that fill memory of the caller's: the public ones make their own."""
-    from horovod.torch import mpi_ops
-
-    return mpi_ops  # type: ignore[no-any-return]  # Horovod has no types
 
 
 def start(hvd: Any, launch: LaunchInfo | None) -> None:
