@@ -52,7 +52,7 @@ class HorovodCompletion(Completion):
     attended = False
     urgent = True
     #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
-    lateness: float | None = 1 / 16
+    lateness: float | None = 1 / 32
     _watched = False
     _callbacks: list[Callback] | None = None
     _error: CollectiveError | None = None
