@@ -161,8 +161,9 @@ def initialize(
     mpiexec, horovodrun), and makes a world of one where there is no launcher.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"``, ``"serial"``, ... (in any case), or torch's
-            ``"cpu:gloo,cuda:nccl"``. None chooses: nccl with a GPU for each local rank, else gloo.
+        backend: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"serial"``, ... (in any case), or torch's
+            ``"cpu:gloo,cuda:nccl"``. None chooses: mpi under mpiexec; else nccl with a GPU for each local
+            rank, else gloo.
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``, as in
             ``torch.distributed.init_process_group``.
         store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a
