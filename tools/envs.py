@@ -45,6 +45,13 @@ ENVIRONMENTS = {
             download=f"{_CPU_TORCH}, and 35 MB to compile Horovod with, which takes minutes",
             steps=("horovod_wheel.py",),
         ),
+        # torch_xla loads beside the one torch it was built for, the oldest that is supported.
+        Environment(
+            "xla",
+            groups=("xla", "runtime", "build", "test", "demo"),
+            download="4.1 GB (7 GB installed)",
+            constraints="constraints-xla.txt",
+        ),
     )
 }
 
@@ -108,7 +115,8 @@ def main(argv: list[str]) -> None:
         case "list":
             _list()
         case "lock":
-            envbuild.lock(ENVIRONMENTS["test"])
+            for name in ("test", "xla"):
+                envbuild.lock(ENVIRONMENTS[name])
         case "clean":
             _clean()
 
