@@ -19,7 +19,7 @@ from asynccoll.lane import Lane, Program, Start
 from asynccoll.place import caller
 from asynccoll.work import Work
 
-__all__ = ["checked", "compare", "signature"]
+__all__ = ["checked", "compare", "mismatch", "signature"]
 
 _DIGEST_BYTES = 16
 _ROW_BYTES = 512
@@ -68,9 +68,14 @@ def _verify(lane: Lane, rows: torch.Tensor) -> None:
     if all(torch.equal(first, row[:_DIGEST_BYTES]) for row in rows[1:]):
         return
     shown = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-    sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(lane.group.ranks, shown))
-    raise CollectiveMismatchError(
-        f"ranks called different things on {lane} (nothing was sent; the lane is still usable):\n{sides}"
+    raise mismatch(lane, lane.group.ranks, shown)
+
+
+def mismatch(where: object, ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatchError:
+    """The error for ``ranks`` that called different ``texts``, found before anything was sent."""
+    sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(ranks, texts))
+    return CollectiveMismatchError(
+        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}"
     )
 
 

@@ -154,8 +154,11 @@ class Context:
         with self.clients.borrow() as store:
             return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
 
-    async def on_host(self, operation: Operation) -> None:
-        """Wait until the host may read what ``operation`` delivered on the device."""
+    async def on_host(self, operation: Operation, value: object) -> None:
+        """Wait until the host may read ``value``, which ``operation`` delivered on the device."""
+        computed = getattr(self.backend, "on_host", None)
+        if computed is not None:
+            await computed(value)
         if self.backend.stream_ordered:
             from asynccoll.streams import drained
 

@@ -60,6 +60,8 @@ _REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+#: What has as many bytes, for dtypes that a backend cannot move as they are.
+_CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
@@ -126,19 +128,31 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
         if op in (Op.SEND, Op.RECV):
             advice = "; gloo, nccl and mpi have it, and permute or broadcast do it where all ranks call them"
         raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
+    native, has = _native_call(op, known)
     if op is Op.BARRIER or spec.dtype in known.move:
-        return Plan(op, known.backend, op.value, why=(f"{known.backend} has {op.value}",))
+        return Plan(op, known.backend, native, why=(has,))
+    carrier = _CARRIERS.get(spec.dtype.itemsize)
+    if carrier not in known.move:
+        carrier = torch.uint8
     return Plan(
         op,
         known.backend,
-        op.value,
+        native,
         wire=Wire.VIEW,
-        wire_dtype=torch.uint8,
+        wire_dtype=carrier,
         why=(
-            f"{known.backend} has {op.value}",
-            f"{known.backend} cannot copy {dtype_name(spec.dtype)}: its bytes travel as uint8",
+            has,
+            f"{known.backend} cannot copy {dtype_name(spec.dtype)}: it travels as {dtype_name(carrier)}",
         ),
     )
+
+
+def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:
+    """What the backend calls for ``op``, and how to say so."""
+    other = dict(known.built_of).get(op)
+    if other is None:
+        return op.value, f"{known.backend} has {op.value}"
+    return other, f"{known.backend} has no {op.value} of its own: it is made of {other}"
 
 
 def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: ReduceOp) -> Plan:
@@ -158,8 +172,10 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
             f"{op.value} with {reduce.value} of {dtype_name(spec.dtype)} is not supported on "
             f"{known.backend}, and it lacks {transport.value} to compose it from"
         )
+    call = transport.value
     if native:
-        why = (f"{known.backend} has {op.value} with {on_wire.value}", *why)
+        call, has = _native_call(op, known)
+        why = (f"{has} with {on_wire.value}", *why)
     else:
         lacks = (
             f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
@@ -170,7 +186,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
     return Plan(
         op,
         known.backend,
-        transport.value,
+        call,
         via="native" if native else transport.value,
         wire=wire,
         wire_dtype=None if wire is Wire.SAME else dtype,

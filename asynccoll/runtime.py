@@ -63,7 +63,7 @@ class _Process:
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
         self.embedded: Context | None = None  # the world of one
         self.finalized = False
-        self.thread_ranks = 0
+        self.thread_ranks: list[Context] = []  # those that are threads of this process
         self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
 
 
@@ -93,6 +93,9 @@ def current() -> Context:
 
 def _implicit(process: _Process) -> Context:
     if process.thread_ranks:
+        context = _of_backward(process.thread_ranks)
+        if context is not None:
+            return context
         raise NotInitializedError(
             "ranks are threads of this process, and this thread is none of them: call from the thread "
             "that called ac.initialize, or from a task or thread that inherits its context "
@@ -117,6 +120,17 @@ def _implicit(process: _Process) -> Context:
         if process.embedded is None:
             process.embedded = Context(SerialBackend(), Identity(), check="off")
         return process.embedded
+
+
+def _of_backward(contexts: list[Context]) -> Context | None:
+    """The rank for whose device autograd's own thread runs backward, with its hooks, just now."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    for context in list(contexts):
+        serves = getattr(context.backend, "serves_this_thread", None)
+        if serves is not None and serves():
+            return context
+    return None
 
 
 def _torch_group(process: _Process) -> Any:
@@ -204,7 +218,7 @@ def initialize(
     )
     with process.lock:
         if context.thread_rank:
-            process.thread_ranks += 1
+            process.thread_ranks.append(context)
             _of_thread.set(context)
         else:
             process.context = context
@@ -249,7 +263,7 @@ def _forget(process: _Process, context: Context) -> None:
     with process.lock:
         if context.thread_rank:
             _of_thread.set(None)
-            process.thread_ranks -= 1
+            process.thread_ranks.remove(context)
         elif process.context is context:
             process.context = None
             process.finalized = True

@@ -138,6 +138,8 @@ class Capabilities:
     sparse: bool = False
     #: collectives whose native call is slower than, or not awaitable unlike, a composition
     compose: frozenset[Op] = frozenset()
+    #: collectives that its communicator builds of another native call: (ours, what is called)
+    built_of: tuple[tuple[Op, str], ...] = ()
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         return any(op in ops for known, ops in self.reduce if known is dtype)

@@ -117,7 +117,7 @@ class Work(Generic[T]):
         """The result, once the host may read it (on the CPU that is the same as ready)."""
         value = await self
         for operation in self._operations:
-            await operation.lane.group.context.on_host(operation)
+            await operation.lane.group.context.on_host(operation, value)
         return value
 
     # Looking

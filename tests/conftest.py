@@ -50,6 +50,24 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
     signal.signal(signal.SIGALRM, before)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs ranks that are processes where they are threads of one."""
+    out = [item for item in items if item.get_closest_marker("processes") and _on_threads(item)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
+def _on_threads(item: pytest.Item) -> bool:
+    values = getattr(item, "callspec", None)
+    named = (
+        [value[0] if isinstance(value, tuple) else value for value in values.params.values()]
+        if values
+        else []
+    )
+    return not worlds.THREADED.isdisjoint(value for value in named if isinstance(value, str))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _close_worlds() -> Iterator[None]:
     """No rank outlives the session."""

@@ -40,7 +40,10 @@ Report = Callable[..., None]
 
 #: What a backend cannot do: (name of the collective, its arguments) -> bool.
 #: Such a case is not skipped: it must raise `UnsupportedOpError`.
-GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {"horovod": starters_horovod.lacks}
+GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {
+    "horovod": starters_horovod.lacks,
+    "xla-tpu": lambda name, _args, _kwargs: name in {"send", "recv"},
+}
 
 #: Backends whose groups every rank has to make: a rank list that was not made so is refused there.
 NEED_EVERY_RANK = {"horovod"}

@@ -33,6 +33,7 @@ async def one_dies(me: Rank, victim: int, lane: str | None) -> tuple[str, tuple[
     raise AssertionError("gave a result without the dead rank")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 @pytest.mark.parametrize(
     ("size", "victim", "runner"), [(2, 1, "asyncio"), (2, 0, "blocking"), (4, 2, "trio"), (4, 0, "asyncio")]
@@ -73,6 +74,7 @@ async def afterwards(me: Rank) -> list[str]:
     return heard
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_later_calls_fail_at_once_and_finalize_ends(backend: str) -> None:
     """After a loss each call is a typed error, and finalize(abort=True) is quick."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,6 +144,7 @@ async def native(me: Rank) -> None:
     oracle.same(x, torch.full((2,), 4.0))
 
 
+@pytest.mark.processes
 def test_native_process_groups(four: World) -> None:
     """A torch group is taken as group=, and torch's own calls still work beside ours."""
     four.run(native)
@@ -161,6 +163,7 @@ async def mesh(me: Rank) -> None:
     await me.refuses("2-d", ValueError, ac.all_reduce, 1, group=grid, says=("DeviceMesh", '["dp"]'))
 
 
+@pytest.mark.processes
 def test_device_meshes(four: World) -> None:
     """One dimension of a mesh is a group; two at once are refused."""
     four.run(mesh)

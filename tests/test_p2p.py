@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +54,7 @@ async def ring(me: Rank) -> None:
             assert await me.get(sending) is None, "send gives something"
 
 
+@pytest.mark.processes
 def test_a_ring_of_sends(four: World, runner: str) -> None:
     """All send to the next and receive from the one before at the same time."""
     four.run(ring, runner=runner)
@@ -71,6 +73,7 @@ async def tags(me: Rank) -> None:
                 oracle.same(got, torch.tensor([4 - turn]))
 
 
+@pytest.mark.processes
 def test_tags_tell_messages_apart(pair: World, runner: str) -> None:
     """A message goes to the recv with its tag."""
     pair.run(tags, runner=runner)
@@ -91,6 +94,7 @@ async def into_out(me: Rank) -> None:
             oracle.same(out, x)
 
 
+@pytest.mark.processes
 def test_layouts_and_out(pair: World, runner: str) -> None:
     """A transposed tensor is sent by its values; recv fills `out`, which may be `like`."""
     pair.run(into_out, runner=runner)
@@ -107,6 +111,7 @@ async def beside_collectives(me: Rank) -> None:
             oracle.same(await me.get(receiving), torch.ones(3))
 
 
+@pytest.mark.processes
 def test_a_waiting_recv_does_not_hold_up_collectives(pair: World, runner: str) -> None:
     """Messages have an order of their own: a collective passes a recv that still waits."""
     pair.run(beside_collectives, runner=runner)

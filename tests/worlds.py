@@ -31,6 +31,7 @@ from typing import Any
 
 import starters_horovod
 import starters_mpi
+import starters_xla
 
 HERE = Path(__file__).parent
 START_SECONDS = 120.0
@@ -46,6 +47,8 @@ def _words(variable: str, default: str) -> list[str]:
 BACKENDS = _words("ASYNCCOLL_TEST_BACKENDS", "gloo")
 WORLD_SIZES = [int(size) for size in _words("ASYNCCOLL_TEST_WORLD_SIZES", "1,2,3,4")]
 RUNNERS = _words("ASYNCCOLL_TEST_RUNNERS", "asyncio,trio,blocking")
+#: Backends whose ranks are threads of one process.
+THREADED = frozenset({"xla-tpu"})
 
 
 class RankError(AssertionError):
@@ -165,6 +168,7 @@ STARTERS = {
     "gloo": Starter(_start_processes, _tcp),
     "mpi": Starter(starters_mpi.start, starters_mpi.options),
     "horovod": Starter(starters_horovod.start, starters_horovod.options),
+    "xla-tpu": Starter(starters_xla.start, starters_xla.options),
 }
 
 

@@ -82,6 +82,11 @@ _TABLE: dict[str, _Entry] = {
         "mpi4py and an MPI library: pip install asynccoll[mpi]",
     ),
     "horovod": _Entry("asynccoll.backends.horovod:create", horovod_library.present, horovod_library.INSTALL),
+    "xla-tpu": _Entry(
+        "asynccoll.backends.xla:create",
+        _has("torch_xla"),
+        "torch_xla and the torch it is made for: pip install asynccoll[xla]",
+    ),
 }
 
 

@@ -62,6 +62,12 @@ def run(request: RunRequest) -> int:
     Raises:
         UnsupportedOpError: no engine can start ranks of the backend asked for.
     """
+    if (request.backend or "").lower() == "xla-tpu":
+        raise UnsupportedOpError(
+            "`asynccoll run` starts processes, but on the CPU the ranks of xla-tpu are threads of one, and "
+            "on TPU torch_xla starts them: start the script with plain python, and the ranks in it with "
+            "ac.Parallel('xla-tpu', nproc_per_node=n) or ac.spawn"
+        )
     name = ENGINE_OF_BACKEND.get((request.backend or "").lower(), "elastic")
     engine = ENGINES.get(name)
     if engine is None:

@@ -2,8 +2,8 @@
 
 What starts them depends on the backend: a table, one row each. The ranks of c10d backends are started
 by torch.multiprocessing and meet in a store that this process serves; those of mpi by the mpiexec of
-this environment, those of horovod by ``horovod.run``. Above the public API: a rank calls
-``initialize``, the function, ``finalize``.
+this environment, those of horovod by ``horovod.run``; those of xla-tpu are threads of one new process,
+one for each device. Above the public API: a rank calls ``initialize``, the function, ``finalize``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from multiprocessing import spawn as preparing
 from pathlib import Path
 from typing import Any
 
-from asynccoll.backends import available
+from asynccoll.backends import available, xla_threads
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
-from asynccoll.launch import child, horovodrun, mpi_rank, mpiexec
+from asynccoll.launch import child, horovodrun, mpi_rank, mpiexec, xla_rank
 from asynccoll.launch.job import Job, failed, portable
 from asynccoll.launch.nodes import Nodes
 from asynccoll.runtime import finalize, initialize
@@ -203,19 +203,39 @@ def _rank(local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, obje
 def _spawn_mpi(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
     _one_node(task, kwargs)
     launcher = mpiexec.find()
-    with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
-        plan = Path(told.directory, "job")
-        plan.write_bytes(pickle.dumps(_preparation()) + pickle.dumps(told))
-        line = launcher.command(ranks, [sys.executable, str(Path(mpi_rank.__file__)), str(plan)])
+    environ = launcher.environment(_without_place(os.environ))
+    _run_by_plan(
+        replace(task, options=kwargs),
+        ranks,
+        lambda plan: launcher.command(ranks, [sys.executable, str(Path(mpi_rank.__file__)), plan]),
+        environ,
+        "mpiexec",
+    )
+
+
+def _run_by_plan(
+    task: Job, ranks: int, line: Callable[[str], list[str]], environ: Mapping[str, str], who: str
+) -> None:
+    """Run a program that finds the job in the file it is told, and raise what a rank failed with."""
+    with _planned(task) as (told, plan):
         ended = subprocess.run(
-            [sys.executable, child.__file__, "program", *line],
-            env=launcher.environment(_without_place(os.environ)),
+            [sys.executable, child.__file__, "program", *line(plan)],
+            env=environ,
             stdin=subprocess.DEVNULL,
             check=False,
         )
         if ended.returncode:
-            text = f"mpiexec ended with code {ended.returncode}; what it said is above"
+            text = f"{who} ended with code {ended.returncode}; what it said is above"
             raise failed(told, range(ranks), {}, text)
+
+
+@contextlib.contextmanager
+def _planned(task: Job) -> Iterator[tuple[Job, str]]:
+    """The job, and the file in which its ranks find it."""
+    with _reporting(replace(task, function=portable(task.function))) as told:
+        plan = Path(told.directory, "job")
+        plan.write_bytes(pickle.dumps(_preparation()) + pickle.dumps(told))
+        yield told, str(plan)
 
 
 def _preparation() -> dict[str, Any]:
@@ -234,13 +254,11 @@ def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
         raise InvalidArgumentError("Horovod starts ranks from the main thread only; call ac.spawn there")
     import horovod
 
-    with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
-        plan = Path(told.directory, "job")
-        plan.write_bytes(pickle.dumps(_preparation()) + pickle.dumps(told))
+    with _planned(replace(task, options=kwargs)) as (told, plan):
         environ = horovodrun.without_place(os.environ)
         try:
             with _environment(environ):
-                horovod.run(mpi_rank.main, (str(plan),), num_proc=ranks, use_gloo=True)
+                horovod.run(mpi_rank.main, (plan,), num_proc=ranks, use_gloo=True)
         except RuntimeError as error:
             raise failed(told, range(ranks), {}, str(error)) from None
 
@@ -259,14 +277,33 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the place that a launcher gave this process: mpiexec gives new ones."""
+    """The environment without the place that a launcher gave this process: its ranks have others."""
     given = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_")
     torch_place = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
     return {k: v for k, v in environ.items() if not k.startswith(given) and k not in torch_place}
+
+
+# torch_xla
+
+
+def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+    _one_node(task, kwargs)
+    environ = _without_place(os.environ)
+    if not environ.get("PJRT_DEVICE", "CPU").startswith("TPU"):
+        xla_threads.environment(ranks, environ)
+    program = str(Path(xla_rank.__file__))
+    _run_by_plan(
+        replace(task, options={**kwargs, "world_size": ranks}),
+        ranks,
+        lambda plan: [sys.executable, program, plan],
+        environ,
+        "the process of the replicas",
+    )
 
 
 _STARTERS: dict[str, Callable[[Job, int, dict[str, Any]], Any]] = {
     "serial": _spawn_serial,
     "mpi": _spawn_mpi,
     "horovod": _spawn_horovod,
+    "xla-tpu": _spawn_xla,
 }

@@ -110,6 +110,7 @@ def plain(lane: Lane, plan: Plan, x: torch.Tensor) -> bool:
         plan.direct
         and x.layout is torch.strided
         and x.is_contiguous()
+        and has_memory(x)
         and not (x.is_neg() or x.is_conj())
         and not lane.group.context.policy.check
     )
@@ -128,9 +129,20 @@ def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -
         )
 
 
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether ``x`` is memory with an address; a lazy tensor (XLA) is a value that is computed some day."""
+    return x.device.type != "xla"
+
+
+def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors begin at one address. Of lazy ones, which have none, it is never said."""
+    return x.data_ptr() == y.data_ptr() and has_memory(x)
+
+
 def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Memory for ``shape`` elements of the wire: the caller's ``out`` where it can serve as it is."""
-    if out is not None and out.dtype is wire.dtype and out.device == wire.device and out.is_contiguous():
+    fits = out is not None and out.dtype is wire.dtype and out.device == wire.device and has_memory(out)
+    if fits and out is not None and out.is_contiguous():
         return out.detach().view(shape)
     return torch.empty(shape, dtype=wire.dtype, device=wire.device)
 
@@ -139,7 +151,7 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """The result; in ``out`` where the caller gave one that could not be used directly."""
     if out is None:
         return result
-    if out.data_ptr() != result.data_ptr() or not out.is_contiguous():
+    if out is not result and not (same_memory(out, result) and out.is_contiguous()):
         out.detach().copy_(result.view(out.shape))
     return out
 
@@ -150,11 +162,11 @@ def owned(
     """A wire tensor that may be overwritten, holding ``x``; and the copy still to make, if it is big."""
     source = physical(x)
     wire = encode(source, plan)
-    shared = wire.data_ptr() == source.data_ptr() and wire.numel() > 0
+    shared = not has_memory(wire) or (same_memory(wire, source) and wire.numel() > 0)
     if not shared and not (plan.direct and out is not None):
         return wire, None
     buffer = target_for(out, wire, wire.shape)
-    if buffer.data_ptr() == wire.data_ptr() and wire.numel() > 0:
+    if same_memory(buffer, wire) and wire.numel() > 0:
         return buffer, None
     if buffer.numel() * buffer.element_size() >= OFFLOAD_BYTES and in_loop():
         return buffer, lambda: buffer.copy_(wire)

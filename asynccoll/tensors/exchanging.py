@@ -12,7 +12,7 @@ from asynccoll.completion import Completion
 from asynccoll.encoding import decode, encode
 from asynccoll.lane import Lane, Program
 from asynccoll.spec import Op, Plan, dtype_name
-from asynccoll.tensors.common import check_out, deliver, issue, physical, plan_for, target_for
+from asynccoll.tensors.common import check_out, deliver, issue, physical, plan_for, same_memory, target_for
 from asynccoll.work import Work
 
 
@@ -37,7 +37,7 @@ def start_all_to_all(
         return _all_to_all_counted(lane, plan, x, wire, in_splits, timeout)
     rows = sum(out_splits)
     check_out(out, x, (rows, *row_shape))
-    alias = out is not None and out.data_ptr() == wire.data_ptr()
+    alias = out is not None and same_memory(out, wire)
     received = target_for(None if alias else out, wire, (rows, wire.shape[1]))
     operation = issue(
         lane,

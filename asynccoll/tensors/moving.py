@@ -13,7 +13,17 @@ from asynccoll.encoding import decode, encode
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, TensorSpec
-from asynccoll.tensors.common import check_out, deliver, issue, owned, physical, plain, plan_for, target_for
+from asynccoll.tensors.common import (
+    check_out,
+    deliver,
+    issue,
+    owned,
+    physical,
+    plain,
+    plan_for,
+    same_memory,
+    target_for,
+)
 from asynccoll.work import Work
 
 _NOTHING = torch.empty(0)
@@ -74,9 +84,13 @@ def start_all_gather(
         shape=x.shape,
     )
     shape = (size, *x.shape)
-    if plan.direct:
+    if plan.direct and (out is None or same_memory(target, out)):
         return Work((operation,), lambda: target.view(shape))
-    return Work((operation,), lambda: decode(target, plan, x.dtype, x.device).view(shape))
+    into = out if out is not None and out.is_contiguous() else None
+    return Work(
+        (operation,),
+        lambda: deliver(decode(target, plan, x.dtype, x.device).view(shape), into).view(shape),
+    )
 
 
 def start_gather(lane: Lane, x: torch.Tensor, dst: int, timeout: float | None) -> Work[torch.Tensor | None]:

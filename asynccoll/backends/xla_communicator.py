@@ -1,0 +1,246 @@
+"""One order of collectives between replicas, as the core sees it.
+
+A call goes to the replica's progress thread, which brings its input onto the device and lets it meet
+those of the other ranks; whoever comes last launches for all of them (``launch``). Then each progress
+thread waits for its own device, puts the result where the caller wants it, and completes the promise.
+The caller's thread only hands over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asynccoll.backends.xla_collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Matrix,
+    Members,
+    ReduceScatter,
+    Scatter,
+)
+from asynccoll.checks import mismatch
+from asynccoll.completion import Completion, Promise
+from asynccoll.errors import CollectiveMismatchError, PeerLostError
+from asynccoll.spec import ReduceOp
+
+if TYPE_CHECKING:
+    from asynccoll.backends.xla import XlaBackend
+    from asynccoll.backends.xla_meeting import Meeting
+
+__all__ = ["Call", "XlaCommunicator"]
+
+Deliver = Callable[[torch.Tensor], object]
+
+
+class Call:
+    """One rank's side of a collective, from the caller's hand to the result."""
+
+    __slots__ = ("collective", "deliver", "matrix", "promise", "replica", "result", "splits", "text", "x")
+
+    def __init__(
+        self,
+        replica: XlaBackend,
+        collective: Collective,
+        x: torch.Tensor,
+        deliver: Deliver,
+        splits: tuple[Sequence[int], Sequence[int]] | None,
+    ) -> None:
+        self.replica = replica
+        self.collective = collective
+        self.x = x
+        self.deliver = deliver
+        self.splits = splits  # (rows to each rank, rows expected from each)
+        self.matrix: Matrix = ()
+        self.text = collective.text(x)
+        self.result: torch.Tensor | None = None
+        self.promise = Promise()
+
+    def stage(self) -> None:
+        """Bring the input onto the device, whatever it still has to be computed from."""
+        device = self.replica.xla
+        if self.x.device.type != "xla":
+            self.x = self.x.to(device.torch_device)
+        device.settle([self.x])
+
+    def prepare(self) -> None:
+        """What is done locally before the launch."""
+        before = self.x
+        self.x = self.collective.prepare(before, self.matrix)
+        if self.x is not before:
+            self.replica.xla.settle([self.x])
+
+    def launch(self) -> None:
+        """Put the collective on this rank's device; all ranks of the group must follow."""
+        if self.x.numel():
+            self.result = self.replica.xla.launch(partial(self.collective.trace, self.x))
+
+    def end(self) -> None:
+        """Wait for the device and deliver, in the replica's progress thread."""
+        try:
+            if self.result is not None:
+                self.replica.xla.wait()
+                self.deliver(self.collective.finish(self.result, self.matrix))
+        except BaseException as error:
+            self.promise.settle(error)
+        else:
+            self.promise.settle()
+
+    def fail(self, error: BaseException) -> None:
+        self.promise.settle(error)
+
+
+def launch(calls: Sequence[Call], where: str) -> None:
+    """Launch the calls of all ranks that this process has; each is then ended by its own replica."""
+    try:
+        _agree(calls, where)
+        for call in calls:
+            call.prepare()
+        for call in calls:
+            call.replica.xla.wait()
+        for call in calls:
+            call.launch()
+    except BaseException as error:
+        for call in calls:
+            call.fail(error)
+        return
+    for call in calls:
+        call.replica.progress.submit(call.end)
+
+
+def _agree(calls: Sequence[Call], where: str) -> None:
+    """Raise, before anything is launched, if the ranks called different things."""
+    texts = [call.text for call in calls]
+    ranks = calls[0].collective.members.ranks
+    if any(text != texts[0] for text in texts):
+        raise mismatch(where, ranks, texts)
+    if not calls[0].collective.needs_matrix:
+        return
+    matrix = [call.splits[0] for call in calls if call.splits is not None]
+    for index, call in enumerate(calls):
+        call.matrix = matrix
+        assert call.splits is not None
+        sent = [row[index] for row in matrix]
+        if list(call.splits[1]) != sent:
+            raise CollectiveMismatchError(
+                f"all_to_all on {where}: rank {ranks[index]} expects {list(call.splits[1])} rows of the "
+                f"ranks {list(ranks)}, which send it {sent} (nothing was sent; the lane is still usable)"
+            )
+
+
+class XlaCommunicator:
+    """The calls of one group, lane and epoch."""
+
+    def __init__(self, replica: XlaBackend, members: Members, meeting: Meeting) -> None:
+        self._replica = replica
+        self._members = members
+        self._meeting = meeting
+
+    def _start(
+        self,
+        collective: Collective,
+        x: torch.Tensor,
+        deliver: Deliver,
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Completion:
+        call = Call(self._replica, collective, x, deliver, splits)
+        meet = self._meeting.enter(call)
+
+        def begin() -> None:
+            try:
+                call.stage()
+                meet()
+            except BaseException as error:
+                call.fail(error)
+
+        self._replica.progress.submit(begin)
+        return call.promise
+
+    # Arithmetic
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        return self._start(AllReduce(self._members, "all_reduce", op), x, partial(_put, x))
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        name = f"reduce dst={self._members.ranks[dst]}"
+        deliver = partial(_put, x) if self._members.index == dst else _drop
+        return self._start(AllReduce(self._members, name, op), x, deliver)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        rows = x.view(self._members.size, -1)
+        return self._start(ReduceScatter(self._members, op), rows, partial(_put, out))
+
+    # Movement
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        deliver = _drop if self._members.index == src else partial(_put, x)
+        return self._start(Broadcast(self._members, src), x.view(-1), deliver)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        return self._start(AllGather(self._members, "all_gather"), x.view(-1), partial(_put, out))
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        name = f"gather dst={self._members.ranks[dst]}"
+        deliver = partial(_put_rows, out) if out is not None else _drop
+        return self._start(AllGather(self._members, name), x.view(-1), deliver)
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        rows = (
+            torch.stack([part.view(-1) for part in x])
+            if x is not None
+            else torch.zeros((self._members.size, out.numel()), dtype=out.dtype, device=out.device)
+        )
+        return self._start(Scatter(self._members, src), rows, partial(_put, out))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        rows, received = (t.view(t.shape[0], -1) if t.dim() != 2 else t for t in (x, out))
+        splits = (tuple(in_splits), tuple(out_splits))
+        return self._start(AllToAll(self._members), rows, partial(_put, received), splits)
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        raise AssertionError("XLA has no messages between two ranks: refused before")
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        raise AssertionError("XLA has no messages between two ranks: refused before")
+
+    def barrier(self) -> Completion:
+        one = torch.zeros(1, dtype=torch.int32)
+        return self._start(Barrier(self._members), one, _drop)
+
+    # The end
+
+    def close(self) -> None:
+        """Nothing is held outside of the meeting."""
+
+    def abort(self) -> None:
+        rank = self._members.ranks[self._members.index]
+        self._meeting.give_up(PeerLostError(f"replica {rank} has aborted", (rank,)))
+
+
+def _put(into: torch.Tensor, result: torch.Tensor) -> None:
+    if into.device.type == "cpu":
+        result = result.cpu()
+    into.copy_(result.view(into.shape))
+
+
+def _put_rows(into: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+    rows = result.cpu() if into[0].device.type == "cpu" else result
+    for part, row in zip(into, rows.view(len(into), -1), strict=True):
+        part.copy_(row.view(part.shape))
+
+
+def _drop(_: Any) -> None:
+    """A result that this rank does not want."""

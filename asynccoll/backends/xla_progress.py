@@ -1,0 +1,35 @@
+"""The progress thread of one replica: what would block the caller is done there, in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+__all__ = ["Progress"]
+
+_CLOSE_SECONDS = 5.0
+
+
+class Progress:
+    """A thread that runs jobs one after the other and sleeps while there are none."""
+
+    def __init__(self, name: str, begin: Callable[[], object]) -> None:
+        """``begin`` runs first, in the thread."""
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._begin = begin
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        #: Hand over a job, which must not raise.
+        self.submit: Callable[[Callable[[], object]], object] = self._jobs.put
+
+    def _run(self) -> None:
+        self._begin()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        """End the thread after what it was given."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)

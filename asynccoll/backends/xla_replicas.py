@@ -1,0 +1,113 @@
+"""Replicas that are threads of one process: where they meet, and the one order of their launches.
+
+On the CPU the ranks of torch_xla are threads. Each call waits here, off the device, until all of its
+group have made theirs; then they are compared, and launched on all of their devices in one go. So a
+late rank occupies no device, a mismatch is an error instead of the end of the process, and lanes may be
+used in any order.
+
+Knows threads and calls, not torch_xla.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic
+from typing import Protocol
+
+import torch.distributed as dist
+
+from asynccoll.errors import CollectiveError, CollectiveTimeoutError, InvalidArgumentError
+
+__all__ = ["Arrival", "Replicas", "Room", "join"]
+
+
+class Arrival(Protocol):
+    """One rank's side of a call."""
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Replicas:
+    """One world of replica threads, from their ``initialize`` to their ``finalize``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.HashStore()
+        #: One launch at a time, on all devices of its group: this is the order that all devices see.
+        self.launching = threading.Lock()
+        self.joined: set[int] = set()
+        self._lock = threading.Lock()
+        self._rooms: dict[str, Room] = {}
+
+    def room(self, name: str, size: int) -> Room:
+        """Where the calls of the communicator ``name`` meet."""
+        with self._lock:
+            return self._rooms.setdefault(name, Room(size))
+
+
+class Room:
+    """The calls of one communicator, by place in its order."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._places: dict[int, dict[int, Arrival]] = {}
+        self._error: CollectiveError | None = None
+
+    def arrive(self, place: int, index: int, call: Arrival) -> list[Arrival] | None:
+        """The calls of all ranks if this is the last of them; else None, and it waits."""
+        with self._lock:
+            error = self._error
+            if error is None:
+                here = self._places.setdefault(place, {})
+                here[index] = call
+                if len(here) < self._size:
+                    return None
+                del self._places[place]
+                return [here[i] for i in range(self._size)]
+        call.fail(error)
+        return None
+
+    def give_up(self, error: CollectiveError) -> None:
+        """A rank will not come any more: those that wait for it fail, and those that come."""
+        with self._lock:
+            self._error = self._error or error
+            waiting = [call for here in self._places.values() for call in here.values()]
+            self._places.clear()
+        for call in waiting:
+            call.fail(error)
+
+
+_gathering: list[Replicas] = []
+_changed = threading.Condition()
+
+
+def join(rank: int, size: int, timeout: float) -> Replicas:
+    """The world of this process's replicas, once all of them have come.
+
+    Raises:
+        CollectiveTimeoutError: somebody did not come within ``timeout`` seconds; says who.
+        InvalidArgumentError: this rank is here already, from another thread.
+    """
+    deadline = monotonic() + timeout
+    with _changed:
+        if not _gathering:
+            _gathering.append(Replicas(size))
+        world = _gathering[0]
+        if rank in world.joined:
+            raise InvalidArgumentError(
+                f"replica {rank} is being initialized by another thread: one thread per device calls "
+                "ac.initialize('xla-tpu'), as ac.spawn starts them"
+            )
+        world.joined.add(rank)
+        if len(world.joined) == size:
+            _gathering.remove(world)
+        _changed.notify_all()
+        _changed.wait_for(lambda: len(world.joined) == size, deadline - monotonic())
+        missing = sorted(set(range(size)) - world.joined)
+        if missing:
+            world.joined.discard(rank)
+            raise CollectiveTimeoutError(
+                f"replicas {missing} of {size} did not call ac.initialize('xla-tpu') within {timeout} s"
+            )
+    return world

@@ -1,0 +1,60 @@
+"""The program that ``spawn`` starts for the ranks of xla-tpu: ``python xla_rank.py PLAN``.
+
+On the CPU all ranks are threads of this one process, for several processes would each be a world of
+one. On TPU torch_xla starts a process for each chip. The plan is as in ``mpi_rank.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from multiprocessing import spawn as preparing
+from pathlib import Path
+from typing import Any
+
+
+def main(plan: str) -> None:
+    """Carry the job out on every device; errors are in the job's records."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the main thread waits for replicas that it cannot stop
+    _load(plan)
+    try:
+        if os.environ["PJRT_DEVICE"].startswith("TPU"):
+            import torch_xla
+
+            torch_xla.launch(_tpu_rank, (plan,))
+        else:
+            from asynccoll.backends.xla_threads import run_replicas
+
+            run_replicas(lambda rank: _carry_out(plan, rank, rank))
+    except BaseException as error:
+        sys.exit(0 if isinstance(error, SystemExit) and error.code in (None, 0) else 1)
+
+
+def _load(plan: str) -> Any:
+    """The job, in an interpreter that is made to look like the one that wrote it."""
+    with Path(plan).open("rb") as file:
+        preparing.prepare(pickle.load(file))  # noqa: S301 - written by the process that started us
+        from asynccoll.launch import child
+
+        child.die_with_launcher()
+        return pickle.load(file)  # noqa: S301
+
+
+def _carry_out(plan: str, rank: int, local_rank: int) -> None:
+    # Each rank unpickles arguments of its own: threads must not share what a process would not.
+    with Path(plan).open("rb") as file:
+        pickle.load(file)  # noqa: S301
+        pickle.load(file).carry_out(rank, local_rank)  # noqa: S301
+
+
+def _tpu_rank(rank: int, plan: str) -> None:
+    """One rank in a process that torch_xla started."""
+    import torch_xla.runtime as xr
+
+    _load(plan).carry_out(rank, xr.local_ordinal())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

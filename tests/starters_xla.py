@@ -1,0 +1,76 @@
+"""Ranks that are replica threads of torch_xla's CPU client: one process for all of a world.
+
+The process is a rank's program (`ranks.py`) run once for each thread, each with a connection of its
+own to the test. An abort of the runtime ends this process, never the test's.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worlds import World
+
+HERE = Path(__file__).parent
+
+
+def start(world: World, address: str) -> list[Any]:
+    """One process; its stacks and its standard error are those of every rank."""
+    from worlds import _Process, rank_environment
+
+    environ = rank_environment()
+    environ.update(
+        PJRT_DEVICE="CPU",
+        CPU_NUM_DEVICES=str(world.size),
+        XLA_THREAD_POOL_SIZE=str(world.size + 4),
+    )
+    with world.directory.joinpath("stderr-0").open("wb") as stderr:
+        popen = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), address, world.backend, str(world.directory)],
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            env=environ,
+        )
+    for rank in range(1, world.size):
+        for kind in ("stderr", "stacks"):
+            world.directory.joinpath(f"{kind}-{rank}").symlink_to(f"{kind}-0")
+    return [_Process(rank, popen, world.directory) for rank in range(world.size)]
+
+
+def options() -> dict[str, Any]:
+    """What `initialize` is told: the runtime knows the rest."""
+    return {"timeout": 60.0}
+
+
+def main(address: str, backend: str, directory: str) -> None:
+    """The program of the process: a rank in each replica thread."""
+    import faulthandler
+    import signal
+    from multiprocessing.connection import Client
+
+    import torch
+
+    import ranks
+    from asynccoll.backends.xla_threads import run_replicas
+
+    torch.set_num_threads(1)
+    stacks = Path(directory, "stacks-0").open("w")  # noqa: SIM115  (held open for the signal handler)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+    def rank_thread(rank: int) -> None:
+        connection = Client(address, "AF_UNIX")
+        ranks.report_to(connection)("hello", rank, os.getpid())
+        size, given = pickle.loads(connection.recv_bytes())
+        ranks.serve(connection, ranks.Place(backend, rank, size), given)
+
+    run_replicas(rank_thread)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

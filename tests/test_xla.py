@@ -1,0 +1,388 @@
+"""XLA's own: tensors on its devices, lazy ones, late and different replicas, other users of the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank, raising
+from worlds import World
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch_xla") is None,
+    reason="torch_xla is not here; `make xla` runs this file in an environment that has it",
+)
+
+DTYPES = [
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def replicas(size: int) -> World:
+    """The world of that size, shared by the tests of this file."""
+    return worlds.world("xla-tpu", size)
+
+
+@pytest.fixture(params=[1, 2, 4])
+def world(request: pytest.FixtureRequest) -> World:
+    return replicas(request.param)
+
+
+def on_device(value: Any) -> Any:
+    """Tensors moved to this replica's device, in lists too."""
+    if isinstance(value, torch.Tensor):
+        return value.to(ac.device())
+    return [on_device(one) for one in value] if isinstance(value, list) else value
+
+
+def moved(call: Any) -> Any:
+    """`call` on device tensors; what it gives is on the device, and comes back for comparison."""
+
+    def on_xla(*args: Any, **kwargs: Any) -> Any:
+        def back(got: Any) -> Any:
+            if isinstance(got, torch.Tensor):
+                assert got.device == ac.device(), f"the result is on {got.device}"
+                return got.cpu()
+            return [back(one) for one in got] if isinstance(got, list) else got
+
+        return call(*map(on_device, args), **kwargs).map(back)
+
+    on_xla.__name__ = call.__name__
+    return on_xla
+
+
+async def every_collective(me: Rank) -> None:
+    n = me.size
+    for dtype in DTYPES:
+        xs = oracle.by_rank(oracle.counting, n, (2 * n, 3), dtype)
+        x, last = xs[me.rank], n - 1
+
+        async def check(name: str, call: Any, *args: Any, expect: Any, dtype: Any = dtype, **kw: Any) -> None:
+            await me.check(f"{name} {dtype}", moved(call), *args, expect=expect, value=True, **kw)
+
+        for op in oracle.reductions(dtype):
+            rtol = oracle.epsilon(dtype) if op == "avg" else 0.0
+            total = oracle.reduced(xs, op)
+            await check(op, ac.all_reduce, x, op=op, expect=total, rtol=rtol)
+        total = oracle.reduced(xs, "sum")
+        await check("reduce", ac.reduce, x, dst=last, expect=total if me.rank == last else None)
+        share = oracle.reduce_scatter(xs, "sum")[me.rank]
+        await check("reduce_scatter", ac.reduce_scatter, x, expect=share)
+        await check("broadcast", ac.broadcast, x, src=last, expect=xs[last])
+        await check("all_gather", ac.all_gather, x, dim=1, expect=oracle.concatenated(xs, 1))
+        both = oracle.concatenated(xs)
+        await check("gather", ac.gather, x, dst=last, expect=both if me.rank == last else None)
+        await check("scatter", ac.scatter, both if me.rank == 0 else None, expect=x)
+        await check("all_to_all", ac.all_to_all, x, expect=oracle.all_to_all(xs)[me.rank])
+        ring = [(r, (r + 1) % n) for r in range(n)]
+        await check("permute", ac.permute, x, ring, expect=oracle.permute(xs, ring)[me.rank])
+    with me.case("barrier"):
+        await me.get(ac.barrier())
+
+
+def test_every_collective_on_device_tensors(world: World, runner: str) -> None:
+    """The same results as on any backend, on the replica's device; inputs keep their values."""
+    if world.size == 4 and runner != "asyncio":
+        runner = "blocking"
+    world.run(every_collective, runner=runner, timeout=100)
+
+
+async def bits(me: Rank) -> None:
+    x = torch.tensor([0x7FA00001, -0x80000000, 0x7FC00000 + me.rank], dtype=torch.int32).view(torch.float32)
+    for place in (x, x.to(ac.device())):
+        got = await me.get(ac.all_gather(place))
+        assert got.cpu().view(torch.int32)[:2].tolist() == x.view(torch.int32)[:2].tolist()
+        got = await me.get(ac.broadcast(place, src=me.size - 1))
+        assert got.cpu().view(torch.int32)[:2].tolist() == x.view(torch.int32)[:2].tolist()
+
+
+def test_movement_keeps_every_bit() -> None:
+    """The sign of zero and what a NaN carries: XLA's own all_gather loses both."""
+    replicas(2).run(bits)
+
+
+async def groups(me: Rank) -> None:
+    for ranks in ([1, 3], [0, 2, 3], [2]):
+        group = ac.new_group(ranks)
+        if me.rank not in ranks:
+            continue
+        for dtype in (torch.float32, torch.int16):
+            xs = [oracle.counting(rank, (len(ranks) * 2,), dtype) for rank in ranks]
+            mine = ranks.index(me.rank)
+            x = xs[mine]
+            await me.check(
+                "all_reduce", moved(ac.all_reduce), x, group=group, expect=oracle.reduced(xs, "sum")
+            )
+            await me.check("all_gather", moved(ac.all_gather), x, group=group, expect=oracle.concatenated(xs))
+            await me.check(
+                "reduce_scatter",
+                moved(ac.reduce_scatter),
+                x,
+                group=group,
+                expect=oracle.reduce_scatter(xs, "sum")[mine],
+            )
+            swapped = oracle.all_to_all(xs)[mine]
+            await me.check("all_to_all", moved(ac.all_to_all), x, group=group, expect=swapped)
+            pairs = [(ranks[0], ranks[-1])]
+            local = [(0, len(ranks) - 1)]
+            want = oracle.permute(xs, local)[mine]
+            await me.check("permute", moved(ac.permute), x, pairs, group=group, expect=want)
+
+
+def test_groups_that_do_and_do_not_divide_the_world() -> None:
+    """XLA wants groups of one size for all but all_reduce; the others are built of that."""
+    replicas(4).run(groups, timeout=60)
+
+
+async def late_peer(me: Rank) -> None:
+    x = torch.arange(4.0, device=ac.device())
+    if me.rank == 0:
+        start = time.monotonic()
+        work = ac.all_reduce(x + 1)
+        y = x
+        for _ in range(100):
+            y = y * 1.5 + 1
+        value = float(y.cpu()[0])
+        took = time.monotonic() - start
+        assert not work.done(), "done without its peer"
+        assert value > 1.0
+        me.show("rank 0 has computed")
+        assert took < 10.0
+    else:
+        me.see("rank 0 has computed")
+        work = ac.all_reduce(x + 1)
+    got = await me.get(work)
+    oracle.same(got.cpu(), 2 * (torch.arange(4.0) + 1))
+
+
+def test_a_late_peer_blocks_neither_tracing_nor_the_device(runner: str) -> None:
+    """While one replica is missing, another traces, runs and reads what it likes."""
+    replicas(2).run(late_peer, runner=runner)
+
+
+def much_later(me: Rank) -> None:
+    if me.rank == 1:
+        time.sleep(20.0)
+    oracle.same(ac.all_reduce(torch.ones(3)).wait().cpu(), torch.full((3,), 2.0))
+
+
+@pytest.mark.slow
+def test_a_peer_may_be_later_than_the_runtime_has_patience() -> None:
+    """The runtime ends the process when a collective waits for 15 s; ours wait off the device."""
+    replicas(2).run(much_later, timeout=60)
+
+
+async def different(me: Rank) -> None:
+    calls = {
+        "shape": lambda: ac.all_reduce(torch.ones(2 + me.rank)),
+        "dtype": lambda: ac.all_reduce(torch.ones(2, dtype=(torch.float32, torch.int32)[me.rank])),
+        "op": lambda: ac.all_reduce(torch.ones(2), op=("sum", "max")[me.rank]),
+        "root": lambda: ac.broadcast(torch.ones(2), src=me.rank),
+        "collective": lambda: (ac.all_reduce, ac.all_gather)[me.rank](torch.ones(2)),
+        "splits": lambda: ac.all_to_all(
+            torch.ones(2), input_split_sizes=[1, 1], output_split_sizes=[1, 1 + me.rank]
+        ),
+    }
+    for name, call in calls.items():
+        with me.case(name):
+            with raising(ac.CollectiveMismatchError, "nothing was sent") as caught:
+                await me.get(call())
+            if name != "splits":
+                assert "rank 0:" in str(caught.error)
+                assert "rank 1:" in str(caught.error)
+            await me.check("afterwards", ac.all_reduce, torch.ones(2), expect=torch.full((2,), 2.0))
+
+
+def test_different_calls_are_an_error_on_every_replica(runner: str) -> None:
+    """Without asking for checks: both sides are shown, nothing is launched, the lane goes on."""
+    replicas(2).run(different, runner=runner)
+
+
+async def crossing(me: Rank) -> None:
+    names = [f"lane {k}" for k in range(6)]
+    shuffled = random.Random(me.rank).sample(names, len(names))
+    x = torch.ones(8, device=ac.device())
+    works = {}
+    for turn in range(10):
+        for name in shuffled:
+            factor = turn + names.index(name)
+            works[turn, name] = factor, ac.all_reduce(x * factor, lane=name)
+    for factor, work in works.values():
+        got = await me.get(work)
+        assert got.cpu().tolist() == [factor * me.size] * 8
+
+
+def test_lanes_in_any_order() -> None:
+    """Sixty operations on six lanes, issued in another order on each of four replicas."""
+    replicas(4).run(crossing, timeout=60)
+
+
+def beside_sync(me: Rank) -> None:
+    import torch_xla
+
+    stop = threading.Event()
+    steps = 0
+
+    def other_user() -> None:
+        nonlocal steps
+        torch_xla._XLAC._xla_set_default_device(str(ac_device))
+        y = torch.ones(16, device=ac_device)
+        while not stop.is_set():
+            y = y * 0.5 + 1
+            torch_xla.sync()
+            steps += 1
+
+    ac_device = ac.device()
+    thread = threading.Thread(target=other_user)
+    thread.start()
+    try:
+        for turn in range(200):
+            got = ac.all_reduce(torch.full((4,), float(turn), device=ac_device)).wait()
+            assert got.cpu().tolist() == [turn * me.size] * 4
+    finally:
+        stop.set()
+        thread.join()
+    assert steps > 10, f"only {steps} steps beside 200 collectives"
+
+
+def test_a_users_sync_takes_no_collective_along() -> None:
+    """`torch_xla.sync()` launches whatever is pending on the device: never half of ours."""
+    replicas(2).run(beside_sync, timeout=60)
+
+
+async def read_on_host(me: Rank) -> None:
+    x = torch.arange(6.0, device=ac.device())
+    got = await ac.all_reduce(x, op="avg").on_host()
+    oracle.same(got.cpu(), torch.arange(6.0))
+    tree = await ac.all_gather({"a": x, "n": me.rank}).on_host()
+    assert tree["n"] == list(range(me.size))
+    oracle.same(tree["a"].cpu(), torch.arange(6.0).repeat(me.size))
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_on_host_has_computed_what_is_left_to_do(loop: str) -> None:
+    """Trees too; without holding the loop."""
+    replicas(2).run(read_on_host, runner=loop)
+
+
+def executions(me: Rank) -> int:
+    from torch_xla.debug import metrics
+
+    x = torch.ones(3, device=ac.device())
+    ac.all_reduce(x).wait()  # compiled
+    before = metrics.metric_data("ExecuteTime")[0]
+    work = ac.all_reduce(x)
+    got = work.wait()
+    ran = metrics.metric_data("ExecuteTime")[0] - before
+    assert got.cpu().tolist() == [1.0] * 3
+    return int(ran)
+
+
+def test_the_world_of_one_runs_collectives_too() -> None:
+    """Where torch_xla's own functions return a copy."""
+    (ran,) = replicas(1).run(executions)
+    assert ran >= 1
+
+
+async def hooks(me: Rank) -> None:
+    w = torch.full((3,), float(me.rank + 1), device=ac.device()).requires_grad_()
+    seen: list[tuple[Any, ...]] = []
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        total = ac.all_reduce(grad, lane="hook").wait()
+        seen.append((ac.get_rank(), threading.current_thread() is not here))
+        return total
+
+    here = threading.current_thread()
+    w.register_hook(summed)
+    y = await me.get(ac.all_reduce(w * w))
+    (y * (me.rank + 1)).sum().backward()
+    both = sum(range(1, me.size + 1))
+    want = sum(2.0 * (rank + 1) * both for rank in range(me.size))
+    assert w.grad is not None
+    assert w.grad.cpu().tolist() == [want] * 3
+    assert seen == [(me.rank, True)], "the hook did not run in a thread of autograd, as this rank"
+
+
+def test_hooks_of_backward_run_as_the_rank_of_their_device(runner: str) -> None:
+    """Autograd runs them in threads of its own, one for each device."""
+    replicas(2).run(hooks, runner=runner)
+
+
+def gives_up(me: Rank) -> str:
+    ac.all_reduce(1).wait()
+    if me.rank == 1:
+        me.see("0 waits")
+        ac.finalize(abort=True)
+        return "gone"
+    work = ac.all_reduce(torch.ones(4))
+    me.show("0 waits")
+    try:
+        work.wait()
+    except ac.PeerLostError as error:
+        ac.finalize(abort=True)
+        return str(error)
+    return "nothing heard"
+
+
+def test_a_replica_that_gives_up_is_named() -> None:
+    """Those that wait for it hear at once; the process goes on."""
+    with worlds.fresh("xla-tpu", 2) as world:
+        heard = world.run(gives_up, timeout=30)
+        world.kill()
+    assert heard[1] == "gone"
+    assert "1" in heard[0]
+    assert "aborted" in heard[0] or "gone" in heard[0]
+
+
+def mixed(me: Rank, turns: int, seed: int) -> int:
+    order = random.Random(seed)
+    for turn in range(turns):
+        kind = order.choice(
+            ["all_reduce", "all_gather", "broadcast", "all_to_all", "permute", "number", "rs"]
+        )
+        size = order.choice([1, 7, 64, 1000]) * me.size
+        device = ac.device() if order.random() < 0.7 else "cpu"
+        root = order.randrange(me.size)
+        x = torch.arange(size, dtype=torch.float32, device=device) + me.rank
+        base = torch.arange(size, dtype=torch.float32)
+        every = [base + rank for rank in range(me.size)]
+        ring = [(r, (r + 1) % me.size) for r in range(me.size)]
+        if kind == "number":
+            assert ac.all_reduce(turn).wait() == turn * me.size
+            continue
+        call, want = {
+            "all_reduce": (lambda x=x: ac.all_reduce(x), sum(every)),
+            "all_gather": (lambda x=x: ac.all_gather(x), torch.cat(every)),
+            "broadcast": (lambda x=x, root=root: ac.broadcast(x, src=root), every[root]),
+            "all_to_all": (lambda x=x: ac.all_to_all(x), oracle.all_to_all(every)[me.rank]),
+            "permute": (lambda x=x, ring=ring: ac.permute(x, ring), every[me.rank - 1]),
+            "rs": (lambda x=x: ac.reduce_scatter(x), oracle.reduce_scatter(every, "sum")[me.rank]),
+        }[kind]
+        got = call().wait()
+        assert torch.equal(got.cpu(), want), f"turn {turn}: {kind} of {size}"
+    return turns
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_soak(size: int) -> None:
+    """Mixed collectives one after the other: right values, no abort."""
+    assert replicas(size).run(mixed, 300, size, timeout=120) == [300] * size
