@@ -60,6 +60,8 @@ def _encode_real(x: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def _encode_logical(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    if x.is_complex():  # XLA's own conversion looks at the real part alone
+        return torch.view_as_real(x.contiguous()).to(torch.bool).any(-1).view(torch.uint8)
     wide = x.view(torch.int64) if x.dtype is torch.uint64 and x.dim() else x
     return (wide.contiguous().to(torch.bool)).view(torch.uint8)
 

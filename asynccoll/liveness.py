@@ -2,7 +2,8 @@
 
 Each rank keeps a listening socket that nobody ever serves; its address is in the store. The kernel
 answers for a process that lives (even a stopped one) and refuses for one that is gone, so a survivor
-learns in one connection attempt who is dead, on this host or another.
+learns in one connection attempt who is dead, on this host or another. The connection is kept and looked
+at the next time: an unserved socket takes only so many, and the kernel closes it with the process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import selectors
 import socket
+import threading
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,12 @@ __all__ = ["Liveness"]
 #: How long an unreachable host may keep us from naming it.
 PROBE_SECONDS = 0.5
 _AGAIN_SECONDS = 0.01
+#: Seconds of silence, seconds between questions, questions: what Linux has; others have defaults.
+_KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+}
 
 
 class Liveness:
@@ -33,6 +41,8 @@ class Liveness:
         self._rank = rank
         self._beacon: socket.socket | None = None
         self._peers: dict[int, tuple[str, int, str, int]] = {}
+        self._lines: dict[int, socket.socket] = {}
+        self._asking = threading.Lock()
         if clients is not None:
             self._publish(clients)
 
@@ -66,10 +76,18 @@ class Liveness:
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         until = monotonic() + patience
         while True:
-            gone = tuple(sorted(rank for rank, alive in _probe(asked).items() if not alive))
+            with self._asking:
+                gone = self._gone(asked)
             if gone or monotonic() >= until:
                 return gone
             sleep(_AGAIN_SECONDS)
+
+    def _gone(self, peers: dict[int, tuple[str, int, str, int]]) -> tuple[int, ...]:
+        """Those whose connection has ended, or who do not answer a first one."""
+        for rank in [rank for rank in peers if rank in self._lines and not _is_open(self._lines[rank])]:
+            self._lines.pop(rank).close()
+        self._lines |= _connect({rank: peer for rank, peer in peers.items() if rank not in self._lines})
+        return tuple(sorted(rank for rank in peers if rank not in self._lines))
 
     def describe(self, rank: int) -> str:
         """``rank 2 (host n1, pid 71)``."""
@@ -83,6 +101,10 @@ class Liveness:
         if self._beacon is not None:
             self._beacon.close()
             self._beacon = None
+        with self._asking:
+            for line in self._lines.values():
+                line.close()
+            self._lines.clear()
 
 
 def _key(rank: int) -> str:
@@ -98,23 +120,37 @@ def _own_address() -> str:
     return "127.0.0.1"
 
 
-def _probe(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, bool]:
-    """Whether each peer's kernel still accepts for it, all asked at once."""
-    alive: dict[int, bool] = {}
+def _is_open(line: socket.socket) -> bool:
+    """Whether the other end still stands; nobody ever sends anything."""
+    try:
+        return bool(line.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _connect(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, socket.socket]:
+    """A connection to each peer whose kernel accepts for it, all asked at once."""
+    lines: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
         for rank, (host, port, _, _) in peers.items():
             attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             attempt.setblocking(False)
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():  # a host that is gone ends it, too
+                attempt.setsockopt(socket.IPPROTO_TCP, option, value)
             attempt.connect_ex((host, port))
             selector.register(attempt, selectors.EVENT_WRITE, rank)
         deadline = monotonic() + PROBE_SECONDS
-        while len(alive) < len(peers) and (left := deadline - monotonic()) > 0:
+        while selector.get_map() and (left := deadline - monotonic()) > 0:
             for key, _ in selector.select(left):
                 attempt = key.fileobj  # type: ignore[assignment]  # registered as a socket above
-                alive[key.data] = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
                 selector.unregister(attempt)
-                attempt.close()
+                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    lines[key.data] = attempt
+                else:
+                    attempt.close()
         for key in list(selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
-            alive[key.data] = False
-    return alive
+    return lines

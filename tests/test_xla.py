@@ -238,29 +238,19 @@ def test_lanes_in_any_order() -> None:
 def beside_sync(me: Rank) -> None:
     import torch_xla
 
-    stop = threading.Event()
-    steps = 0
-
-    def other_user() -> None:
-        nonlocal steps
-        torch_xla._XLAC._xla_set_default_device(str(ac_device))
-        y = torch.ones(16, device=ac_device)
-        while not stop.is_set():
+    device = ac.device()
+    y = torch.ones(16, device=device)
+    for turn in range(200):
+        x = torch.full((4,), float(turn), device=device)
+        works = [ac.all_reduce(x), ac.all_gather(x.cpu()), ac.all_reduce(x + 1, op="avg")]
+        for _ in range(3):
             y = y * 0.5 + 1
             torch_xla.sync()
-            steps += 1
-
-    ac_device = ac.device()
-    thread = threading.Thread(target=other_user)
-    thread.start()
-    try:
-        for turn in range(200):
-            got = ac.all_reduce(torch.full((4,), float(turn), device=ac_device)).wait()
-            assert got.cpu().tolist() == [turn * me.size] * 4
-    finally:
-        stop.set()
-        thread.join()
-    assert steps > 10, f"only {steps} steps beside 200 collectives"
+        total, gathered, mean = [work.wait().cpu() for work in works]
+        assert total.tolist() == [turn * me.size] * 4
+        assert gathered.tolist() == [turn] * 4 * me.size
+        assert mean.tolist() == [turn + 1] * 4
+    assert y.cpu().tolist() == [2.0] * 16
 
 
 def test_a_users_sync_takes_no_collective_along() -> None:

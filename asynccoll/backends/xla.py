@@ -110,7 +110,8 @@ class XlaBackend:
         computed = Signal()
 
         def compute() -> None:
-            self.xla.settle(pending)
+            with self.xla.lock:
+                self.xla.settle(pending)
             self.xla.wait()
             computed.set()
 

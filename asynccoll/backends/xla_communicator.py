@@ -64,30 +64,35 @@ class Call:
         self.promise = Promise()
 
     def stage(self) -> None:
-        """Bring the input onto the device, whatever it still has to be computed from."""
+        """Bring the input onto the device, as it is to travel."""
         device = self.replica.xla
-        if self.x.device.type != "xla":
+        with device.lock:
             self.x = self.x.to(device.torch_device)
-        device.settle([self.x])
+            device.settle([self.x])
 
     def prepare(self) -> None:
         """What is done locally before the launch."""
-        before = self.x
-        self.x = self.collective.prepare(before, self.matrix)
-        if self.x is not before:
-            self.replica.xla.settle([self.x])
+        device = self.replica.xla
+        with device.lock:
+            before, self.x = self.x, self.collective.prepare(self.x, self.matrix)
+            if self.x is not before:
+                device.settle([self.x])
 
     def launch(self) -> None:
         """Put the collective on this rank's device; all ranks of the group must follow."""
         if self.x.numel():
-            self.result = self.replica.xla.launch(partial(self.collective.trace, self.x))
+            device = self.replica.xla
+            with device.lock:
+                self.result = device.launch(partial(self.collective.trace, self.x))
 
     def end(self) -> None:
         """Wait for the device and deliver, in the replica's progress thread."""
+        device = self.replica.xla
         try:
             if self.result is not None:
-                self.replica.xla.wait()
-                self.deliver(self.collective.finish(self.result, self.matrix))
+                device.wait()
+                with device.lock:
+                    self.deliver(self.collective.finish(self.result, self.matrix))
         except BaseException as error:
             self.promise.settle(error)
         else:

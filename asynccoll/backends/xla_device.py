@@ -2,8 +2,11 @@
 
 Every replica must launch the same graph, or each compiles a module of its own and they wait for each
 other until the runtime ends the process. So a collective is traced on inputs that are already on the
-device, alone in its graph, with no token left of the one before. Between tracing and launching, nobody
-else may launch what is pending on the device: ``torch_xla.sync()``, which takes all of it, waits.
+device, alone in its graph, with no token left of the one before.
+
+A lazy tensor may be launched by one thread at a time. The user's are computed in the user's thread; ours
+are touched by progress threads alone, under a lock of the device for which ``torch_xla.sync()``, which
+launches everything that is pending there, waits, too.
 
 Source: torch_xla's ``core/xla_model.py`` and ``csrc/xla_graph_executor.cpp``, 2.9.
 """
@@ -19,12 +22,12 @@ from typing import Any
 import torch
 import torch_xla
 
-__all__ = ["Device"]
+__all__ = ["Device", "compute"]
 
 _native: Any = torch_xla._XLAC
 
-#: Per device: held while something on it is traced but not launched.
-_tracing: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+#: Per device: held by whoever traces or launches tensors that are not the user's.
+_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 _nobody = nullcontext()
 
 
@@ -35,7 +38,7 @@ class Device:
         self.name: str = _native._xla_get_default_device()  # "xla:1", as torch spells it
         self.torch_device = torch.device(self.name)
         (self._real,) = _native._xla_real_devices([self.name])  # "CPU:1", as the runtime does
-        self._tracing = _tracing[self.name]
+        self.lock = _locks[self.name]
         _guard_sync()
 
     def adopt(self) -> None:
@@ -48,7 +51,10 @@ class Device:
         return bool(_native._xla_get_default_device() == self.name)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch what ``tensors`` still wait for, so that graphs built on them start from data."""
+        """Launch what ``tensors`` still wait for, so that graphs built on them start from data.
+
+        With the lock held, unless they are the calling user's own.
+        """
         _native._xla_sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
 
     def wait(self) -> None:
@@ -56,26 +62,33 @@ class Device:
         _native._xla_wait_device_ops(devices=[self._real])
 
     def launch(self, trace: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Trace one collective and launch it; ``trace`` is given the token that native calls take."""
-        with self._tracing:
-            result = trace(_native._get_all_reduce_token(self.name))
-            # The next graph must not depend on this one's token: it would hold another module.
-            _native._set_all_reduce_token(self.name, None)
-            self.settle([result])
+        """Trace one collective and launch it, with the lock held.
+
+        ``trace`` is given the token that native calls take.
+        """
+        result = trace(_native._get_all_reduce_token(self.name))
+        # The next graph must not depend on this one's token: it would hold another module.
+        _native._set_all_reduce_token(self.name, None)
+        self.settle([result])
         return result
 
 
-def _guard_sync() -> None:
-    """Let ``torch_xla.sync()`` wait while a collective is traced on its device but not launched.
+def compute(x: torch.Tensor) -> None:
+    """Launch what ``x`` still waits for: in the thread that made it, before others build on it."""
+    _native._xla_sync_multi([x], [], wait=False, sync_xla_data=True)
 
-    It launches every pending tensor of the device, and would take ours into the user's graph.
+
+def _guard_sync() -> None:
+    """Let ``torch_xla.sync()`` wait for the lock of its device.
+
+    It launches every pending tensor there, and would take half of a collective into the user's graph.
     """
     native = _native._xla_step_marker
     if getattr(native, "asynccoll", False):
         return
 
     def step_marker(device: Any, *args: Any, **kwargs: Any) -> Any:
-        with _tracing.get(str(device), _nobody):
+        with _locks.get(str(device), _nobody):
             return native(device, *args, **kwargs)
 
     step_marker.asynccoll = True  # type: ignore[attr-defined]  # so that it is wrapped once

@@ -82,10 +82,11 @@ class Alone:
         assert call.splits is not None
         device = call.replica.xla
         members = call.collective.members
-        sent = torch.tensor(call.splits[0], dtype=torch.int32).to(device.torch_device)
-        device.settle([sent])
         gather = AllGather(members, "splits")
-        rows = device.launch(lambda token: gather.trace(sent, token))
+        with device.lock:
+            sent = torch.tensor(call.splits[0], dtype=torch.int32).to(device.torch_device)
+            device.settle([sent])
+            rows = device.launch(lambda token: gather.trace(sent, token))
         device.wait()
         matrix: list[list[int]] = rows.cpu().view(members.size, -1).tolist()
         return matrix

@@ -91,15 +91,24 @@ def _after(before: Callable[[], object], start: Start) -> Program:
 
 def physical(x: torch.Tensor) -> torch.Tensor:
     """``x`` without autograd history, lazy conjugation or negation: what memory really holds."""
-    x = x.detach()
+    x = computed(x).detach()
     if x.is_complex() and x.is_conj():
         x = x.resolve_conj()
     return x.resolve_neg() if x.is_neg() else x
 
 
+def computed(x: torch.Tensor) -> torch.Tensor:
+    """``x``; the graph of a lazy tensor runs here, in its user's thread, where no other touches it."""
+    if not has_memory(x):
+        from asynccoll.backends.xla_device import compute
+
+        compute(x)
+    return x
+
+
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x`` as memory holds it; of a plain tensor in a single tensor operation."""
-    if x.requires_grad or x.is_neg() or x.is_complex():
+    if x.requires_grad or x.is_neg() or x.is_complex() or not has_memory(x):
         x = physical(x)
     return x.clone(memory_format=torch.contiguous_format)
 

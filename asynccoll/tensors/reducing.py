@@ -13,6 +13,7 @@ from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
     check_out,
+    computed,
     deliver,
     fresh,
     issue,
@@ -34,7 +35,7 @@ def start_all_reduce(
         size_bytes = x.nbytes
         plain = plan.direct and x.is_contiguous()
         if plain and (out is x or size_bytes < OFFLOAD_BYTES) and not lane.group.context.policy.check:
-            return _all_reduce_plain(lane, plan, x if out is x else fresh(x), size_bytes, timeout)
+            return _all_reduce_plain(lane, plan, computed(x) if out is x else fresh(x), size_bytes, timeout)
     check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         return _all_reduce_sparse(lane, plan, x, timeout)
