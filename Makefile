@@ -8,11 +8,12 @@ WHEEL  := $(ENVS) exec test --wheel --
 MPICH  := $(ENVS) exec mpich --wheel --
 OMPI   := $(ENVS) exec openmpi --wheel --
 HVD    := $(ENVS) exec horovod --wheel --
+XLA    := $(ENVS) exec xla --wheel --
 RANKS  ?= 2
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi horovod quick lint types docs bench fix lock clean clean-envs
+.PHONY: help demo test system mpi horovod xla quick lint types docs bench fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +23,7 @@ demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS
 
 test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel
 	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
-	@$(MAKE) --no-print-directory mpi horovod
+	@$(MAKE) --no-print-directory mpi horovod xla
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks faults gather groups lanes \
@@ -49,6 +50,21 @@ horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
 	@$(HVD) $(ON_HVD) $(HVD_TESTS) $(ARGS)
 	@$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run $(ON_HVD) $(HVD_RUN_TESTS) $(ARGS)
+
+# Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
+APART      := python $(CURDIR)/tools/apart.py --limit 240 --jobs 2 -q -c $(CURDIR)/pyproject.toml
+TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
+ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
+XLA_ITSELF := xla xla_training xla_launch xla_replicas sync_xla
+XLA_TESTS  := $(XLA_ITSELF) $(filter-out faults sync_parity,$(EVERY_BACKEND))
+XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
+OLD_TORCH  := all_gather all_reduce all_to_all autograd broadcast compiled lanes objects overlap p2p runtime trace work
+
+xla: ## on torch_xla's CPU client: its own tests, and those that run on any backend; gloo on its torch
+	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))
+	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio \
+		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
+	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
 	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)

@@ -141,5 +141,5 @@ def test_bfloat16_is_reduced_in_float32_on_the_cpu() -> None:
 @pytest.mark.parametrize("name", ["send", "recv"])
 def test_messages_are_refused_with_advice(name: str) -> None:
     """XLA has none between two ranks: a permute does it."""
-    with pytest.raises(ac.UnsupportedOpError, match=r"ac\.permute"):
+    with pytest.raises(ac.UnsupportedOpError, match="permute"):
         plan(Op(name), TensorSpec(torch.float32), Topology(ON_CPU, 2))

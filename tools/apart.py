@@ -1,55 +1,74 @@
 #!/usr/bin/env python3
 """pytest on each file in a process of its own, with a time limit: one that aborts takes no other along.
 
-    python tools/apart.py [--limit SECONDS] [PYTEST ARGUMENTS] FILES...
+    python tools/apart.py [--limit SECONDS] [--jobs N] [PYTEST ARGUMENTS] FILES...
 
-Prints what pytest prints, then which files failed and how; ends with 1 if any did.
+Prints a line for each file that passed and all of those that did not; ends with 1 if any did.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 NOTHING_COLLECTED = 5
 
 
-def run(command: list[str], limit: float) -> str:
-    """Run one file; empty if it passed, else how it ended."""
-    process = subprocess.Popen(command, start_new_session=True)
+def run(command: list[str], limit: float) -> tuple[str, str]:
+    """Run one file; what it printed, and how it ended if it did not pass."""
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        code = process.wait(limit)
-    except BaseException as error:  # its children, too, must not outlive us
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        end(process)
+        return process.communicate()[0], f"was not done after {limit:.0f} s"
+    finally:
+        end(process)
+    return printed, "" if process.returncode in (0, NOTHING_COLLECTED) else f"ended with {process.returncode}"
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of it; its children, too, must not outlive us."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return f"was not done after {limit:.0f} s"
-        raise
-    return "" if code in (0, NOTHING_COLLECTED) else f"ended with {code}"
 
 
 def main() -> None:
-    """Run all files, one after the other."""
+    """Run all files, a few at a time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", type=float, default=300.0)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each file")
+    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     options, rest = parser.parse_known_args()
     files = [word for word in rest if word.endswith(".py")]
     others = [word for word in rest if not word.endswith(".py")]
     failed = []
     began = time.monotonic()
-    for file in files:
-        how = run([sys.executable, "-m", "pytest", *others, file], options.limit)
-        if how:
-            failed.append(f"{file} {how}")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        commands = [[sys.executable, "-m", "pytest", *others, file] for file in files]
+        results = pool.map(lambda command: run(command, options.limit), commands)
+        for file, (printed, how) in zip(files, results, strict=True):
+            print(f"{Path(file).name}: {printed.strip() if how else last_line(printed)}", flush=True)
+            if how:
+                failed.append(f"{file} {how}")
     print(f"{len(files)} files in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
     if failed:
         raise SystemExit("\n".join(failed))
+
+
+def last_line(printed: str) -> str:
+    """What pytest says in the end."""
+    return printed.strip().rpartition("\n")[2]
 
 
 if __name__ == "__main__":
