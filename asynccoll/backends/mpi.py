@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from asynccoll.backends.meeting import agree_on_store, make_default_group
 from asynccoll.backends.mpi_library import Library, load
+from asynccoll.cores import usable_cores
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
@@ -42,6 +42,7 @@ _INTEGERS = (
     torch.int64,
     torch.uint64,
 )
+_COMPLEX = (torch.complex64, torch.complex128)
 #: Everything is moved as bytes, so that every dtype can be.
 _MOVED = frozenset(
     {
@@ -76,7 +77,6 @@ def _row(devices: frozenset[str]) -> Capabilities:
     )
 
 
-_COMPLEX = (torch.complex64, torch.complex128)
 MPI = _row(frozenset({"cpu"}))
 CUDA_AWARE = _row(frozenset({"cpu", "cuda"}))
 
@@ -185,7 +185,7 @@ def create(request: Request) -> Context:
         store = agree_on_store(base.Get_rank(), base.bcast, timeout, one_host=one_host)
     device = _device(library, identity.local_rank)
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
-    crowded = identity.nproc_per_node > _cores()
+    crowded = identity.nproc_per_node > usable_cores()
     backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     context.world.lane().open()
@@ -225,11 +225,6 @@ def _locate(mpi: Any, base: Any) -> Identity:
     )
     here.Free()
     return found
-
-
-def _cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device(library: Library, local_rank: int) -> torch.device:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from asynccoll.backends.mpi_completion import Common, Guarded, Many, MpiCompletion, typed
+from asynccoll.backends.mpi_completion import Common, Guarded, Many, MpiCompletion
+from asynccoll.backends.mpi_errors import typed
 from asynccoll.backends.mpi_types import (
     BYTE,
     OPS,

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
 from mpi4py import MPI
 
+from asynccoll.backends.mpi_errors import typed
 from asynccoll.completion import Callback, Completion
-from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
+from asynccoll.errors import CollectiveError
 from asynccoll.progress import (
     GRACE_SECONDS,
     LONGEST_NAP_SECONDS,
@@ -27,7 +28,7 @@ from asynccoll.progress import (
     progress,
 )
 
-__all__ = ["BURST", "BURST_WHERE_CROWDED", "Common", "Guarded", "Many", "MpiCompletion", "typed"]
+__all__ = ["BURST", "BURST_WHERE_CROWDED", "Common", "Guarded", "Many", "MpiCompletion"]
 
 #: How long an operation is expected to take beyond the grace, per byte.
 SECONDS_PER_BYTE = 1e-9
@@ -223,26 +224,3 @@ class Guarded:
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
         with self._gate:
             return bool(self._request.Test())
-
-
-#: MPI error classes by what they mean to a user; the rest are plain failures.
-_LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
-_CLASSES: dict[int, Callable[[str], CollectiveError]] = {
-    MPI.ERR_TRUNCATE: lambda text: CollectiveMismatchError(
-        f"{text}: a rank sent more than another expects; pass the same shapes and dtypes on every rank "
-        "(check='full' tells which differ)"
-    ),
-    **{
-        getattr(MPI, name): PeerLostError
-        for name in _LOST
-        if getattr(MPI, name, MPI.ERR_UNKNOWN) != MPI.ERR_UNKNOWN
-    },
-}
-
-
-def typed(error: MPI.Exception) -> CollectiveError:
-    """Our error for one that MPI returned."""
-    text = f"MPI reports {error.Get_error_string().split(',')[0].strip()}"
-    ours = _CLASSES.get(error.Get_error_class(), CollectiveError)(text)
-    ours.__cause__ = error
-    return ours

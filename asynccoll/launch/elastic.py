@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from asynccoll.cores import usable_cores
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch import child, loopback, processes
 from asynccoll.launch.commands import RunRequest
@@ -119,16 +120,10 @@ def _set_environment(given: argparse.Namespace, backend: str | None) -> None:
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend
     ranks = torchrun.determine_local_world_size(given.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cpus() // max(1, ranks))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // max(1, ranks))))
     interface = _loopback_interface()
     if interface and (given.standalone or _one_host(given)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _loopback_interface() -> str | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from asynccoll.cores import usable_cores
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch import child, horovodrun, mpiexec, processes
 from asynccoll.launch.commands import RunRequest
@@ -103,9 +104,8 @@ def _ranks(text: object) -> int:
 
 def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
     """What the ranks inherit; whatever the user has set stays."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **os.environ,
         "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
