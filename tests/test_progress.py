@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 from asynccoll.progress import (
     GRACE_SECONDS,
     LINGER_SECONDS,
+    LONGEST_CALM_SECONDS,
     LONGEST_NAP_SECONDS,
     SHORTEST_NAP_SECONDS,
     Progress,
@@ -174,3 +176,19 @@ def test_who_may_be_told_late_is_looked_at_seldom() -> None:
     assert pace.nap(watched, 10.0) == SHORTEST_NAP_SECONDS
     assert pace.nap(watched, 20.0) == LONGEST_NAP_SECONDS
     assert pace.nap([*watched, _Watched(eager, 10.0)], 20.0) == 0.0
+
+
+def test_where_waiters_see_to_everything_looks_become_rare() -> None:
+    """Up to a bound, and only for as long as it is so; with nothing at all the thread rests."""
+    attended, alone = Item(), Item()
+    attended.attended = True
+    watched, late = [_Watched(attended, 10.0)], 10.0 + 2 * GRACE_SECONDS
+    pace = _Pace()
+    naps = [pace.nap(watched, 10.0) for _ in range(6)]
+    assert naps[:3] == [LONGEST_NAP_SECONDS, 2 * LONGEST_NAP_SECONDS, 4 * LONGEST_NAP_SECONDS]
+    assert set(naps[3:]) == {LONGEST_CALM_SECONDS}
+    watched.append(_Watched(alone, 10.0))
+    assert pace.nap(watched, 10.0) == pytest.approx(GRACE_SECONDS), "left to its waiter first"
+    assert pace.nap(watched, late) == 0.0
+    assert pace.nap(watched[:1], late) == LONGEST_NAP_SECONDS
+    assert pace.nap([], late) == math.inf
