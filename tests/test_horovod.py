@@ -137,7 +137,10 @@ async def beside(me: Rank) -> None:
 
     assert (hvd.rank(), hvd.size()) == (me.rank, me.size)
     mine = [ac.all_reduce(torch.full((3,), float(turn))) for turn in range(20)]
-    theirs = [hvd.allreduce_async(torch.full((3,), float(turn)), op=hvd.Sum) for turn in range(20)]
+    theirs = [
+        hvd.allreduce_async(torch.full((3,), float(turn)), op=hvd.Sum, name=f"turn {turn}")
+        for turn in range(20)
+    ]
     named = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="default")
     for turn in reversed(range(20)):
         want = torch.full((3,), float(me.size * turn))
@@ -168,7 +171,7 @@ async def sets(me: Rank) -> None:
     if me.rank in (0, 2):
         await me.check("ours", ac.all_reduce, 10**me.rank, group=group, expect=101)
         native = current().backend.native_group(group)
-        got = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=native)
+        got = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="theirs", process_set=native)
         oracle.same(got, torch.full((1,), 2.0))
         assert native.process_set_id == theirs.process_set_id
     await me.check("the world", ac.all_reduce, 1, expect=me.size)
@@ -221,7 +224,7 @@ def lives(me: Rank) -> None:
         else:
             ac.finalize()
         assert hvd.is_initialized()
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == me.size
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="of the user").item() == me.size
 
 
 def _aborted() -> None:

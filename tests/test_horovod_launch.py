@@ -26,8 +26,10 @@ class Ended:
 
     def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
         self.code = done.returncode
-        lines = (line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines())
-        self.lines = sorted(line for line in lines if line)
+        said = (
+            line.partition("<stdout>:") for line in done.stdout.splitlines() if "with status code" not in line
+        )
+        self.lines = sorted(text or before for before, _, text in said)
         self.err = done.stderr
         self.said = f"code {self.code}\n{done.stdout}\n{done.stderr}"
 
