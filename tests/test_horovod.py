@@ -129,6 +129,23 @@ def test_splits_that_disagree_are_noticed_where_they_are_received(pair: worlds.W
     pair.run(splits)
 
 
+async def natively(me: Rank) -> None:
+    communicator: Any = current().world.lane().communicator
+    for op, divisor in ((ac.ReduceOp.SUM, 1), (ac.ReduceOp.AVG, me.size)):
+        out = torch.empty(2)
+        completion = communicator.reduce_scatter(out, torch.arange(4.0) * (me.rank + 1), op)
+        while not completion.wait(1.0):
+            pass
+        assert completion.error() is None
+        scale = me.size * (me.size + 1) / 2 / divisor
+        oracle.same(out, torch.tensor([2.0 * me.rank, 2.0 * me.rank + 1]) * scale)
+
+
+def test_horovods_own_reduce_scatter(pair: worlds.World) -> None:
+    """Which the dispatcher passes over: it works as the composition does."""
+    pair.run(natively)
+
+
 # ---------------------------------------------------------------- beside the user's own Horovod
 
 

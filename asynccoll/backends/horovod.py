@@ -44,7 +44,7 @@ HOROVOD = Capabilities(
     ),
     move=frozenset({torch.uint8, torch.int8, torch.int16, *_INTEGERS, *_FLOATS}),
     sparse=True,
-    # Its own has sums and averages only, and waits for the slowest part of each.
+    # Its own takes sums and averages only, and copies the whole tensor first.
     compose=frozenset({Op.REDUCE_SCATTER}),
 )
 
