@@ -58,7 +58,7 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
 
 def _row(text: str) -> torch.Tensor:
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-    shown = f"{text} at {caller()}".encode()
+    shown = f"{text} at {caller().place}".encode()
     shown = shown[: _ROW_BYTES - _DIGEST_BYTES].ljust(_ROW_BYTES - _DIGEST_BYTES, b"\0")
     return torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
 

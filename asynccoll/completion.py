@@ -25,6 +25,8 @@ class Completion:
     blockable = True
     #: ``synchronize`` has something to do.
     stream_ordered = False
+    #: It is known to have ended well, with nothing left to ask or to order.
+    fine: bool = False
 
     def done(self) -> bool:
         """Whether the operation has finished or failed."""
@@ -49,10 +51,11 @@ class Completion:
 class Ready(Completion):
     """Done from the start: the world of one, and what was refused while it waited in a queue."""
 
-    __slots__ = ("_error",)
+    __slots__ = ("_error", "fine")
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
+        self.fine = error is None
 
     def done(self) -> bool:
         return True

@@ -166,7 +166,9 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
     native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
         native = False  # the product of complex numbers is not that of their parts
-    transport = op if native else _EXCHANGE[op]
+    small = op is Op.ALL_REDUCE and not spec.sparse and topology.exchanges(spec.numel, spec.dtype.itemsize)
+    native = native and not small
+    transport = op if native else Op.ALL_TO_ALL if small else _EXCHANGE[op]
     if transport not in known.ops:
         raise UnsupportedOpError(
             f"{op.value} with {reduce.value} of {dtype_name(spec.dtype)} is not supported on "
@@ -177,11 +179,12 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
         call, has = _native_call(op, known)
         why = (f"{has} with {on_wire.value}", *why)
     else:
-        lacks = (
-            f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
-            if op in known.compose
-            else f"{known.backend} has no {on_wire.value} of {dtype_name(dtype)} for {op.value}"
-        )
+        if small:
+            lacks = f"for so few bytes the hops of an all_reduce on {known.backend} cost more than the data"
+        elif op in known.compose:
+            lacks = f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
+        else:
+            lacks = f"{known.backend} has no {on_wire.value} of {dtype_name(dtype)} for {op.value}"
         why = (f"{lacks}: {transport.value}, then a local reduction in rank order", *why)
     return Plan(
         op,

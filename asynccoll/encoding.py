@@ -85,14 +85,15 @@ _DECODE: dict[Wire, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
     Wire.FLIPPED: lambda wire, dtype: _view(wire.bitwise_xor(_TOP_BIT), dtype),
 }
 
-_IN_PLACE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    ReduceOp.SUM: lambda into, x: into.add_(x),
-    ReduceOp.PRODUCT: lambda into, x: into.mul_(x),
-    ReduceOp.MIN: lambda into, x: torch.minimum(into, x, out=into),
-    ReduceOp.MAX: lambda into, x: torch.maximum(into, x, out=into),
-    ReduceOp.BAND: lambda into, x: into.bitwise_and_(x),
-    ReduceOp.BOR: lambda into, x: into.bitwise_or_(x),
-    ReduceOp.BXOR: lambda into, x: into.bitwise_xor_(x),
+#: ``f(a, b, out=)``; ``out`` may be one of the two
+_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -103,20 +104,18 @@ def reduce_chunks(
     """The chunks of all ranks reduced in rank order, so that every rank gets the same bits.
 
     Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
+    ``out`` may be the memory of one of the first two chunks.
     """
     if op is ReduceOp.AVG:
-        total = reduce_chunks(chunks, ReduceOp.SUM, out)
-        return total.div_(len(chunks))
+        return reduce_chunks(chunks, ReduceOp.SUM, out).div_(len(chunks))
     first = chunks[0]
     if first.dtype in _HALF:
         wide = reduce_chunks([chunk.float() for chunk in chunks], op)
         return wide.to(first.dtype) if out is None else out.copy_(wide)
-    if op is ReduceOp.SUM and len(chunks) > 1:
-        into = torch.add(chunks[0], chunks[1], out=out) if out is not None else chunks[0] + chunks[1]
-        rest = chunks[2:]
-    else:
-        into = first.clone() if out is None else out.copy_(first)
-        rest = chunks[1:]
-    for chunk in rest:
-        _IN_PLACE[op](into, chunk)
+    if len(chunks) == 1:
+        return first.clone() if out is None else out.copy_(first)
+    combine = _COMBINE[op]
+    into = combine(first, chunks[1], out=out)
+    for chunk in chunks[2:]:
+        combine(into, chunk, out=into)
     return into

@@ -40,7 +40,7 @@ class Group:
         self.rank = ranks.index(context.rank) if context.rank in ranks else -1
         self.is_world = self.size == context.world_size
         self._topologies: dict[str, Topology] = {}
-        self._lanes: dict[str, Lane] = {}
+        self.opened: dict[str, Lane] = {}
         self._turnstile: Turnstile | None = None
         self._lock = threading.Lock()
 
@@ -77,7 +77,7 @@ class Group:
 
     def lane(self, name: str = DEFAULT) -> Lane:
         """The lane called ``name``, opened on first use. Only members may ask."""
-        found = self._lanes.get(name)
+        found = self.opened.get(name)
         return found if found is not None else self._new_lane(name)
 
     def _new_lane(self, name: str) -> Lane:
@@ -86,15 +86,15 @@ class Group:
         if self.rank < 0:
             raise self._not_a_member()
         with self._lock:
-            if name in self._lanes:
-                return self._lanes[name]
-            named = [lane for lane in self._lanes if not lane.endswith(BACKWARD)]
+            if name in self.opened:
+                return self.opened[name]
+            named = [lane for lane in self.opened if not lane.endswith(BACKWARD)]
             if len(named) >= MAX_LANES and not name.endswith(BACKWARD):
                 raise LaneLimitError(
                     f"group of ranks {list(self.ranks)} has {len(named)} lanes, the most it may have, "
                     f"and was asked for {name!r}; reuse names (they are: {', '.join(sorted(named))})"
                 )
-            lane = self._lanes[name] = Lane(self, name)
+            lane = self.opened[name] = Lane(self, name)
             return lane
 
     def _not_a_member(self) -> InvalidArgumentError:
@@ -137,7 +137,7 @@ class Group:
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""
         with self._lock:
-            return [self._lanes[name] for name in sorted(self._lanes)]
+            return [self.opened[name] for name in sorted(self.opened)]
 
     def index(self, rank: int, role: str) -> int:
         """The position in the group of the global ``rank``, which the call names as its ``role``."""

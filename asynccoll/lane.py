@@ -28,13 +28,12 @@ from asynccoll.errors import (
     collective_error,
 )
 from asynccoll.operation import Estimate, Operation
-from asynccoll.place import Place, caller
+from asynccoll.place import NOWHERE, Place, Spot, caller
 from asynccoll.stepping import Stepping, waiting
 
 if TYPE_CHECKING:
     from asynccoll.backends.base import Communicator
     from asynccoll.group import Group
-    from asynccoll.spec import Plan
 
 __all__ = ["DEFAULT", "Lane", "Program", "Start"]
 
@@ -74,11 +73,11 @@ class Job:
 class _Owner:
     """Who issued last on an order, and where."""
 
-    __slots__ = ("actor", "place")
+    __slots__ = ("actor", "spot")
 
     def __init__(self) -> None:
         self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
-        self.place = Place("", 0)
+        self.spot = NOWHERE
 
 
 def _nobody() -> None:
@@ -95,10 +94,12 @@ class Lane:
         self.epoch = 0
         self.communicator: Communicator | None = None
         self.broken: CollectiveError | None = None
-        self.plans: dict[Any, Plan] = {}
+        self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
+        self._context = group.context
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._in_flight: deque[Operation] = deque()
-        self._owners: dict[object, _Owner] = {}
+        self._owner = _Owner()
+        self._owners: dict[object, _Owner] = {}  # of the streams
         self._together = False  # what is accepted now shares one place in the order
         self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
         self._lock = threading.Lock()
@@ -119,7 +120,7 @@ class Lane:
 
     def issue(
         self,
-        name: str,
+        estimate: Estimate,
         start: Start,
         size_bytes: int = 0,
         timeout: float | None = None,
@@ -127,8 +128,9 @@ class Lane:
     ) -> Operation:
         """Accept an operation of one native call; issued before this returns if nothing is queued.
 
-        ``stream`` names an order of its own within the lane (point-to-point messages of one peer and
-        tag), which does not queue behind other streams.
+        ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
+        order of its own within the lane (point-to-point messages of one peer and tag), which does not
+        queue behind other streams.
         """
         with self._lock:
             owner = self._admitted_owner(stream)
@@ -141,11 +143,11 @@ class Lane:
                 or self._turnstile is not None
             ):
                 job = Job(start, None)
-                operation = self._enqueue(job, name, size_bytes, timeout, stream, owner)
+                operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
             else:
                 # First of all the start: what is noted down afterwards costs no latency.
                 completion = start(communicator)
-                return self._record(name, completion, size_bytes, timeout, stream, owner)
+                return self._record(estimate, completion, size_bytes, timeout, stream, owner)
         self._start_queued()
         return operation
 
@@ -153,17 +155,18 @@ class Lane:
         self, name: str, program: Program, size_bytes: int = 0, timeout: float | None = None
     ) -> Operation:
         """Accept an operation of several native calls."""
+        estimate = self.estimate(name, size_bytes)
         job = Job(None, program, driven_by=self._drive if waiting.get() else None)
         with self._lock:
             owner = self._admitted_owner(None)
-            operation = self._enqueue(job, name, size_bytes, timeout, None, owner)
+            operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
         self._start_queued()
         return operation
 
     def _enqueue(
         self,
         job: Job,
-        name: str,
+        estimate: Estimate,
         size_bytes: int,
         timeout: float | None,
         stream: object,
@@ -172,7 +175,7 @@ class Lane:
         if self.communicator is None and not self._opening:
             self._open()
         self._queue.append(job)
-        return self._record(name, job.promise, size_bytes, timeout, stream, owner)
+        return self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -188,23 +191,27 @@ class Lane:
         """Check that the caller may issue here now; from now on it owns this order."""
         if self.broken is not None:
             raise self.broken.with_traceback(None)
-        owner = self._owners.get(stream)
-        if owner is None:
-            owner = self._owners[stream] = _Owner()
+        owner = self._owner if stream is None else self._stream_owner(stream)
         if self._checks_owner:
             node = actors.current()
             held = owner.actor()
             if held is not node.actor:
                 if held is not None:
-                    self._check_handover(node, held, owner.place)
+                    self._check_handover(node, held, owner.spot)
                 owner.actor = weakref.ref(node.actor)
         return owner
 
-    def _check_handover(self, node: actors.Descent, held: actors.Actor, before: Place) -> None:
+    def _stream_owner(self, stream: object) -> _Owner:
+        owner = self._owners.get(stream)
+        if owner is None:
+            owner = self._owners[stream] = _Owner()
+        return owner
+
+    def _check_handover(self, node: actors.Descent, held: actors.Actor, before: Spot) -> None:
         """Another actor follows on this order: only once its owner has ended, or as its descendant."""
         if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
             return
-        raise self._crossing(node.actor, caller(), held, before)
+        raise self._crossing(node.actor, caller().place, held, before.place)
 
     def _crossing(
         self, actor: actors.Actor, place: Place, owner: actors.Actor, before: Place
@@ -219,33 +226,30 @@ class Lane:
 
     def _record(
         self,
-        name: str,
+        estimate: Estimate,
         completion: Completion,
         size_bytes: int,
         timeout: float | None,
         stream: object,
         owner: _Owner,
     ) -> Operation:
-        owner.place = place = caller()
+        owner.spot = spot = caller()
         if stream is not None:
             sequence = 0  # messages of a stream have no place in the lane's order of collectives
         else:
             if not self._together:
                 self.sequence += 1
             sequence = self.sequence
-        kind = (name, size_bytes.bit_length())
-        estimate = self._estimates.get(kind)
-        if estimate is None:
-            estimate = self._estimates[kind] = Estimate(size_bytes)
-        context = self.group.context
+        context = self._context
         limit = context.timeout if timeout is None else timeout
-        operation = Operation(self, name, sequence, completion, place, limit, estimate)
+        operation = Operation(self, estimate, sequence, completion, spot, limit)
         in_flight = self._in_flight
-        while in_flight and in_flight[0].completion.done():
+        while in_flight and ((first := in_flight[0]).over or first.completion.done()):
             in_flight.popleft()
         in_flight.append(operation)
-        for observe in context.observers:
-            observe(operation, size_bytes)
+        if context.observers:
+            for observe in context.observers:
+                observe(operation, size_bytes)
         return operation
 
     # Issuing what is queued
@@ -430,9 +434,13 @@ class Lane:
         self.break_off(error)
         self.group.context.pass_on(self)
 
-    def estimate(self, name: str, size_bytes: int) -> Estimate | None:
-        """What is known of the duration of such an operation."""
-        return self._estimates.get((name, size_bytes.bit_length()))
+    def estimate(self, name: str, size_bytes: int) -> Estimate:
+        """What is known of how long such an operation takes."""
+        kind = (name, size_bytes.bit_length())
+        known = self._estimates.get(kind)
+        if known is None:
+            known = self._estimates[kind] = Estimate(name, size_bytes)
+        return known
 
     def outstanding(self) -> list[Operation]:
         """The operations that are not done, in order."""

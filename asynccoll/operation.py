@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll.completion import Completion
 from asynccoll.errors import CollectiveError
-from asynccoll.place import Place
+from asynccoll.place import Place, Spot
 
 if TYPE_CHECKING:
     from asynccoll.lane import Lane
@@ -28,9 +28,10 @@ _wakers_lock = threading.Lock()
 class Estimate:
     """A running estimate of how long one kind and size of operation takes, in seconds."""
 
-    __slots__ = ("seconds",)
+    __slots__ = ("name", "seconds")
 
-    def __init__(self, size_bytes: int = 0) -> None:
+    def __init__(self, name: str, size_bytes: int = 0) -> None:
+        self.name = name
         # A first guess until something was seen: a round trip, and 1 GB/s.
         self.seconds = 2e-4 + size_bytes * 1e-9
 
@@ -40,7 +41,8 @@ class Estimate:
         One that was late (a peer was, or the scheduler) says little about the next: it counts as four
         times the estimate at most.
         """
-        self.seconds += 0.2 * (min(seconds, 4 * self.seconds) - self.seconds)
+        known = self.seconds
+        self.seconds = known + 0.2 * (min(seconds, 4 * known) - known)
 
     def at_most(self, seconds: float) -> None:
         """The operation was found done: it took no longer than this."""
@@ -51,15 +53,14 @@ class Operation:
     """One accepted operation: where it is in its lane's order, and how to tell that it is over."""
 
     __slots__ = (
+        "_spot",
         "_wakers",
-        "buffers",
         "completion",
         "deadline",
         "estimate",
         "failure",
         "lane",
-        "name",
-        "place",
+        "over",
         "sequence",
         "started",
     )
@@ -67,24 +68,33 @@ class Operation:
     def __init__(
         self,
         lane: Lane,
-        name: str,
+        estimate: Estimate,
         sequence: int,
         completion: Completion,
-        place: Place,
+        spot: Spot,
         timeout: float,
-        estimate: Estimate,
     ) -> None:
         self.lane = lane
-        self.name = name
+        self.estimate = estimate
         self.sequence = sequence
         self.completion = completion
-        self.place = place
+        self._spot = spot
         self.started = now = monotonic()
         self.deadline = now + timeout
-        self.estimate = estimate
+        #: somebody has seen it end well
+        self.over = False
         self.failure: CollectiveError | None = None
-        self.buffers: object = None
         self._wakers: list[Callable[[], object]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the collective: ``all_reduce``."""
+        return self.estimate.name
+
+    @property
+    def place(self) -> Place:
+        """The line that called it."""
+        return self._spot.place
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "in flight"
@@ -92,11 +102,7 @@ class Operation:
 
     def done(self) -> bool:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""
-        return self.failure is not None or self.completion.done()
-
-    def short(self) -> bool:
-        """Whether it is expected to end soon enough to be waited for in place."""
-        return self.estimate.seconds - (monotonic() - self.started) <= INLINE_SECONDS
+        return self.over or self.failure is not None or self.completion.done()
 
     def add_waker(self, waker: Callable[[], object]) -> None:
         """Call ``waker`` once when ``done()`` has become true; at once if it is."""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 
 from asynccoll import compiled, objects, payload, tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
@@ -66,7 +67,8 @@ def _start(
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting."""
     context = current()
     resolved = context.world if group is None else resolve_group(context, group)
-    at = resolved.lane(lane if lane is not None else current_lane())
+    name = current_lane() if lane is None else lane
+    at = resolved.opened.get(name) or resolved.lane(name)
     try:
         if timeout is not None:
             _check_timeout(timeout)
@@ -129,7 +131,7 @@ def all_reduce(
 
     Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``, ``horovod.torch.allreduce``.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         plain = prescale == 1 and postscale == 1 and compression is None
         return compiled.all_reduce(x, op, group, out=out, plain=plain)
     if prescale != 1 or postscale != 1 or compression is not None:
@@ -185,7 +187,7 @@ def broadcast(
     Numbers are exact, strings any Unicode. The gradient is the sum of all ranks' on ``src``, zeros
     elsewhere; not in ``safe_mode``. Source: ``torch.distributed.broadcast``, ``MPI_Ibcast``.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return compiled.broadcast(x, src, group, safe_mode=safe_mode, out=out)
     return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out)
 
@@ -219,7 +221,7 @@ def all_gather(
     The gradient is the reduce_scatter of the gradients. Source:
     ``torch.distributed.all_gather_single``, ``MPI_Iallgather``.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return compiled.all_gather(x, dim, group, uneven=uneven, out=out)
     return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out)
 
@@ -292,7 +294,7 @@ def reduce_scatter(
     ``op`` as in ``all_reduce``; the gradient of sum and avg is the all_gather of the gradients.
     Source: ``torch.distributed.reduce_scatter_tensor``, ``MPI_Ireduce_scatter_block``.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return compiled.reduce_scatter(x, op, dim, group, out=out)
     return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out)
 
@@ -324,7 +326,7 @@ def all_to_all(
     The gradient is the exchange the other way round. Source:
     ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, out=out)
     return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out)
 

@@ -9,14 +9,24 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["Capabilities", "Op", "Plan", "Policy", "ReduceOp", "TensorSpec", "Topology", "Wire"]
+__all__ = [
+    "Capabilities",
+    "Op",
+    "Plan",
+    "Policy",
+    "ReduceOp",
+    "TensorSpec",
+    "Topology",
+    "Wire",
+    "reduce_op",
+    "size_class",
+]
 
 
 class Op(str, enum.Enum):
@@ -34,6 +44,8 @@ class Op(str, enum.Enum):
     SEND = "send"
     RECV = "recv"
     BARRIER = "barrier"
+
+    __hash__ = str.__hash__  # enum's own is Python; these are keys in every call
 
     @property
     def reduces(self) -> bool:
@@ -68,12 +80,12 @@ class ReduceOp(str, enum.Enum):
     BXOR = "bxor"
     ADASUM = "adasum"
 
+    __hash__ = str.__hash__  # as Op's
+
     @classmethod
     def parse(cls, op: object) -> ReduceOp:
         """The reduction named by ``op``: a name in any case, ours, or torch's ``ReduceOp``."""
-        found = _REDUCE_OPS.get(op) if isinstance(op, str) else None
-        if found is None and isinstance(op, str):
-            found = _REDUCE_OPS.get(op.lower())
+        found = _REDUCE_OPS.get(op.lower()) if isinstance(op, str) else None
         if found is None and isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             found = _torch_reduce_op(str(getattr(op, "name", op)))
         if found is None:
@@ -85,8 +97,13 @@ class ReduceOp(str, enum.Enum):
         return found
 
 
-_REDUCE_OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp}
+_REDUCE_OPS: dict[str, ReduceOp] = {op.value: op for op in ReduceOp}
 _REDUCE_OPS |= {"mean": ReduceOp.AVG, "average": ReduceOp.AVG, "prod": ReduceOp.PRODUCT}
+
+
+def reduce_op(op: object) -> ReduceOp:
+    """``ReduceOp.parse``, quick for names as they are: every reduction asks."""
+    return (_REDUCE_OPS.get(op) if isinstance(op, str) else None) or ReduceOp.parse(op)
 
 
 def _torch_reduce_op(text: str) -> ReduceOp | None:
@@ -140,9 +157,17 @@ class Capabilities:
     compose: frozenset[Op] = frozenset()
     #: collectives that its communicator builds of another native call: (ours, what is called)
     built_of: tuple[tuple[Op, str], ...] = ()
+    #: Up to so many bytes sent by a rank, a reduction is faster as one exchange of everybody's data
+    #: and a local sum than as the native call: the hops cost more than the bytes.
+    exchange_bytes: int = 0
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         return any(op in ops for known, ops in self.reduce if known is dtype)
+
+
+def size_class(numel: int) -> int:
+    """All that planning knows of a size: 0 for none, 1 for one element, 2 for 2 and 3, 3 for 4 to 7."""
+    return numel.bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +180,16 @@ class Topology:
     @property
     def backend(self) -> str:
         return self.capabilities.backend
+
+    def exchanges(self, numel: int, itemsize: int) -> bool:
+        """Whether an all_reduce of so many elements is done as an exchange. The same on every rank.
+
+        Decided by powers of two, so that a plan is good for all sizes of a class (``size_class``). With
+        fewer elements than ranks the native ring has next to nothing to send, and wins.
+        """
+        least = 1 << size_class(numel) >> 1
+        sent = least * itemsize * (self.world_size - 1)
+        return 0 < sent <= self.capabilities.exchange_bytes and least >= self.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +214,9 @@ class Wire(str, enum.Enum):
 class Plan:
     """What one call will do, and why. ``native`` is the backend's call, ``via`` how it is used.
 
-    ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter as an exchange and a
-    local sum) or ``"all_gather"`` (reductions that no backend arithmetic has, reduced locally in
-    rank order).
+    ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter, and a small all_reduce,
+    as an exchange and a local sum) or ``"all_gather"`` (reductions that no backend arithmetic has,
+    reduced locally in rank order).
     """
 
     op: Op

@@ -31,6 +31,7 @@ class Watch:
         self._watched: set[Operation] = set()
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self._asleep = False  # with nothing to look after; else it looks once a second by itself
 
     def add(self, operation: Operation) -> None:
         """Somebody waits for ``operation``."""
@@ -41,7 +42,7 @@ class Watch:
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=self._run, name="asynccoll-watch", daemon=True)
                 self._thread.start()
-            elif len(self._watched) == 1:
+            elif self._asleep:
                 self._wake.notify()
 
     def discard(self, operation: Operation) -> None:
@@ -62,7 +63,9 @@ class Watch:
         while True:
             with self._wake:
                 while not self._watched and not self._stopped:
+                    self._asleep = True
                     self._wake.wait()
+                self._asleep = False
                 self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
                 if self._stopped:
                     return

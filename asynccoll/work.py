@@ -92,11 +92,16 @@ class Work(Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         self._heard = True
         if self._state == _PENDING:
+            plain = self._finish is None
             for operation in self._operations:
                 if not quick(operation):
                     yield from suspend(operation)
+                plain = plain and operation.over
             if not self._operations:
                 yield from pause()
+            elif plain:
+                self._state = _DONE  # nothing ran, so that two threads may say so at once
+                return self._value
         else:
             yield from pause()
         return self._outcome()
@@ -227,7 +232,7 @@ class Work(Generic[T]):
         """The cached result or error; computes it if nobody has."""
         if self._state < _DONE:
             if self._finish is None and self._succeeded():
-                self._state = _DONE  # nothing ran, so that two threads may say so at once
+                self._state = _DONE  # as in __await__
             else:
                 self._settle()
         if self._state == _FAILED:

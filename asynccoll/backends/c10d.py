@@ -14,15 +14,17 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
 from asynccoll.backends import interface as own_interface
+from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport
+from asynccoll.backends.c10d_completion import HostCompletion, StreamCompletion
+from asynccoll.backends.c10d_tables import GLOO, NCCL
 from asynccoll.backends.channels import Channels
 from asynccoll.backends.published import publish, withdraw
 from asynccoll.backends.rendezvous import (
@@ -36,9 +38,8 @@ from asynccoll.backends.rendezvous import (
     rendezvous,
 )
 from asynccoll.backends.waiters import InProgress
-from asynccoll.completion import Completion
 from asynccoll.errors import BackendNotFoundError
-from asynccoll.spec import Capabilities, Op, ReduceOp
+from asynccoll.spec import Capabilities
 from asynccoll.store import Waiting
 
 if TYPE_CHECKING:
@@ -46,257 +47,12 @@ if TYPE_CHECKING:
     from asynccoll.context import Context
     from asynccoll.group import Group
 
-__all__ = ["C10dBackend", "C10dCommunicator", "HostCompletion", "Transport"]
+__all__ = ["C10dBackend"]
 
-_MILLISECOND = timedelta(milliseconds=1)
 #: How long closing waits for lanes that are being opened; they are told to give up.
 _OPENING_SECONDS = 2.0
-#: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
-_LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
-
 #: Without its types: the stubs leave out half of it.
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-
-_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
-_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
-#: gloo averages since 2.11; before, a sum is divided.
-_GLOO_AVERAGES = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
-
-GLOO = Capabilities(
-    backend="gloo",
-    ops=frozenset(Op),
-    reduce=(
-        *((dtype, _ARITHMETIC | _BITWISE) for dtype in (*_INTEGERS, torch.bool)),
-        *((d, _ARITHMETIC | ({ReduceOp.AVG} if _GLOO_AVERAGES else set())) for d in _FLOATS),
-    ),
-    move=frozenset((*_INTEGERS, *_FLOATS, torch.bool)),
-    sparse=True,
-    # Its reduce_scatter is built of all_reduces, has no future, and is slower than an exchange.
-    compose=frozenset({Op.REDUCE_SCATTER}),
-)
-NCCL = Capabilities(
-    backend="nccl",
-    ops=frozenset(Op),
-    reduce=(
-        *((dtype, _ARITHMETIC) for dtype in _INTEGERS),
-        *((dtype, _ARITHMETIC | {ReduceOp.AVG}) for dtype in _FLOATS),
-    ),
-    move=frozenset((*_INTEGERS, *_FLOATS)),
-    devices=frozenset({"cuda"}),
-)
-
-_REDUCE_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.AVG,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.BAND: dist.ReduceOp.BAND,
-    ReduceOp.BOR: dist.ReduceOp.BOR,
-    ReduceOp.BXOR: dist.ReduceOp.BXOR,
-}
-
-
-class HostCompletion(Completion):
-    """A c10d work whose end the host can see (gloo)."""
-
-    __slots__ = ("_fine", "_future", "_work", "done")
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._future: Any = None
-        self._fine = False
-        self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
-
-    def wait(self, seconds: float) -> bool:
-        limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
-        try:
-            self._work.wait(limit)
-        except RuntimeError:  # either its failure, which error() gives, or this bound
-            return bool(self.done())
-        self._fine = True
-        return True
-
-    def add_callback(self, callback: Callable[[], object]) -> None:
-        future = self._work.get_future()
-
-        def fired(_: Any) -> None:
-            # The work says that it is done only after its future's callbacks have run.
-            self._future = future
-            self.done = future.done  # type: ignore[method-assign]  # see above
-            callback()
-
-        future.add_done_callback(fired)
-
-    def error(self) -> BaseException | None:
-        if self._fine:
-            return None
-        try:
-            if self._future is not None:
-                self._future.value()
-            else:
-                self._work.wait(_MILLISECOND)
-        except RuntimeError as error:
-            return error
-        return None
-
-
-class StreamCompletion(Completion):
-    """A c10d work that is ordered by the device's stream (nccl): ready when issued.
-
-    ``synchronize`` makes the current stream wait for it; the host never does.
-    """
-
-    __slots__ = ("work",)
-
-    stream_ordered = True
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, seconds: float) -> bool:
-        return True
-
-    def add_callback(self, callback: Callable[[], object]) -> None:
-        callback()
-
-    def error(self) -> BaseException | None:
-        return None
-
-    def synchronize(self) -> None:
-        self.work.wait()
-
-
-def _options(kind: Any, **values: Any) -> Any:
-    options = kind()
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True  # else nccl would run on the current stream and hide nothing
-    for name, value in values.items():
-        setattr(options, name, value)
-    return options
-
-
-_ALL_REDUCE = {op: _options(_native.AllreduceOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()}
-_REDUCE_SCATTER = {
-    op: _options(_native.ReduceScatterOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()
-}
-_ALL_GATHER = _options(_native.AllgatherOptions)
-_ALL_TO_ALL = _options(_native.AllToAllOptions)
-_BROADCAST: dict[int, Any] = {}  # by root
-_BARRIER = _options(_native.BarrierOptions)
-
-
-class Transport:
-    """One native process group and what its works are to us."""
-
-    def __init__(self, native: Any, complete: Callable[[Any], Completion]) -> None:
-        self.native = native
-        self.complete = complete
-
-
-class C10dCommunicator:
-    """The native groups of one (group, lane): one per device type."""
-
-    def __init__(self, transports: dict[str, Transport], channels: Channels) -> None:
-        self._transports = transports
-        self._channels = channels
-        # The common case, one transport, needs no look at the tensor's device.
-        self._only = next(iter(transports.values())) if len(transports) == 1 else None
-
-    def _for(self, x: torch.Tensor) -> Transport:
-        return self._only or self._transports[x.device.type]
-
-    def native(self, device: str) -> Any:
-        return self._transports[device].native
-
-    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
-        to = self._only or self._transports[x.device.type]
-        return to.complete(to.native.allreduce([x], _ALL_REDUCE[op]))
-
-    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
-        to = self._for(x)
-        options = _options(_native.ReduceOptions, reduceOp=_REDUCE_OPS[op], rootRank=dst)
-        return to.complete(to.native.reduce([x], options))
-
-    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
-        to = self._for(x)
-        options = _BROADCAST.get(src)
-        if options is None:
-            options = _BROADCAST[src] = _options(_native.BroadcastOptions, rootRank=src)
-        return to.complete(to.native.broadcast([x], options))
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
-        to = self._for(x)
-        return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
-
-    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
-        to = self._for(x)
-        options = _options(_native.GatherOptions, rootRank=dst)
-        return to.complete(to.native.gather([list(out)] if out is not None else [], [x], options))
-
-    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
-        to = self._for(out)
-        options = _options(_native.ScatterOptions, rootRank=src)
-        return to.complete(to.native.scatter([out], [list(x)] if x is not None else [], options))
-
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        to = self._for(x)
-        return to.complete(to.native._reduce_scatter_base(out, x, _REDUCE_SCATTER[op]))
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        out_splits: Sequence[int],
-        in_splits: Sequence[int],
-    ) -> Completion:
-        to = self._for(x)
-        return to.complete(to.native.alltoall_base(out, x, out_splits, in_splits, _ALL_TO_ALL))
-
-    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        if x.device.type == "cpu":
-            return self._channels.send(x, dst, tag)
-        to = self._for(x)
-        return to.complete(to.native.send([x], dst, tag))
-
-    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        if x.device.type == "cpu":
-            return self._channels.recv(x, src, tag)
-        to = self._for(x)
-        return to.complete(to.native.recv([x], src, tag))
-
-    def barrier(self) -> Completion:
-        to = self._transports.get("cpu") or next(iter(self._transports.values()))
-        return to.complete(to.native.barrier(_BARRIER))
-
-    def close(self) -> None:
-        self._channels.close()
-        self._transports = {}
-        self._only = None
-
-    def abort(self) -> None:
-        for pair in self._channels.natives():
-            _abort(pair)
-        for to in list(self._transports.values()):
-            _abort(to.native)
-
-
-def _abort(native: Any) -> None:
-    """Fail what is in flight on a native group: on gloo a receive that times out tears it down."""
-    with contextlib.suppress(Exception):
-        if native.name() != "gloo":
-            native.abort()
-            return
-    # A peer that is gone fails at once and closes nothing: ask each.
-    for peer in range(native.size()):
-        if peer != native.rank():
-            with contextlib.suppress(RuntimeError):
-                native.recv([torch.empty(1)], peer, 2**31 - 1).wait(_MILLISECOND)
 
 
 class C10dBackend:
@@ -351,13 +107,14 @@ class C10dBackend:
             pair = f"{name}/p2p/{low}-{high}"
             return self._native("gloo", group.context, pair, int(group.rank > peer), 2)
 
-        return C10dCommunicator(transports, Channels(open_pair, group.rank))
+        return C10dCommunicator(transports, Channels(open_pair, group.rank), group.size)
 
     def _transport(self, native: str, context: Context, name: str, rank: int, size: int) -> Transport:
         stream_ordered = native == "nccl"
         return Transport(
             self._native(native, context, name, rank, size),
             StreamCompletion if stream_ordered else HostCompletion,
+            GLOO.exchange_bytes if native == "gloo" else 0,
         )
 
     def _native(self, native: str, context: Context, name: str, rank: int, size: int) -> Any:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from asynccoll.backends.c10d import C10dCommunicator, HostCompletion, Transport
+from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport
+from asynccoll.backends.c10d_completion import HostCompletion
 from asynccoll.backends.channels import Channels
 from asynccoll.backends.meeting import agree_on_store
 from asynccoll.errors import UnsupportedOpError
@@ -58,7 +59,9 @@ class TorchMpiBackend:
                 f"{group!r} would need another; pip install asynccoll[mpi] for lanes, groups and messages"
             )
         native: Any = dist.distributed_c10d._get_default_group()
-        return C10dCommunicator({"cpu": Transport(native, HostCompletion)}, Channels(_no_pair, group.rank))
+        return C10dCommunicator(
+            {"cpu": Transport(native, HostCompletion)}, Channels(_no_pair, group.rank), group.size
+        )
 
     def close(self, *, abort: bool) -> None:
         if dist.is_initialized() and not abort:

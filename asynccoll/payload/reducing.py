@@ -24,7 +24,7 @@ from asynccoll.payload.common import (
     require_tensor,
     values_of,
 )
-from asynccoll.spec import Op, ReduceOp, dtype_name
+from asynccoll.spec import Op, ReduceOp, dtype_name, reduce_op
 from asynccoll.trees import is_tree
 from asynccoll.values import (
     as_number,
@@ -34,7 +34,7 @@ from asynccoll.work import Work
 
 
 def all_reduce(lane: Lane, x: Any, op: Any, out: torch.Tensor | None, timeout: float | None) -> Work[Any]:
-    op = ReduceOp.parse(op)
+    op = reduce_op(op)
     if isinstance(x, torch.Tensor):
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.all_reduce(lane, x, op, timeout)
@@ -77,7 +77,7 @@ def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) 
 def reduce(
     lane: Lane, x: Any, dst: int, op: Any, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
-    op = ReduceOp.parse(op)
+    op = reduce_op(op)
     dst = lane.group.index(dst, "dst")
     here = lane.group.rank == dst
     if isinstance(x, torch.Tensor):
@@ -125,7 +125,7 @@ def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | 
 def reduce_scatter(
     lane: Lane, x: Any, op: Any, dim: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[Any]:
-    op = ReduceOp.parse(op)
+    op = reduce_op(op)
     if is_tree(x):
         no_out("reduce_scatter", out)
         return over_tree(

@@ -24,22 +24,45 @@ OFFLOAD_BYTES = 2 << 20
 _copiers = Waiters("asynccoll-copy")
 
 
-def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None) -> Plan:
-    """The plan for ``x``, from the lane's own small cache (a plan does not depend on the shape)."""
-    key = (op, reduce, x.dtype, x.device, x.layout, x.is_contiguous())
-    plan = lane.plans.get(key)
-    if plan is None:
-        device = x.device.type
-        if device == "meta":
+class Route:
+    """A plan, and what is known of the operations that follow it: looked up once for every call."""
+
+    __slots__ = ("_plain", "estimate", "itemsize", "plan")
+
+    def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
+        spec = TensorSpec.of(x)
+        policy = lane.group.context.policy
+        self.plan = dispatch.plan(op, spec, lane.group.topology(spec.device), policy, reduce)
+        self.itemsize = spec.dtype.itemsize
+        self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
+        dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)
+        self._plain = self.plan.direct and dense and not policy.check
+
+    def plain(self, x: torch.Tensor) -> bool:
+        """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
+        return self._plain and not x.is_neg()
+
+
+def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, numel: int) -> Route:
+    """The route for ``x``, which has ``numel`` elements, from the lane's own small cache.
+
+    Of the size a plan knows the power of two (``spec.size_class``).
+    """
+    key = (op, reduce, x.dtype, x.device, x.layout, x.is_contiguous(), numel.bit_length())
+    found: Route | None = lane.routes.get(key)
+    if found is None:
+        if x.device.type == "meta":
             raise PayloadTypeError(
                 f"{op.value} of a meta tensor: it has no data to send; materialise it first, as in "
                 "torch.empty_like(x, device='cpu')"
             )
-        spec = TensorSpec(x.dtype, (), device, x.is_contiguous(), x.layout is not torch.strided)
-        topology = lane.group.topology(device)
-        plan = dispatch.plan(op, spec, topology, lane.group.context.policy, reduce)
-        lane.plans[key] = plan
-    return plan
+        found = lane.routes[key] = Route(lane, op, x, reduce)
+    return found
+
+
+def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None) -> Plan:
+    """The plan for ``x``."""
+    return route_for(lane, op, x, reduce, x.numel()).plan
 
 
 def issue(
@@ -57,7 +80,7 @@ def issue(
     name = plan.name
     size_bytes = x.nbytes
     if before is None and not lane.group.context.policy.check:
-        return lane.issue(name, start, size_bytes, timeout)
+        return lane.issue(lane.estimate(name, size_bytes), start, size_bytes, timeout)
     program: Program | None = None
     if before is not None:
         program = _after(before, start)
@@ -111,18 +134,6 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     if x.requires_grad or x.is_neg() or x.is_complex() or not has_memory(x):
         x = physical(x)
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def plain(lane: Lane, plan: Plan, x: torch.Tensor) -> bool:
-    """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
-    return (
-        plan.direct
-        and x.layout is torch.strided
-        and x.is_contiguous()
-        and has_memory(x)
-        and not (x.is_neg() or x.is_conj())
-        and not lane.group.context.policy.check
-    )
 
 
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:

@@ -12,15 +12,15 @@ from asynccoll.completion import READY, Completion
 from asynccoll.encoding import decode, encode
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import Lane, Start
-from asynccoll.spec import Op, TensorSpec
+from asynccoll.spec import Op, Plan, TensorSpec
 from asynccoll.tensors.common import (
     check_out,
     deliver,
     issue,
     owned,
     physical,
-    plain,
     plan_for,
+    route_for,
     same_memory,
     target_for,
 )
@@ -33,10 +33,11 @@ def start_broadcast(
     lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
     """The ``x`` of ``src``, whose shape every rank's ``x`` has."""
-    plan = plan_for(lane, Op.BROADCAST, x)
-    if out is x and plain(lane, plan, x):
+    route = route_for(lane, Op.BROADCAST, x, None, x.numel())
+    plan = route.plan
+    if out is x and route.plain(x):
         start: Start = lambda communicator: communicator.broadcast(x, src)  # noqa: E731
-        return Work((lane.issue(plan.name, start, x.nbytes, timeout),), None, x)
+        return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, x)
     check_out(out, x, x.shape)
     copy = None
     if lane.group.rank == src:
@@ -67,12 +68,13 @@ def start_all_gather(
     lane: Lane, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
     """Every rank's ``x`` as rows: (n, *x.shape)."""
-    plan = plan_for(lane, Op.ALL_GATHER, x)
+    route = route_for(lane, Op.ALL_GATHER, x, None, x.numel())
+    plan = route.plan
     size = lane.group.size
-    if out is None and plain(lane, plan, x) and not x.requires_grad:
+    if out is None and route.plain(x) and not x.requires_grad:
         rows = x.new_empty((size, *x.shape))
         start: Start = lambda communicator: communicator.all_gather(rows.view(-1), x.view(-1))  # noqa: E731
-        return Work((lane.issue(plan.name, start, x.nbytes, timeout),), None, rows)
+        return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, rows)
     wire = encode(physical(x).reshape(-1), plan)
     target = target_for(out, wire, (size * wire.numel(),))
     operation = issue(
@@ -119,10 +121,11 @@ def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float |
     """``x`` to ``dst``; done when the receiver has taken it."""
     plan = plan_for(lane, Op.SEND, x)
     wire = encode(physical(x), plan)
+    size_bytes = wire.numel() * wire.element_size()
     operation = lane.issue(
-        "send",
+        lane.estimate("send", size_bytes),
         lambda communicator: communicator.send(wire, dst, tag),
-        wire.numel() * wire.element_size(),
+        size_bytes,
         timeout,
         stream=("send", dst, tag),
     )
@@ -143,10 +146,11 @@ def start_recv(
     probe = encode(torch.empty(0, dtype=like.dtype, device=like.device), plan)
     count = like.numel() * like.element_size() // probe.element_size()
     buffer = target_for(out, probe, (count,))
+    size_bytes = count * probe.element_size()
     operation = lane.issue(
-        "recv",
+        lane.estimate("recv", size_bytes),
         lambda communicator: communicator.recv(buffer, src, tag),
-        count * probe.element_size(),
+        size_bytes,
         timeout,
         stream=("recv", src, tag),
     )
@@ -181,10 +185,10 @@ def start_join(lane: Lane, timeout: float | None) -> Work[int]:
 
 def start_barrier(lane: Lane, timeout: float | None) -> Work[None]:
     """Done once every member has called it."""
-    plan = lane.plans.get(Op.BARRIER)
+    plan: Plan | None = lane.routes.get(Op.BARRIER)
     if plan is None:
         spec = TensorSpec(torch.uint8)
         plan = dispatch.plan(Op.BARRIER, spec, lane.group.topology("cpu"), lane.group.context.policy)
-        lane.plans[Op.BARRIER] = plan
+        lane.routes[Op.BARRIER] = plan
     operation = issue(lane, plan, lambda communicator: communicator.barrier(), _NOTHING, timeout)
     return Work((operation,), None)

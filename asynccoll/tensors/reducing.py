@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,6 @@ from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
     check_out,
-    computed,
     deliver,
     fresh,
     issue,
@@ -21,6 +20,7 @@ from asynccoll.tensors.common import (
     physical,
     plan_for,
     reduced,
+    route_for,
     target_for,
 )
 from asynccoll.work import Work
@@ -30,42 +30,38 @@ def start_all_reduce(
     lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
     """The reduction of every rank's ``x``, in the shape of ``x``."""
-    plan = plan_for(lane, Op.ALL_REDUCE, x, op)
-    if (out is x or out is None) and x.layout is torch.strided:
-        size_bytes = x.nbytes
-        plain = plan.direct and x.is_contiguous()
-        if plain and (out is x or size_bytes < OFFLOAD_BYTES) and not lane.group.context.policy.check:
-            return _all_reduce_plain(lane, plan, computed(x) if out is x else fresh(x), size_bytes, timeout)
+    numel = x.numel()
+    route = route_for(lane, Op.ALL_REDUCE, x, op, numel)
+    plan = route.plan
+    wire_op = plan.wire_reduce
+    if route.plain(x):
+        # The common cases, with as little around the native call as there can be.
+        size_bytes = numel * route.itemsize
+        if out is x or (out is None and size_bytes < OFFLOAD_BYTES):
+            buffer = x if out is x else fresh(x)
+            start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
+            return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
     check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         return _all_reduce_sparse(lane, plan, x, timeout)
     if plan.via != "native":
-        return _all_reduce_gathered(lane, plan, x, out, timeout)
-    buffer, copy = owned(x, plan, out)
-    wire_op = plan.wire_reduce
+        composed = _all_reduce_exchanged if plan.via == "all_to_all" else _all_reduce_gathered
+        return composed(lane, plan, x, out, timeout)
+    wire, copy = owned(x, plan, out)
     operation = issue(
         lane,
         plan,
-        lambda communicator: communicator.all_reduce(buffer, wire_op),
-        buffer,
+        lambda communicator: communicator.all_reduce(wire, wire_op),
+        wire,
         timeout,
         detail=op,
         shape=x.shape,
         before=copy,
     )
     if plan.direct:
-        return Work((operation,), partial(deliver, buffer, out))
+        return Work((operation,), partial(deliver, wire, out))
     size = lane.group.size
-    return Work((operation,), lambda: deliver(reduced(buffer, plan, x, size).view(x.shape), out))
-
-
-def _all_reduce_plain(
-    lane: Lane, plan: Plan, buffer: torch.Tensor, size_bytes: int, timeout: float | None
-) -> Work[torch.Tensor]:
-    """The common cases, with as little around the native call as there can be."""
-    wire_op = plan.wire_reduce
-    operation = lane.issue(plan.name, lambda comm: comm.all_reduce(buffer, wire_op), size_bytes, timeout)
-    return Work((operation,), None, buffer)
+    return Work((operation,), lambda: deliver(reduced(wire, plan, x, size).view(x.shape), out))
 
 
 def _all_reduce_sparse(lane: Lane, plan: Plan, x: torch.Tensor, timeout: float | None) -> Work[torch.Tensor]:
@@ -98,18 +94,48 @@ def _all_reduce_gathered(
         detail=plan_detail(plan),
         shape=x.shape,
     )
-    return Work((operation,), lambda: deliver(_reduce_rows(rows, plan, x).view(x.shape), out))
+    return Work((operation,), lambda: deliver(_reduce_rows(rows.unbind(0), plan, x).view(x.shape), out))
+
+
+def _all_reduce_exchanged(
+    lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """Of a small tensor: one message to and from every other rank, reduced in rank order."""
+    own = encode(physical(x), plan).view(-1)
+    size, rank = lane.group.size, lane.group.rank
+    sent = own if size == 2 else own.repeat(size - 1)
+    received = torch.empty_like(sent)
+    splits = [own.numel()] * size
+    splits[rank] = 0
+    operation = issue(
+        lane,
+        plan,
+        lambda communicator: communicator.all_to_all(received, sent, splits, splits),
+        own,
+        timeout,
+        detail=plan_detail(plan),
+        shape=x.shape,
+    )
+
+    def total() -> torch.Tensor:
+        rows = [received] if size == 2 else list(received.chunk(size - 1))
+        rows.insert(rank, own)
+        # The first two rows are read before anything is written: there ``out`` may be ``x`` itself.
+        into = target_for(out, own, own.shape) if out is not None and rank < 2 else None
+        return deliver(_reduce_rows(rows, plan, x, into).view(x.shape), out)
+
+    return Work((operation,), total)
 
 
 def _reduce_rows(
-    rows: torch.Tensor, plan: Plan, x: torch.Tensor, into: torch.Tensor | None = None
+    rows: Sequence[torch.Tensor], plan: Plan, x: torch.Tensor, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The local half of a composed reduction: the rows of all ranks, reduced and decoded."""
     op = plan.wire_reduce or ReduceOp.SUM
     if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers travelled
-        total = reduce_chunks(torch.view_as_complex(rows).unbind(0), op)
+        total = reduce_chunks([torch.view_as_complex(row.view(-1, 2)) for row in rows], op)
         return total.div_(len(rows)) if plan.divide else total
-    return reduced(reduce_chunks(rows.unbind(0), op, into), plan, x, len(rows))
+    return reduced(reduce_chunks(rows, op, into), plan, x, len(rows))
 
 
 def plan_detail(plan: Plan) -> str:
@@ -144,7 +170,7 @@ def start_reduce(
             detail=detail,
             shape=x.shape,
         )
-        total: Callable[[], torch.Tensor] = partial(_reduce_rows, rows, plan, x)
+        total: Callable[[], torch.Tensor] = partial(_reduce_rows, rows.unbind(0), plan, x)
     else:
         buffer, copy = owned(x, plan, out if here else None)
         operation = issue(
@@ -183,6 +209,6 @@ def start_reduce_scatter(
         received = torch.empty_like(wire)
         even = [1] * size
         start = lambda communicator: communicator.all_to_all(received, wire, even, even)  # noqa: E731
-        total = partial(_reduce_rows, received, plan, rows, target_for(out, wire, wire.shape[1:]))
+        total = partial(_reduce_rows, received.unbind(0), plan, rows, target_for(out, wire, wire.shape[1:]))
     operation = issue(lane, plan, start, wire, timeout, detail=op.value, shape=rows.shape)
     return Work((operation,), lambda: deliver(total().view(part_shape), out))

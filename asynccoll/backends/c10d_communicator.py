@@ -1,0 +1,163 @@
+"""One lane's native process groups, and how each collective is started on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
+import torch.distributed as dist
+
+from asynccoll.backends.c10d_completion import MILLISECOND
+from asynccoll.backends.channels import Channels
+from asynccoll.completion import Completion
+from asynccoll.spec import ReduceOp
+
+__all__ = ["C10dCommunicator", "Transport"]
+
+_REDUCE_OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.AVG,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+
+
+def _options(kind: Any, **values: Any) -> Any:
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True  # else nccl would run on the current stream and hide nothing
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+_ALL_REDUCE = {op: _options(_native.AllreduceOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()}
+_REDUCE_SCATTER = {
+    op: _options(_native.ReduceScatterOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()
+}
+_ALL_GATHER = _options(_native.AllgatherOptions)
+_ALL_TO_ALL = _options(_native.AllToAllOptions)
+_BARRIER = _options(_native.BarrierOptions)
+
+
+@cache
+def _broadcast_from(root: int) -> Any:
+    return _options(_native.BroadcastOptions, rootRank=root)
+
+
+class Transport:
+    """One native process group and what its works are to us."""
+
+    def __init__(self, native: Any, complete: Callable[[Any], Completion], exchange_bytes: int = 0) -> None:
+        self.native = native
+        self.complete = complete
+        self.exchange_bytes = exchange_bytes
+
+
+class C10dCommunicator:
+    """The native groups of one (group, lane): one per device type."""
+
+    def __init__(self, transports: dict[str, Transport], channels: Channels, size: int) -> None:
+        self._transports = transports
+        self._size = size
+        self._channels = channels
+        # The common case, one transport, needs no look at the tensor's device.
+        self._only = next(iter(transports.values())) if len(transports) == 1 else None
+
+    def _for(self, x: torch.Tensor) -> Transport:
+        return self._only or self._transports[x.device.type]
+
+    def native(self, device: str) -> Any:
+        return self._transports[device].native
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        to = self._only or self._transports[x.device.type]
+        return to.complete(to.native.allreduce([x], _ALL_REDUCE[op]))
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        to = self._for(x)
+        options = _options(_native.ReduceOptions, reduceOp=_REDUCE_OPS[op], rootRank=dst)
+        return to.complete(to.native.reduce([x], options))
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native.broadcast([x], _broadcast_from(src)))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        to = self._for(x)
+        if 0 < x.nbytes * (self._size - 1) <= to.exchange_bytes:  # a ring, too: see ``exchange_bytes``
+            copies, even = x.repeat(self._size), [x.numel()] * self._size
+            return to.complete(to.native.alltoall_base(out, copies, even, even, _ALL_TO_ALL))
+        return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        to = self._for(x)
+        options = _options(_native.GatherOptions, rootRank=dst)
+        return to.complete(to.native.gather([list(out)] if out is not None else [], [x], options))
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        to = self._for(out)
+        options = _options(_native.ScatterOptions, rootRank=src)
+        return to.complete(to.native.scatter([out], [list(x)] if x is not None else [], options))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native._reduce_scatter_base(out, x, _REDUCE_SCATTER[op]))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native.alltoall_base(out, x, out_splits, in_splits, _ALL_TO_ALL))
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        if x.device.type == "cpu":
+            return self._channels.send(x, dst, tag)
+        to = self._for(x)
+        return to.complete(to.native.send([x], dst, tag))
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        if x.device.type == "cpu":
+            return self._channels.recv(x, src, tag)
+        to = self._for(x)
+        return to.complete(to.native.recv([x], src, tag))
+
+    def barrier(self) -> Completion:
+        to = self._transports.get("cpu") or next(iter(self._transports.values()))
+        return to.complete(to.native.barrier(_BARRIER))
+
+    def close(self) -> None:
+        self._channels.close()
+        self._transports = {}
+        self._only = None
+
+    def abort(self) -> None:
+        for pair in self._channels.natives():
+            _abort(pair)
+        for to in list(self._transports.values()):
+            _abort(to.native)
+
+
+def _abort(native: Any) -> None:
+    """Fail what is in flight on a native group: on gloo a receive that times out tears it down."""
+    with contextlib.suppress(Exception):
+        if native.name() != "gloo":
+            native.abort()
+            return
+    # A peer that is gone fails at once and closes nothing: ask each.
+    for peer in range(native.size()):
+        if peer != native.rank():
+            with contextlib.suppress(RuntimeError):
+                native.recv([torch.empty(1)], peer, 2**31 - 1).wait(MILLISECOND)

@@ -1,0 +1,88 @@
+"""What a started operation of c10d is to its waiters: seen by the host, or ordered by a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from asynccoll.completion import Completion
+
+__all__ = ["MILLISECOND", "HostCompletion", "StreamCompletion"]
+
+MILLISECOND = timedelta(milliseconds=1)
+#: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
+_LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
+
+
+class HostCompletion(Completion):
+    """A c10d work whose end the host can see (gloo)."""
+
+    __slots__ = ("_future", "_work", "done", "fine")
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._future: Any = None
+        self.fine = False
+        self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
+
+    def wait(self, seconds: float) -> bool:
+        limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
+        try:
+            self._work.wait(limit)
+        except RuntimeError:  # either its failure, which error() gives, or this bound
+            return bool(self.done())
+        self.fine = True
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        future = self._work.get_future()
+
+        def fired(_: Any) -> None:
+            # The work says that it is done only after its future's callbacks have run.
+            self._future = future
+            self.done = future.done  # type: ignore[method-assign]  # see above
+            callback()
+
+        future.add_done_callback(fired)
+
+    def error(self) -> BaseException | None:
+        if self.fine:
+            return None
+        try:
+            if self._future is not None:
+                self._future.value()
+            else:
+                self._work.wait(MILLISECOND)
+        except RuntimeError as error:
+            return error
+        return None
+
+
+class StreamCompletion(Completion):
+    """A c10d work that is ordered by the device's stream (nccl): ready when issued.
+
+    ``synchronize`` makes the current stream wait for it; the host never does.
+    """
+
+    __slots__ = ("work",)
+
+    stream_ordered = True
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        callback()
+
+    def error(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        self.work.wait()
