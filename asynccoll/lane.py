@@ -159,9 +159,33 @@ class Lane:
         job = Job(None, program, driven_by=self._drive if waiting.get() else None)
         with self._lock:
             owner = self._admitted_owner(None)
+            if job.driven and self._is_free():
+                self._begin(job)
+                return self._record(estimate, job.promise, size_bytes, timeout, None, owner)
             operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
         self._start_queued()
         return operation
+
+    def _is_free(self) -> bool:
+        """Whether the next operation may be issued by its caller. With the lock held."""
+        return (
+            self.communicator is not None
+            and not self._queue
+            and self._active is None
+            and not self._driving
+            and self._turnstile is None
+        )
+
+    def _begin(self, job: Job) -> None:
+        """Issue the first call of a program that its caller will drive. With the lock held."""
+        assert job.program is not None
+        self._active = job
+        job.generator = job.program(self.communicator)
+        try:
+            job.step = next(job.generator)
+        except BaseException:  # refused by the native call itself, as it is for a single one
+            self._active = None
+            raise
 
     def _enqueue(
         self,

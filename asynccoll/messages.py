@@ -22,6 +22,7 @@ from asynccoll.work import Work
 __all__ = [
     "Message",
     "all_gather_messages",
+    "all_gather_rows",
     "broadcast_message",
     "gather_messages",
     "scatter_messages",
@@ -130,6 +131,34 @@ def all_gather_messages(
 ) -> Work[T]:
     """``then`` of every rank's message, in rank order, on every rank. Bodies travel on ``device``."""
     return _gather(lane, name, message, None, timeout, then, device, detail)
+
+
+def all_gather_rows(
+    lane: Lane,
+    name: str,
+    row: bytes,
+    timeout: float | None,
+    *,
+    then: Callable[[bytes, int], T],
+    detail: str = "",
+) -> Work[T]:
+    """``then`` of every rank's row, joined, and the length of one, which is the same on every rank.
+
+    One native call, where the call itself says what everybody sends.
+    """
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = torch.empty(lane.group.size * len(row), dtype=torch.uint8)
+
+    def start(communicator: Any) -> Completion:
+        completion: Completion = communicator.all_gather(rows, mine)
+        return completion
+
+    if lane.group.context.policy.check:
+        compared = checked(lane, signature(name, detail=detail), start)
+        operation = lane.run(name, compared, len(row), timeout)
+    else:
+        operation = lane.issue(lane.estimate(name, len(row)), start, len(row), timeout)
+    return Work((operation,), lambda: then(rows.numpy().tobytes(), len(row)))
 
 
 def gather_messages(

@@ -98,6 +98,28 @@ _UNPACK: dict[int, Callable[[bytes], Any]] = {
 }
 
 
+#: How many bytes of a row each kind of number takes.
+_NUMBER_BYTES = {_BOOL: 1, _INT: 8, _FLOAT: 8, _COMPLEX: 16}
+_ROW_BYTES = 17
+
+
+def number_row(x: complex) -> bytes:
+    """A number as a row of a fixed length."""
+    for kind in _NUMBER_BYTES:
+        matches, pack = _PACK[kind]
+        if matches(x):
+            return (bytes([kind]) + pack(x)).ljust(_ROW_BYTES, b"\0")
+    raise AssertionError(f"{x!r} was checked to be a number")
+
+
+def numbers_of(rows: bytes, length: int) -> list[Any]:
+    """The numbers in rows of ``number_row``."""
+    return [
+        _UNPACK[rows[start]](rows[start + 1 : start + 1 + _NUMBER_BYTES[rows[start]]])
+        for start in range(0, len(rows), length)
+    ]
+
+
 def _tensor_message(x: torch.Tensor) -> Message:
     if x.layout is not torch.strided or x.device.type == "meta" or x.is_quantized:
         raise PayloadTypeError(

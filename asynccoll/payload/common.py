@@ -122,15 +122,15 @@ def check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> 
     if isinstance(x, torch.Tensor):
         tensors.plan_for(lane, op, x, reduce)
     else:
-        number_message(name, x, reduce)
+        check_number(name, x, reduce)
+        to_message(x)
 
 
-def number_message(name: str, x: Any, reduce: ReduceOp) -> Message:
-    """A number that can be reduced, as a message; refuses what is none."""
+def check_number(name: str, x: Any, reduce: ReduceOp) -> None:
+    """Refuse what is no number, or none that can be reduced so."""
     if not is_number(x):
         raise refuse(name, x, "a tensor, a number, or a dict, list, tuple or dataclass of these")
     check_number_reduction(x, reduce)
-    return to_message(x)
 
 
 def check_sendable(lane: Lane, op: Op, x: Any) -> None:

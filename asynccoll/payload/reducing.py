@@ -10,16 +10,16 @@ from asynccoll import autograd, tensors
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.lane import Lane
 from asynccoll.messages import (
-    all_gather_messages,
+    all_gather_rows,
     gather_messages,
 )
 from asynccoll.payload.common import (
+    check_number,
     check_reducible,
     fused,
     no_gradient,
     no_out,
     normal_dim,
-    number_message,
     over_tree,
     require_tensor,
     values_of,
@@ -28,7 +28,10 @@ from asynccoll.spec import Op, ReduceOp, dtype_name, reduce_op
 from asynccoll.trees import is_tree
 from asynccoll.values import (
     as_number,
+    number_row,
+    numbers_of,
     reduce_numbers,
+    to_message,
 )
 from asynccoll.work import Work
 
@@ -63,13 +66,13 @@ def all_reduce_tensor(
 
 
 def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Work[Any]:
-    message = number_message("all_reduce", x, op)
-    return all_gather_messages(
+    check_number("all_reduce", x, op)
+    return all_gather_rows(
         lane,
         "all_reduce",
-        message,
+        number_row(x),
         timeout,
-        then=lambda rows: reduce_numbers(values_of(lane, rows), op),
+        then=lambda rows, length: reduce_numbers(numbers_of(rows, length), op),
         detail=f"{op.value} number",
     )
 
@@ -110,11 +113,11 @@ def _reduce_tensor(
 
 
 def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Work[Any]:
-    message = number_message("reduce", x, op)
+    check_number("reduce", x, op)
     return gather_messages(
         lane,
         "reduce",
-        message,
+        to_message(x),
         dst,
         timeout,
         then=lambda found: reduce_numbers(values_of(lane, found), op) if found else None,
