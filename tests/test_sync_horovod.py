@@ -43,6 +43,8 @@ def reductions(me):
         for op in ("SUM", "AVERAGE", "MIN", "MAX", "PRODUCT"):
             if op == "AVERAGE" and name.startswith("int"):
                 continue  # Horovod rounds down; we refuse
+            if (name, op) == ("int32", "PRODUCT"):
+                continue  # comes back as int64 there
             x = TENSORS[name](me.rank)
             parity.compare(me, f"{name} {op}", lambda i, x, op=op: i.all_reduce(x, op), x)
     for name in ("int", "negative", "float"):
@@ -58,6 +60,8 @@ def moves(me):
     for name in GATHERED:
         parity.compare(me, f"all_gather {name}", lambda i, x: i.all_gather(x), TENSORS[name](me.rank))
     for name, make in {**NUMBERS, **STRINGS, **OBJECTS}.items():
+        if name == "bool":
+            continue  # Horovod has none
         parity.compare(me, f"all_gather {name}", lambda i, x: i.all_gather(x), make(me.rank))
     for src in range(me.size):
         for name in GATHERED:
@@ -104,6 +108,7 @@ def beyond(me):
     _, ours = parity.modules()
     assert ours.all_reduce(torch.ones(2, dtype=torch.bfloat16)).tolist() == [me.size] * 2
     assert ours.all_reduce(torch.tensor([True]), "AND").tolist() == [True]
+    assert ours.all_gather(me.rank == 0) == [rank == 0 for rank in range(me.size)]
     if me.size > 1:
         with raising(Exception, "dasum"):
             ours.all_reduce(torch.ones(2), "ADASUM")

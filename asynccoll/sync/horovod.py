@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -22,6 +23,7 @@ class _Sets:
 
 
 _sets = _Sets()
+_adasums = itertools.count()
 
 
 def _loaded() -> Any:
@@ -54,9 +56,11 @@ def adasum(tensor: Any) -> Any:
     """Horovod's own reduction by that name, which it has where it was built with MPI or NCCL."""
     import horovod.torch as hvd
 
+    # Named, so that ranks agree also where one has called others of Horovod's functions before.
+    how = {"op": hvd.Adasum, "name": f"asynccoll.sync.adasum.{next(_adasums)}"}
     if isinstance(tensor, torch.Tensor):
-        return hvd.allreduce(tensor, op=hvd.Adasum)
-    return hvd.allreduce(torch.tensor(tensor, dtype=torch.float64), op=hvd.Adasum).tolist()
+        return hvd.allreduce(tensor, **how)
+    return hvd.allreduce(torch.tensor(tensor, dtype=torch.float64), **how).tolist()
 
 
 def new_group(ranks: list[int]) -> Any:
