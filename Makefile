@@ -41,7 +41,7 @@ system: ## install the Debian packages that some tests need (SLURM), where this 
 
 # The same on Horovod, which has no messages; most of it under horovodrun, a part by horovod.run.
 HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) \
-	horovod horovod_launch horovod_wheel)
+	horovod horovod_launch horovod_wheel sync_horovod)
 HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all broadcast)
 ON_HVD := python -m pytest -q -c $(CURDIR)/pyproject.toml
 
