@@ -28,7 +28,7 @@ sh -c 'echo $$ > "$1.tmp"; mv "$1.tmp" "$1"; shift; exec "$@"' sh "$directory/pi
     "$python" "$program" "$address" "$rank" "$backend" "$directory/stacks-$rank"
 code=$?
 echo $code > "$directory/code.tmp-$rank"; mv "$directory/code.tmp-$rank" "$directory/code-$rank"
-while [ $code != 0 ] && [ -e "$directory" ]; do sleep 0.1; done
+while [ $code != 0 ] && [ -e "$directory" ] && kill -0 $PPID; do sleep 0.1; done
 """
 
 
