@@ -468,6 +468,31 @@ def test_a_second_signal_kills_what_does_not_want_to_end(start, script):
 
 
 @on_linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_stop_signal_while_other_hosts_are_waited_for(tmp_path, start, script, number):
+    """torch waits for them in native code, where Python cannot notice signals."""
+    script("")
+    made = tmp_path / "tmp"
+    made.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = ["--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", port]
+    job = start("run", "--nnodes", 2, *where, "program.py", TMPDIR=str(made))
+    while True:
+        assert job.process.poll() is None, job.wait()
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+    job.process.send_signal(number)
+    code, output, errors = job.wait()
+    assert (code, output) == (128 + number, "")
+    assert errors.count("all ranks stopped") == 1
+    assert "Traceback" not in errors
+    assert job.left() == []
+    assert list(made.glob("asynccoll-*")) == []
+
+
+@on_linux
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(start, script):
     script("""
         import os, signal
@@ -509,6 +534,11 @@ WRONG = {
     "unknown-flag": (["run", "--nprocs", "2", __file__], "unrecognized arguments: --nprocs"),
     "word-for-number": (["run", "-n", "two", __file__], "two"),
     "nodes-backwards": (["run", "--nnodes", "2:1", __file__], "min_nodes"),
+    "nowhere-to-meet": (["run", "--nnodes", "2", __file__], "--master-addr HOST is missing.*--rdzv-endpoint"),
+    "which-host": (
+        ["run", "--nnodes", "2", "--master-addr", "host0", __file__],
+        "--node-rank RANK is missing",
+    ),
     "word-for-restarts": (["run", "--max-restarts", "x", __file__], "--max-restarts"),
     "no-command": ([], "required: COMMAND"),
     "unknown-command": (["walk"], "invalid choice: 'walk'"),

@@ -11,12 +11,13 @@ import argparse
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -42,18 +43,24 @@ def run(request: RunRequest) -> int:
     parser.prog, parser.usage = "asynccoll run", "asynccoll run [options] script.py [args ...]"
     given = parser.parse_args(_torchrun_arguments(request))
     _silence_torch()
+    temporary = not given.log_dir
     with _log_directory(given) as logs:
         try:
+            _check_meeting(given, request.options)
             _set_environment(given, request.backend)
             config, command, arguments = _configure(given)
         except (AssertionError, ValueError) as error:  # how torchrun refuses values
             raise InvalidArgumentError(f"{error}; see `asynccoll run --help`") from error
-        return _launch(config, command, arguments, logs)
+        return _launch(config, command, arguments, logs, temporary=temporary)
 
 
-def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path) -> int:
+def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path, *, temporary: bool) -> int:
     processes.adopt_orphans()
-    processes.on_stop_signals(_raise_stop, escalate_after_s=INTERRUPT_GRACE_S)
+    processes.on_stop_signals(
+        _raise_stop,
+        escalate_after_s=INTERRUPT_GRACE_S,
+        stuck=lambda number: _give_up(number, logs if temporary else None),
+    )
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
@@ -63,10 +70,22 @@ def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path
         return exit_code(first_failure(failures))
     except SignalException as stop:
         processes.kill_children()
-        said = "interrupted" if stop.sigval == signal.SIGINT else f"got {stop.sigval.name}"
-        print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
-        return 128 + stop.sigval
+        return _say_stopped(stop.sigval)
     return 0
+
+
+def _say_stopped(number: signal.Signals) -> int:
+    said = "interrupted" if number == signal.SIGINT else f"got {number.name}"
+    print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
+    return 128 + number
+
+
+def _give_up(number: signal.Signals, made: Path | None) -> None:
+    """End this process from beside its main thread, which waits for other hosts in torch's code."""
+    processes.kill_children()
+    if made is not None:
+        shutil.rmtree(made, ignore_errors=True)
+    os._exit(_say_stopped(number))
 
 
 def _raise_stop(number: signal.Signals) -> None:
@@ -101,6 +120,19 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
     if not given.no_python:
         arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
     return config, command, arguments
+
+
+def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool]) -> None:
+    """Refuse several hosts that are not told where to meet: each would wait for the others for ever."""
+    if given.standalone or _one_host(given) or given.rdzv_endpoint or given.rdzv_conf:
+        return
+    for option, what in (("--master-addr", "HOST"), ("--node-rank", "RANK")):
+        if option not in options and f"PET_{option[2:].upper().replace('-', '_')}" not in os.environ:
+            raise InvalidArgumentError(
+                f"--nnodes {given.nnodes} needs to know where the hosts meet, and {option} {what} is missing; "
+                "give all the same --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or the same "
+                "--master-addr HOST and each its --node-rank RANK"
+            )
 
 
 def _one_host(given: argparse.Namespace) -> bool:

@@ -66,20 +66,25 @@ def kill_children() -> None:
         time.sleep(_REAP_INTERVAL_S)
 
 
-def on_stop_signals(first: Callable[[signal.Signals], None], *, escalate_after_s: float) -> None:
+def on_stop_signals(
+    first: Callable[[signal.Signals], None],
+    *,
+    escalate_after_s: float,
+    stuck: Callable[[signal.Signals], None] | None = None,
+) -> None:
     """Call ``first`` for the first Ctrl-C or SIGTERM; kill all children at the second.
 
     A rank that waits in native code does not notice SIGINT, so after ``escalate_after_s`` what
-    is left gets SIGTERM.
+    is left gets SIGTERM. And if it is this process that waits in native code, so that ``first`` cannot
+    be called by then, ``stuck`` is called on another thread.
     """
-    seen = False
+    noticed = threading.Event()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen:
+        if noticed.is_set():
             signal_children(signal.SIGKILL)
             return
-        seen = True
+        noticed.set()
         escalation = threading.Timer(escalate_after_s, signal_children, [signal.SIGTERM])
         escalation.daemon = True
         escalation.start()
@@ -87,3 +92,22 @@ def on_stop_signals(first: Callable[[signal.Signals], None], *, escalate_after_s
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
+    if stuck is not None:
+        _watch_for_signals(noticed, escalate_after_s, stuck)
+
+
+def _watch_for_signals(
+    noticed: threading.Event, seconds: float, stuck: Callable[[signal.Signals], None]
+) -> None:
+    """Have ``stuck`` called if a stop signal has come and is not ``noticed`` within ``seconds``."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while True:
+            (number,) = os.read(reader, 1)
+            if number in (signal.SIGINT, signal.SIGTERM) and not noticed.wait(seconds):
+                stuck(signal.Signals(number))
+
+    threading.Thread(target=watch, name="asynccoll-signals", daemon=True).start()
