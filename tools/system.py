@@ -19,6 +19,8 @@ from dataclasses import dataclass
 #: Debian's packages start services when they are installed; the tests start their own.
 _QUIET = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
 _LIMIT_S = 600
+#: Somebody else may be installing something.
+_APT = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120")
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,20 @@ def main(arguments: list[str]) -> int:
         say(f"not installed (that takes root and Debian), so these tests skip: {command(packages)}")
         return 0
     say(f"{command(packages)}: about 10 MB; remove them again as you like")
-    if not (_apt(packages) or (_apt_update() and _apt(packages))):
-        say("apt-get could not; what it said is above")
+    if why := _install(packages):
+        say(f"apt-get could not, so these tests skip: {why}")
     return 0
 
 
-def _apt(packages: list[Package]) -> bool:
+def _install(packages: list[Package]) -> str:
+    """Install; why not, if that fails. Fresh machines have no package lists yet, so these come second."""
     names = [one.name for one in packages]
-    return _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *names])
+    line = [*_APT, "install", "-y", "--no-install-recommends", *names]
+    return _run(line) and (_run([*_APT, "update"]) or _run(line))
 
 
-def _apt_update() -> bool:
-    return _run(["apt-get", "update", "-qq"])
-
-
-def _run(line: list[str]) -> bool:
-    """Whether a command succeeded; quiet unless it fails."""
+def _run(line: list[str]) -> str:
+    """What a command says if it fails; nothing if it succeeds."""
     try:
         done = subprocess.run(
             line,
@@ -98,11 +98,10 @@ def _run(line: list[str]) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        say(f"{' '.join(line[:2])} took more than {_LIMIT_S} s")
-        return False
-    if done.returncode:
-        say(f"{' '.join(line)}: {(done.stderr or done.stdout).strip()[-1500:]}")
-    return done.returncode == 0
+        return f"{' '.join(line)} took more than {_LIMIT_S} s"
+    if done.returncode == 0:
+        return ""
+    return f"{' '.join(line)}: {(done.stderr or done.stdout).strip()[-1500:] or done.returncode}"
 
 
 if __name__ == "__main__":
