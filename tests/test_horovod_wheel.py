@@ -88,7 +88,7 @@ def test_a_missing_launcher_names_it_too(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("all_reduce", "float32", "horovod has all_reduce with avg"),
         ("all_reduce", "bfloat16", "travels as float32"),
         ("reduce_scatter", "float32", "composed by all_to_all"),
-        ("broadcast", "bool", "its bytes travel as uint8"),
+        ("broadcast", "bool", "travels as uint8"),
     ],
 )
 def test_what_it_does_can_be_asked_without_it(op: str, dtype: str, said: str) -> None:
