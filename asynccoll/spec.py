@@ -160,6 +160,9 @@ class Capabilities:
     #: Up to so many bytes sent by a rank, a reduction is faster as one exchange of everybody's data
     #: and a local sum than as the native call: the hops cost more than the bytes.
     exchange_bytes: int = 0
+    #: all_reduce also reads one tensor and fills another (``all_reduce_into``): a result of its own
+    #: costs no copy before
+    reduces_into: bool = False
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         return any(op in ops for known, ops in self.reduce if known is dtype)

@@ -179,11 +179,29 @@ async def no_copy(me: Rank) -> None:
     for _ in range(3):
         await me.get(ac.all_reduce(x, out=x))
     assert _resident() - before < (64 + 48) << 20, "a copy of the tensor was made"
+    total = await me.get(ac.all_reduce(x))
+    assert total is not x
+    assert _resident() - before < (2 * 64 + 48) << 20, "more than the result was made"
 
 
 def _resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+async def in_half_its_own(me: Rank) -> None:
+    for offset in (0, 1, 7):
+        memory = torch.arange(20, dtype=torch.int64) + me.rank
+        x, out = memory[: 20 - offset], memory[offset:]
+        wanted = sum(x + other - me.rank for other in range(me.size))
+        got = await me.get(ac.all_reduce(x, out=out))
+        assert got is out
+        assert got.tolist() == wanted.tolist(), f"{offset} apart"
+
+
+def test_an_output_may_overlap_its_input(pair: worlds.World) -> None:
+    """MPI refuses memory that is both; what lies on one another is the in-place call, the rest a copy."""
+    pair.run(in_half_its_own)
 
 
 def test_mpi_works_on_the_tensors_own_memory(pair: worlds.World) -> None:
@@ -212,6 +230,26 @@ async def unattended(me: Rank, count: int) -> None:
 def test_operations_move_while_nobody_waits_for_them(pair: worlds.World, runner: str, count: int) -> None:
     """A rank that computes after its call does not hold its peers up."""
     pair.run(unattended, count, runner=runner, timeout=20)
+
+
+async def one_after_the_other(me: Rank) -> None:
+    large = [torch.full((2 << 20,), float(me.rank + turn)) for turn in range(4)]
+    later = torch.full((2 << 20,), float(me.rank))
+    for turn, x in enumerate(large):
+        first = ac.all_reduce(x)
+        moved = ac.broadcast(later, src=turn % me.size)
+        small = ac.all_reduce(torch.tensor([turn]))
+        time.sleep(0.002)  # the habit of one who computes before he waits
+        assert (await me.get(small)).tolist() == [turn * me.size]
+        assert float((await me.get(moved))[-1]) == turn % me.size
+        total = await me.get(first)
+        assert float(total[0]) == float(total[-1]) == sum(range(me.size)) + turn * me.size
+        assert float(x[0]) == me.rank + turn
+
+
+def test_what_is_left_to_the_thread_keeps_its_place(four: worlds.World) -> None:
+    """A large call that the thread is to make goes before whatever is called after it."""
+    four.run(one_after_the_other)
 
 
 async def relayed(me: Rank) -> None:

@@ -24,7 +24,11 @@ class Communicator(Protocol):
     """One native communicator: a group of ranks and one order. Roots are indices in the group."""
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
-        """Reduce ``x`` in place."""
+        """Reduce ``x`` in place.
+
+        Where the capabilities say ``reduces_into``, there is also ``all_reduce_into(out, x, op)``,
+        which leaves ``x`` as it is.
+        """
         ...
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:

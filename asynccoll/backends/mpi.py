@@ -74,6 +74,7 @@ def _row(devices: frozenset[str]) -> Capabilities:
         ),
         move=_MOVED,
         devices=devices,
+        reduces_into=True,
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
-from asynccoll.backends.mpi_completion import Common, Guarded, Many, MpiCompletion
+from asynccoll.backends.mpi_completion import LARGE_BYTES, Common, Guarded, LeftToThread, Many, MpiCompletion
 from asynccoll.backends.mpi_errors import typed
 from asynccoll.backends.mpi_types import (
     BYTE,
@@ -49,7 +50,8 @@ class MpiCommunicator:
         self._limit = limit
         self._on_device = on_device
         self._guarded = gate is not None or on_device
-        self._all_reduce = native.Iallreduce
+        self._large = 0 if self._guarded else LARGE_BYTES
+        self._iallreduce = native.Iallreduce
         self._common = Common(burst)
         self._rank: int = native.Get_rank()
         self._size: int = native.Get_size()
@@ -59,6 +61,11 @@ class MpiCommunicator:
         self, call: Callable[..., Any], arguments: Sequence[Any], x: torch.Tensor, keep: object = None
     ) -> Completion:
         """Issue ``call``; what it works on is kept until it is over."""
+        common, size = self._common, x.nbytes
+        if (left := common.left) is not None:
+            left.make()
+        if size >= LARGE_BYTES and common.overlapped and not self._guarded:
+            return LeftToThread(partial(call, *arguments), (x, keep), size, common)
         if self._on_device:
             _settle_stream(x)
         try:
@@ -69,7 +76,7 @@ class MpiCommunicator:
                     request = Guarded(call(*arguments), self._gate)
         except MPI.Exception as error:
             return Ready(typed(error))
-        return MpiCompletion(request, (x, keep, arguments), x.nbytes, self._common)
+        return MpiCompletion(request, (x, keep, arguments), size, common)
 
     def _start_parts(
         self, call: Callable[..., Any], parts: Sequence[Sequence[Any]], x: torch.Tensor, keep: object = None
@@ -80,21 +87,31 @@ class MpiCommunicator:
     # Arithmetic
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
-        count = x.numel()
-        if count > self._limit:
-            parts = [(IN_PLACE, part, OPS[op]) for part in self._pieces(x)]
-            return self._start_parts(self.native.Iallreduce, parts, x)
-        if self._guarded:
-            return self._start(self.native.Iallreduce, (IN_PLACE, _typed(x), OPS[op]), x)
+        count, size = x.numel(), x.nbytes
+        common = self._common
+        if size >= self._large or count > self._limit or common.left is not None:
+            return self._all_reduce(x, x, op)
         # The same, spelled out: this is the call whose latency matters most.
-        size = x.nbytes
         try:
-            request = self._all_reduce(
+            request = self._iallreduce(
                 IN_PLACE, (address(x.data_ptr(), size), count, TYPES[x.dtype]), OPS[op]
             )
         except MPI.Exception as error:
             return Ready(typed(error))
-        return MpiCompletion(request, x, size, self._common)
+        return MpiCompletion(request, x, size, common)
+
+    def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if overlap(x, out):
+            x = out if x.data_ptr() == out.data_ptr() else x.clone()
+        return self._all_reduce(out, x, op)
+
+    def _all_reduce(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        into = self._pieces(out)
+        read = [IN_PLACE] * len(into) if x is out else self._pieces(x)
+        parts = [(source, target, OPS[op]) for source, target in zip(read, into, strict=True)]
+        if len(parts) > 1:
+            return self._start_parts(self._iallreduce, parts, x, out)
+        return self._start(self._iallreduce, parts[0], x, out)
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self.native.Ireduce

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -28,7 +28,16 @@ from asynccoll.progress import (
     progress,
 )
 
-__all__ = ["BURST", "BURST_WHERE_CROWDED", "Common", "Guarded", "Many", "MpiCompletion"]
+__all__ = [
+    "BURST",
+    "BURST_WHERE_CROWDED",
+    "LARGE_BYTES",
+    "Common",
+    "Guarded",
+    "LeftToThread",
+    "Many",
+    "MpiCompletion",
+]
 
 #: How long an operation is expected to take beyond the grace, per byte.
 SECONDS_PER_BYTE = 1e-9
@@ -50,7 +59,7 @@ _abandoned: list[Any] = []
 class Common:
     """What the requests of one communicator have in common."""
 
-    __slots__ = ("abandoned", "burst", "overlapped")
+    __slots__ = ("abandoned", "burst", "left", "overlapped")
 
     def __init__(self, burst: int) -> None:
         #: it is of no use any more; what is in flight there never ends
@@ -59,6 +68,8 @@ class Common:
         self.burst = burst
         #: the last large operation was left to itself for a while, so the next may be, too
         self.overlapped = True
+        #: the call that was left to the thread; it goes before any other
+        self.left: LeftToThread | None = None
 
 
 class MpiCompletion(Completion):
@@ -198,6 +209,41 @@ class MpiCompletion(Completion):
 
     def error(self) -> CollectiveError | None:
         return self._error
+
+
+class LeftToThread(MpiCompletion):
+    """A large call that the progress thread makes, since nobody is expected to wait for it yet.
+
+    A library may copy the whole tensor before a call returns (Open MPI does in place, MPICH where input
+    and output differ), a quarter of the operation's time. Whoever comes first makes the call: the
+    thread, a waiter, or the caller of what is next in the order.
+    """
+
+    def __init__(self, call: Callable[[], Any], buffers: Any, size_bytes: int, common: Common) -> None:
+        self._call: Callable[[], Any] | None = call
+        self._calling = _new_lock()
+        common.left = self
+        super().__init__(None, buffers, size_bytes, common)
+
+    def make(self) -> None:
+        """Make the call, if nobody has; on return it has been made."""
+        with self._calling:
+            if self._call is None:
+                return
+            try:
+                self._request = self._call()
+            except MPI.Exception as error:
+                self._error = typed(error)
+                self._end()
+            self._call = self._common.left = None
+
+    def done(self) -> bool:
+        return self._call is None and super().done()  # to ask is not to wait for the call
+
+    def _test(self, times: int = 1) -> bool:
+        if self._call is not None:
+            self.make()
+        return super()._test(times)
 
 
 class Many:

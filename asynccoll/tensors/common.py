@@ -27,12 +27,15 @@ _copiers = Waiters("asynccoll-copy")
 class Route:
     """A plan, and what is known of the operations that follow it: looked up once for every call."""
 
-    __slots__ = ("_plain", "estimate", "itemsize", "plan")
+    __slots__ = ("_plain", "estimate", "into", "itemsize", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
         policy = lane.group.context.policy
-        self.plan = dispatch.plan(op, spec, lane.group.topology(spec.device), policy, reduce)
+        topology = lane.group.topology(spec.device)
+        self.plan = dispatch.plan(op, spec, topology, policy, reduce)
+        #: the native call can leave its input as it is
+        self.into = topology.capabilities.reduces_into and op is Op.ALL_REDUCE
         self.itemsize = spec.dtype.itemsize
         self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
         dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)

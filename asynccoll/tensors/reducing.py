@@ -12,6 +12,7 @@ from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
+    Route,
     check_out,
     deliver,
     fresh,
@@ -37,6 +38,8 @@ def start_all_reduce(
     if route.plain(x):
         # The common cases, with as little around the native call as there can be.
         size_bytes = numel * route.itemsize
+        if route.into and out is not x:
+            return _all_reduce_into(lane, route, x, out, timeout)
         if out is x or (out is None and size_bytes < OFFLOAD_BYTES):
             buffer = x if out is x else fresh(x)
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
@@ -62,6 +65,23 @@ def start_all_reduce(
         return Work((operation,), partial(deliver, wire, out))
     size = lane.group.size
     return Work((operation,), lambda: deliver(reduced(wire, plan, x, size).view(x.shape), out))
+
+
+def _all_reduce_into(
+    lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """Read ``x`` and fill the result: no copy, and nothing to do afterwards."""
+    op = route.plan.wire_reduce
+    if out is None:
+        target = torch.empty_like(x)
+    else:
+        check_out(out, x, x.shape)
+        target = target_for(out, x, x.shape)
+    start: Start = lambda communicator: communicator.all_reduce_into(target, x, op)  # noqa: E731
+    operation = lane.issue(route.estimate, start, x.nbytes, timeout)
+    if out is None:
+        return Work((operation,), None, target)
+    return Work((operation,), partial(deliver, target, out))
 
 
 def _all_reduce_sparse(lane: Lane, plan: Plan, x: torch.Tensor, timeout: float | None) -> Work[torch.Tensor]:
