@@ -1,10 +1,13 @@
 """How a waiter sleeps: on asyncio, on trio, or as a plain thread.
 
-Waiting is adaptive. A waiter that finds the operation done returns. If it is expected to end within a
-millisecond, the waiter waits in place with the GIL released, which costs no wake-up across threads.
-Else it suspends, and the completing thread wakes it. The millisecond belongs to the turn of the
-loop, not to the operation: once the loop has had no turn for that long, and something there is ready to
-run, the await yields, so that a stream of small operations does not starve the other tasks.
+Waiting is adaptive. A waiter that finds the operation done returns. If it is expected to end soon, the
+waiter waits in place with the GIL released, which costs no wake-up across threads. Else it suspends, and
+the completing thread wakes it.
+
+*Soon* is a millisecond. It belongs to the turn of the loop, not to the operation: once the loop has had no
+turn for that long, and something there is ready to run, the await yields, so that a stream of small
+operations does not starve the other tasks. On a loop that can be asked, and that has nothing to do, the
+turn is prolonged a millisecond at a time, and *soon* is a few of them.
 
 Cancelling a waiter stops the waiting, never the operation.
 """
@@ -26,12 +29,15 @@ from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.operation import INLINE_SECONDS
 
 if TYPE_CHECKING:
+    from asynccoll.completion import Completion
     from asynccoll.operation import Operation
 
 __all__ = ["Signal", "block", "in_loop", "pause", "quick", "suspend"]
 
 AddWaker = Callable[[Callable[[], object]], object]
 
+#: For how long at most a turn is prolonged for one operation.
+_PATIENCE_SECONDS = 4e-3
 #: A thread in a native wait cannot take signals; this is how late Ctrl-C may be.
 _SLICE_SECONDS = 0.1
 _running_loop = asyncio._get_running_loop
@@ -49,23 +55,30 @@ class _Turn:
         self.ends = -math.inf
 
     def over(self, now: float) -> bool:
-        """Whether the loop is to be given a turn: its time has come, and there is something to run."""
-        if now < self.ends:
-            return False
+        """Whether the loop is to be given a turn: its time has come, and there may be something to run."""
+        return now >= self.ends and not self._prolong(now, now)
+
+    def may_last(self, now: float) -> bool:
+        """Whether the loop is known to have nothing to do for another millisecond."""
+        return self._prolong(now, now + INLINE_SECONDS)
+
+    def _prolong(self, now: float, until: float) -> bool:
+        """Let the turn last if the loop can be asked, and has nothing that is ready by ``until``."""
         loop: Any = self._loop() if self._loop is not None else None
-        if loop is None or _wanted(loop, now):
-            return True
+        if loop is None or _wanted(loop, until):
+            return False
         self.ends = now + INLINE_SECONDS
-        return False
+        return True
 
 
-def _wanted(loop: Any, now: float) -> bool:
-    """Whether a callback, a timer or a file descriptor of ``loop`` is ready. A turn costs ten times more.
+def _wanted(loop: Any, until: float) -> bool:
+    """Whether a callback, a timer (by ``until``) or a file descriptor of ``loop`` is ready.
 
-    These attributes of asyncio are private, and the same in every version from 3.4 on.
+    A turn of the loop costs ten times more. These attributes of asyncio are private, and the same in every
+    version from 3.4 on.
     """
     timers = loop._scheduled
-    return bool(loop._ready or (timers and timers[0]._when <= now) or loop._selector.select(0))
+    return bool(loop._ready or (timers and timers[0]._when <= until) or loop._selector.select(0))
 
 
 _turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
@@ -227,14 +240,28 @@ def _inline(operation: Operation, turn: _Turn, now: float) -> bool:
     left = estimate.seconds - elapsed
     if left < 0.0 and completion.done():
         estimate.at_most(elapsed)  # it may have been so for long
-    elif left > INLINE_SECONDS or not completion.blockable:
+    elif (
+        not completion.blockable
+        or left > _PATIENCE_SECONDS
+        or (left > INLINE_SECONDS and not turn.may_last(now))
+    ):
         return operation.done()
-    elif completion.wait(INLINE_SECONDS):
+    elif _hold(completion, turn, now):
         estimate.took(monotonic() - operation.started)
     else:
-        turn.ends = -math.inf  # the turn's time is spent
         return operation.done()
     operation.over = completion.fine and operation.failure is None
+    return True
+
+
+def _hold(completion: Completion, turn: _Turn, now: float) -> bool:
+    """Wait in place for as long as the turn may last; whether it is done."""
+    until = now + _PATIENCE_SECONDS
+    while not completion.wait(INLINE_SECONDS):
+        now = monotonic()
+        if now >= until or not turn.may_last(now):
+            turn.ends = -math.inf  # its time is spent
+            return False
     return True
 
 
