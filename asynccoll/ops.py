@@ -60,6 +60,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+#: They have no place in a lane's order of calls; a refusal is between the two ranks.
+_MESSAGES = (payload.send, payload.recv)
+
 
 def _start(
     group: Any, lane: str | None, timeout: float | None, start: Callable[..., Work[Any]], *args: Any
@@ -74,7 +77,8 @@ def _start(
             _check_timeout(timeout)
         return start(at, *args, timeout)
     except AsyncCollError as error:
-        context.refusals.refuse(at, error)
+        if start not in _MESSAGES:
+            context.refusals.refuse(at, error)
         raise
 
 

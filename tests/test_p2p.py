@@ -131,6 +131,29 @@ def test_bad_messages_are_refused(pair: World) -> None:
     pair.run(refused)
 
 
+async def refused_by_one(me: Rank) -> None:
+    x = torch.arange(3.0)
+    if me.rank == 0:
+        await me.refuses("send", TypeError, ac.send, object(), dst=1, says=("object",))
+        await me.check("the next one", ac.send, x, dst=1, expect=None)
+        await me.check("of a refused recv", ac.send, x, dst=1, tag=1, expect=None)
+        await me.check("the one after", ac.send, -x, dst=1, tag=1, expect=None)
+    else:
+        with me.case("recv"), pytest.raises(ac.PeerRefusedError, match=r"rank 0 refused.*send.*object"):
+            await me.get(ac.recv(torch.empty(3), src=0))
+        await me.check("the next one", ac.recv, torch.empty(3), src=0, expect=x)
+        bad = torch.empty(2)
+        await me.refuses("out", ValueError, ac.recv, x, src=0, tag=1, out=bad, says=("out", "float32[2]"))
+        await me.check("the one after", ac.recv, torch.empty(3), src=0, tag=1, expect=-x)
+    await me.check("afterwards", ac.all_reduce, 1, expect=2)
+
+
+def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
+    """The receiver is told, the sender is rid of its message, the next one is right, nobody waits."""
+    if pair.backend == "gloo":  # the others have no way to tell
+        pair.run(refused_by_one, runner=runner)
+
+
 async def permutations(me: Rank) -> None:
     size = me.size
     tables = {

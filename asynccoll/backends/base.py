@@ -69,6 +69,10 @@ class Communicator(Protocol):
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion: ...
 
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """In place of a ``send`` or ``recv`` (``role``): let the peer's side end, if there is a way."""
+        ...
+
     def barrier(self) -> Completion: ...
 
     def close(self) -> None:

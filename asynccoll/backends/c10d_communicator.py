@@ -134,12 +134,16 @@ class C10dCommunicator:
         to = self._for(x)
         return to.complete(to.native.recv([x], src, tag))
 
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        if "cpu" in self._transports and self._only:  # else the peer's tensor may be anywhere
+            self._channels.refuse(role, peer, tag, why)
+
     def barrier(self) -> Completion:
         to = self._transports.get("cpu") or next(iter(self._transports.values()))
         return to.complete(to.native.barrier(_BARRIER))
 
     def close(self) -> None:
-        self._channels.close()
+        self._channels.close(_abort)
         self._transports = {}
         self._only = None
 

@@ -8,6 +8,7 @@ ahead of each message, and what does not fit is taken in and refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,14 +16,17 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.waiters import Waiters
+from asynccoll.backends.waiters import InProgress, Waiters
 from asynccoll.completion import Completion, Promise
-from asynccoll.errors import CollectiveMismatchError
+from asynccoll.errors import CollectiveMismatchError, PeerRefusedError
 from asynccoll.spec import dtype_name
 
 __all__ = ["Channels"]
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_CLOSE_SECONDS = 1.0
+#: In place of a dtype: the body is the reason why there is no message.
+_REFUSED = -1
 
 
 class Channels:
@@ -34,32 +38,37 @@ class Channels:
         self._pairs: dict[int, Any] = {}
         self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._waiters = Waiters("asynccoll-p2p")
+        self._exchanging = InProgress()
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         def deliver(pair: Any, peer: int) -> None:
-            header = torch.tensor([x.numel(), _DTYPES.index(x.dtype)])
-            works = [pair.send([header], peer, tag), pair.send([x], peer, tag)]
-            for work in works:
-                work.wait()
+            _post(pair, peer, tag, _DTYPES.index(x.dtype), x)
 
         return self._start(("send", dst, tag), dst, deliver)
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         def take(pair: Any, peer: int) -> None:
-            header = torch.empty(2, dtype=torch.int64)
-            pair.recv([header], peer, tag).wait()
-            count, code = header.tolist()
-            fits = count == x.numel() and _DTYPES[code] is x.dtype
-            into = x if fits else torch.empty(count, dtype=_DTYPES[code])
-            pair.recv([into], peer, tag).wait()
-            if not fits:
+            got = _take(pair, peer, tag, x)
+            if got is not x:
                 raise CollectiveMismatchError(
-                    f"recv with tag {tag}: the sender's message has {count} elements of "
-                    f"{dtype_name(into.dtype)}, but `like` has {x.numel()} of {dtype_name(x.dtype)} (the "
+                    f"recv with tag {tag}: the sender's message has {got.numel()} elements of "
+                    f"{dtype_name(got.dtype)}, but `like` has {x.numel()} of {dtype_name(x.dtype)} (the "
                     "message was taken and dropped; the channel is still usable)"
                 )
 
         return self._start(("recv", src, tag), src, take)
+
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """In place of a send: tell the receiver so. In place of a recv: take the message and drop it."""
+
+        def tell(pair: Any, index: int) -> None:
+            _post(pair, index, tag, _REFUSED, torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8))
+
+        def drop(pair: Any, index: int) -> None:
+            with contextlib.suppress(PeerRefusedError):
+                _take(pair, index, tag)
+
+        self._start((role, peer, tag), peer, tell if role == "send" else drop)
 
     def _start(
         self, stream: tuple[str, int, int], peer: int, exchange: Callable[[Any, int], None]
@@ -70,7 +79,8 @@ class Channels:
         def run() -> None:
             try:
                 # Opening a pair waits for the peer, so it is done here, not in the caller.
-                exchange(self._pair(peer), index)
+                with self._exchanging:
+                    exchange(self._pair(peer), index)
             except BaseException as error:
                 promise.settle(error)
             else:
@@ -90,5 +100,32 @@ class Channels:
         """The native groups that are open."""
         return list(self._pairs.values())
 
-    def close(self) -> None:
+    def close(self, give_up: Callable[[Any], None]) -> None:
+        """Let go of the native groups; ``give_up`` ends what is out there, of which nobody knows."""
+        # A refusal that its peer never asked for: the interpreter must not end while a thread waits in gloo.
+        if not self._exchanging.wait(0.0):
+            for pair in self.natives():
+                give_up(pair)
+            self._exchanging.wait(_CLOSE_SECONDS)
         self._pairs.clear()
+
+
+def _post(pair: Any, peer: int, tag: int, code: int, body: torch.Tensor) -> None:
+    """Send a header and ``body``; over when the peer has taken both."""
+    works = [pair.send([x], peer, tag) for x in (torch.tensor([body.numel(), code]), body)]
+    for work in works:
+        work.wait()
+
+
+def _take(pair: Any, peer: int, tag: int, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The next message: in ``into`` if it fits there, else in a tensor of its own."""
+    header = torch.empty(2, dtype=torch.int64)
+    pair.recv([header], peer, tag).wait()
+    count, code = header.tolist()
+    dtype = torch.uint8 if code == _REFUSED else _DTYPES[code]
+    fits = into is not None and code != _REFUSED and count == into.numel() and dtype is into.dtype
+    body = into if into is not None and fits else torch.empty(count, dtype=dtype)
+    pair.recv([body], peer, tag).wait()
+    if code == _REFUSED:
+        raise PeerRefusedError(bytes(body.numpy()).decode())
+    return body

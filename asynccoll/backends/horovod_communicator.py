@@ -230,6 +230,9 @@ class HorovodCommunicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         raise UnsupportedOpError("Horovod has no messages between two ranks")
 
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """Horovod has no messages between two ranks."""
+
     def barrier(self) -> Completion:
         return self.all_reduce(torch.zeros(1), ReduceOp.SUM)
 

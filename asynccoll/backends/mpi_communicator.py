@@ -223,6 +223,9 @@ class MpiCommunicator:
             )
         return tag
 
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """The peer's request cannot be told: it ends at its timeout."""
+
     def barrier(self) -> Completion:
         return self._start(self.native.Ibarrier, (), _NOTHING)
 

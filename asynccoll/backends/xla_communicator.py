@@ -221,6 +221,9 @@ class XlaCommunicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         raise AssertionError("XLA has no messages between two ranks: refused before")
 
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """XLA has no messages between two ranks."""
+
     def barrier(self) -> Completion:
         one = torch.zeros(1, dtype=torch.int32)
         return self._start(Barrier(self._members), one, _drop)

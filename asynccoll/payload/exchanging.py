@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asynccoll import autograd, tensors
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
 from asynccoll.group import Group
 from asynccoll.lane import Lane
 from asynccoll.payload.common import (
@@ -103,15 +103,24 @@ def check_pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
 
 
 def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Work[None]:
-    x = require_tensor("send", x)
-    return tensors.start_send(lane, x, _peer(lane, dst, "dst"), _check_tag(tag), timeout)
+    peer, tag = _peer(lane, dst, "dst"), _check_tag(tag)
+    try:
+        return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
+    except AsyncCollError as error:
+        tensors.refuse_message(lane, "send", peer, tag, error)
+        raise
 
 
 def recv(
     lane: Lane, like: Any, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
-    like = require_tensor("recv", like, "a tensor like the one that is sent")
-    return tensors.start_recv(lane, like, _peer(lane, src, "src"), _check_tag(tag), out, timeout)
+    peer, tag = _peer(lane, src, "src"), _check_tag(tag)
+    try:
+        like = require_tensor("recv", like, "a tensor like the one that is sent")
+        return tensors.start_recv(lane, like, peer, tag, out, timeout)
+    except AsyncCollError as error:
+        tensors.refuse_message(lane, "recv", peer, tag, error)
+        raise
 
 
 def _peer(lane: Lane, rank: int, role: str) -> int:

@@ -7,14 +7,13 @@ validated, or knows which backend runs it. Roots are indices in the group.
 
 from asynccoll.tensors.common import check_out, deliver, plan_for
 from asynccoll.tensors.exchanging import start_all_to_all, start_permute
+from asynccoll.tensors.messaging import refuse_message, start_recv, start_send
 from asynccoll.tensors.moving import (
     start_all_gather,
     start_barrier,
     start_broadcast,
     start_gather,
     start_join,
-    start_recv,
-    start_send,
 )
 from asynccoll.tensors.reducing import start_all_reduce, start_reduce, start_reduce_scatter
 
@@ -22,6 +21,7 @@ __all__ = [
     "check_out",
     "deliver",
     "plan_for",
+    "refuse_message",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

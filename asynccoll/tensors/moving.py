@@ -1,4 +1,4 @@
-"""Whole tensors from rank to rank: broadcast, gathering, messages, and the barrier."""
+"""Whole tensors from rank to rank: broadcast, gathering, and the barrier."""
 
 from __future__ import annotations
 
@@ -115,49 +115,6 @@ def start_gather(lane: Lane, x: torch.Tensor, dst: int, timeout: float | None) -
         return Work((operation,), lambda: None)
     shape = (lane.group.size, *x.shape)
     return Work((operation,), lambda: decode(rows.view(-1), plan, x.dtype, x.device).view(shape))
-
-
-def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Work[None]:
-    """``x`` to ``dst``; done when the receiver has taken it."""
-    plan = plan_for(lane, Op.SEND, x)
-    wire = encode(physical(x), plan)
-    size_bytes = wire.numel() * wire.element_size()
-    operation = lane.issue(
-        lane.estimate("send", size_bytes),
-        lambda communicator: communicator.send(wire, dst, tag),
-        size_bytes,
-        timeout,
-        stream=("send", dst, tag),
-    )
-    return Work((operation,), lambda: None)
-
-
-def start_recv(
-    lane: Lane,
-    like: torch.Tensor,
-    src: int,
-    tag: int,
-    out: torch.Tensor | None,
-    timeout: float | None,
-) -> Work[torch.Tensor]:
-    """A tensor shaped as ``like`` from ``src``."""
-    plan = plan_for(lane, Op.RECV, like)
-    check_out(out, like, like.shape)
-    probe = encode(torch.empty(0, dtype=like.dtype, device=like.device), plan)
-    count = like.numel() * like.element_size() // probe.element_size()
-    buffer = target_for(out, probe, (count,))
-    size_bytes = count * probe.element_size()
-    operation = lane.issue(
-        lane.estimate("recv", size_bytes),
-        lambda communicator: communicator.recv(buffer, src, tag),
-        size_bytes,
-        timeout,
-        stream=("recv", src, tag),
-    )
-    return Work(
-        (operation,),
-        lambda: deliver(decode(buffer, plan, like.dtype, like.device).view(like.shape), out),
-    )
 
 
 def start_join(lane: Lane, timeout: float | None) -> Work[int]:

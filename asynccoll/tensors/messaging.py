@@ -1,0 +1,71 @@
+"""send and recv of one tensor, and what a refused one does to its peer."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from asynccoll.backends.base import Communicator
+from asynccoll.completion import READY, Completion
+from asynccoll.encoding import decode, encode
+from asynccoll.errors import AsyncCollError
+from asynccoll.lane import Lane
+from asynccoll.spec import Op
+from asynccoll.tensors.common import check_out, deliver, physical, plan_for, target_for
+from asynccoll.work import Work
+
+
+def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Work[None]:
+    """``x`` to ``dst``; done when the receiver has taken it."""
+    plan = plan_for(lane, Op.SEND, x)
+    wire = encode(physical(x), plan)
+    size_bytes = wire.numel() * wire.element_size()
+    operation = lane.issue(
+        lane.estimate("send", size_bytes),
+        lambda communicator: communicator.send(wire, dst, tag),
+        size_bytes,
+        timeout,
+        stream=("send", dst, tag),
+    )
+    return Work((operation,), lambda: None)
+
+
+def start_recv(
+    lane: Lane,
+    like: torch.Tensor,
+    src: int,
+    tag: int,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Work[torch.Tensor]:
+    """A tensor shaped as ``like`` from ``src``."""
+    plan = plan_for(lane, Op.RECV, like)
+    check_out(out, like, like.shape)
+    probe = encode(torch.empty(0, dtype=like.dtype, device=like.device), plan)
+    count = like.numel() * like.element_size() // probe.element_size()
+    buffer = target_for(out, probe, (count,))
+    size_bytes = count * probe.element_size()
+    operation = lane.issue(
+        lane.estimate("recv", size_bytes),
+        lambda communicator: communicator.recv(buffer, src, tag),
+        size_bytes,
+        timeout,
+        stream=("recv", src, tag),
+    )
+    return Work(
+        (operation,),
+        lambda: deliver(decode(buffer, plan, like.dtype, like.device).view(like.shape), out),
+    )
+
+
+def refuse_message(lane: Lane, role: str, peer: int, tag: int, error: AsyncCollError) -> None:
+    """In place of a send or recv that was refused: let the peer's side of it end, where it can be told."""
+    why = f"rank {lane.group.context.rank} refused its side, a {role}: {type(error).__name__}: {error}"
+
+    def start(communicator: Communicator) -> Completion:
+        communicator.refuse(role, peer, tag, why)
+        return READY
+
+    with contextlib.suppress(AsyncCollError):  # a lane that is broken, or another task's: nothing was sent
+        lane.issue(lane.estimate("refusal", 0), start, stream=(role, peer, tag))
