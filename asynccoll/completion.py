@@ -14,6 +14,8 @@ from time import monotonic
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
+#: Held for the moment in which any promise changes; nothing is allocated under it.
+_settling = threading.Lock()
 
 
 class Completion:
@@ -76,10 +78,10 @@ READY = Ready()
 class Promise(Completion):
     """Completed by whoever holds it: a program's last step, a waiter thread, the progress thread."""
 
-    __slots__ = ("_callbacks", "_condition", "_done", "_error", "source")
+    __slots__ = ("_callbacks", "_done", "_error", "_event", "source")
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
+        self._event: threading.Event | None = None  # most promises are never waited for, and it is dear
         self._callbacks: list[Callback] = []
         self._done = False
         self._error: BaseException | None = None
@@ -91,12 +93,16 @@ class Promise(Completion):
 
     def wait(self, seconds: float) -> bool:
         if not self._done:
-            with self._condition:
-                self._condition.wait_for(lambda: self._done, seconds)
+            event = self._event or threading.Event()
+            with _settling:
+                if self._done:
+                    return True
+                event = self._event = self._event or event
+            event.wait(seconds)
         return self._done
 
     def add_callback(self, callback: Callback) -> None:
-        with self._condition:
+        with _settling:
             if not self._done:
                 self._callbacks.append(callback)
                 return
@@ -115,13 +121,14 @@ class Promise(Completion):
 
     def settle(self, error: BaseException | None = None) -> None:
         """Complete it, once; a later call changes nothing."""
-        with self._condition:
+        with _settling:
             if self._done:
                 return
             self._error = error
             self._done = True
-            callbacks, self._callbacks = self._callbacks, []
-            self._condition.notify_all()
+        if self._event is not None:
+            self._event.set()
+        callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 

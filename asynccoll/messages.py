@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,13 +30,13 @@ __all__ = [
 #: One slot: on every transport we know, this costs as much as one byte does.
 SLOT_BYTES = 512
 _FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest body of the round
+_ROOM = SLOT_BYTES - _FIXED.size
 T = TypeVar("T")
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """``body`` is bytes, or a flat uint8 tensor on the CPU or on the communication device."""
 
     kind: int
@@ -51,7 +50,7 @@ class Message:
     @property
     def fits(self) -> bool:
         """Whether the slot has room for the body."""
-        return self.size_bytes <= SLOT_BYTES - _FIXED.size - len(self.header)
+        return self.size_bytes <= _ROOM - len(self.header)
 
     def body_bytes(self) -> bytes:
         return self.body if isinstance(self.body, bytes) else bytes(self.body.cpu().numpy())
@@ -63,45 +62,63 @@ class Message:
         return torch.frombuffer(bytearray(self.body), dtype=torch.uint8) if self.body else _EMPTY
 
 
-def _slot(message: Message, longest: int = 0) -> torch.Tensor:
+def _slot(message: Message, longest: int = 0) -> bytearray:
     """The message as the first round sends it."""
+    kind, header, body = message
+    size_bytes = message.size_bytes
     row = bytearray(SLOT_BYTES)
-    start = _FIXED.size + len(message.header)
-    _FIXED.pack_into(row, 0, message.kind, len(message.header), message.size_bytes, longest)
-    row[_FIXED.size : start] = message.header
-    if message.fits:
-        row[start : start + message.size_bytes] = message.body_bytes()
-    return torch.frombuffer(row, dtype=torch.uint8)
+    _FIXED.pack_into(row, 0, kind, len(header), size_bytes, longest)
+    start = _FIXED.size + len(header)
+    row[_FIXED.size : start] = header
+    if size_bytes <= _ROOM - len(header):
+        row[start : start + size_bytes] = body if isinstance(body, bytes) else message.body_bytes()
+    return row
 
 
-def _overflow(rows: torch.Tensor) -> int:
-    """The longest body of the round whose slots these are, if one did not fit into its slot; else 0."""
-    raw = rows.view(-1).numpy().data
-    longest = 0
-    for place in range(0, len(raw), SLOT_BYTES):
-        _, header_length, body_length, said = _FIXED.unpack_from(raw, place)
-        if body_length > SLOT_BYTES - _FIXED.size - header_length:
-            said = max(said, body_length)
-        longest = max(longest, said)
-    return longest
+def _as_tensor(raw: bytearray) -> torch.Tensor:
+    """The same memory, for a backend to send or to fill."""
+    return torch.frombuffer(raw, dtype=torch.uint8)
 
 
-def _open(rows: torch.Tensor, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
-    """The messages of the slots, with the bodies that came after them."""
-    raw = rows.view(-1).numpy().data
-    found = []
-    for index in range(len(raw) // SLOT_BYTES):
-        place = index * SLOT_BYTES
-        kind, header_length, body_length, _ = _FIXED.unpack_from(raw, place)
-        place += _FIXED.size
-        start = place + header_length
-        body: bytes | torch.Tensor = b""
-        if body_length <= SLOT_BYTES - _FIXED.size - header_length:
-            body = bytes(raw[start : start + body_length])
-        elif bodies:
-            body = bodies[index][:body_length]
-        found.append(Message(kind, bytes(raw[place:start]), body))
-    return found
+class _Slots:
+    """The memory of a first round, and what it says once it is filled."""
+
+    __slots__ = ("_found", "_missing", "_raw", "longest", "tensor")
+
+    def __init__(self, raw: bytearray) -> None:
+        self._raw = raw
+        self.tensor = _as_tensor(raw)
+        self._found: list[Message] = []
+        self._missing: list[tuple[int, int]] = []
+        #: the longest body of the round, if one did not fit into its slot; else 0
+        self.longest = 0
+
+    @classmethod
+    def empty(cls, count: int) -> _Slots:
+        return cls(bytearray(count * SLOT_BYTES))
+
+    def read(self) -> int:
+        """Read what has come; ``longest``, whose bodies follow in a second round."""
+        raw, longest = self._raw, 0
+        for place in range(0, len(raw), SLOT_BYTES):
+            kind, header_length, size_bytes, said = _FIXED.unpack_from(raw, place)
+            start = place + _FIXED.size + header_length
+            body = b""
+            if size_bytes <= _ROOM - header_length:
+                body = bytes(raw[start : start + size_bytes])
+            else:
+                self._missing.append((len(self._found), size_bytes))
+                longest = max(longest, size_bytes)
+            self._found.append(Message(kind, bytes(raw[place + _FIXED.size : start]), body))
+            longest = max(longest, said)
+        self.longest = longest
+        return longest
+
+    def messages(self, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
+        """The messages, with the bodies that came after them."""
+        for index, size_bytes in self._missing if bodies else ():
+            self._found[index] = self._found[index]._replace(body=bodies[index][:size_bytes])
+        return self._found
 
 
 def _padded(message: Message, length: int, device: torch.device) -> torch.Tensor:
@@ -139,18 +156,19 @@ def all_gather_rows(
     row: bytes,
     timeout: float | None,
     *,
-    then: Callable[[bytes, int], T],
+    then: Callable[[bytearray, int], T],
     detail: str = "",
 ) -> Work[T]:
     """``then`` of every rank's row, joined, and the length of one, which is the same on every rank.
 
     One native call, where the call itself says what everybody sends.
     """
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    rows = torch.empty(lane.group.size * len(row), dtype=torch.uint8)
+    mine = _as_tensor(bytearray(row))
+    rows = bytearray(lane.group.size * len(row))
+    into = _as_tensor(rows)
 
     def start(communicator: Any) -> Completion:
-        completion: Completion = communicator.all_gather(rows, mine)
+        completion: Completion = communicator.all_gather(into, mine)
         return completion
 
     if lane.group.context.policy.check:
@@ -158,7 +176,7 @@ def all_gather_rows(
         operation = lane.run(name, compared, len(row), timeout)
     else:
         operation = lane.issue(lane.estimate(name, len(row)), start, len(row), timeout)
-    return Work((operation,), lambda: then(rows.numpy().tobytes(), len(row)))
+    return Work((operation,), lambda: then(rows, len(row)))
 
 
 def gather_messages(
@@ -187,15 +205,15 @@ def _gather(
     detail: str,
 ) -> Work[T]:
     size = lane.group.size
-    rows = torch.empty((size, SLOT_BYTES), dtype=torch.uint8)
+    slots = _Slots.empty(size)
     bodies: list[torch.Tensor] = []
     wanted = dst is None or dst == lane.group.rank
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         # All ranks must know the longest body to pad theirs, also when one of them wants them.
-        first: Completion = communicator.all_gather(rows.view(-1), _slot(message))
+        first: Completion = communicator.all_gather(slots.tensor, _as_tensor(_slot(message)))
         yield first
-        longest = _overflow(rows)
+        longest = slots.read()
         if not longest:
             return first
         sent = _padded(message, longest, device)
@@ -209,7 +227,7 @@ def _gather(
         return last
 
     def finish() -> T:
-        return then(_open(rows, bodies[0].unbind(0) if bodies else ()) if wanted else [])
+        return then(slots.messages(bodies[0].unbind(0) if bodies else ()) if wanted else [])
 
     operation = _run(lane, name, detail, program, message.size_bytes, timeout)
     return Work((operation,), finish)
@@ -227,13 +245,13 @@ def broadcast_message(
     detail: str = "",
 ) -> Work[T]:
     """``then`` of the message of the group's ``src`` (who gives it) on every rank."""
-    slot = _slot(message) if message is not None else torch.empty(SLOT_BYTES, dtype=torch.uint8)
+    slot = _Slots(_slot(message)) if message is not None else _Slots.empty(1)
     body: list[torch.Tensor] = []
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
-        first: Completion = communicator.broadcast(slot, src)
+        first: Completion = communicator.broadcast(slot.tensor, src)
         yield first
-        longest = _overflow(slot)
+        longest = slot.read()
         if not longest:
             return first
         body.append(
@@ -246,7 +264,7 @@ def broadcast_message(
 
     size_bytes = message.size_bytes if message is not None else 0
     operation = _run(lane, name, detail, program, size_bytes, timeout)
-    return Work((operation,), lambda: then(_open(slot, body)[0]))
+    return Work((operation,), lambda: then(slot.messages(body)[0]))
 
 
 def scatter_messages(
@@ -261,15 +279,15 @@ def scatter_messages(
     detail: str = "",
 ) -> Work[T]:
     """``then`` of this rank's message of those that the group's ``src`` gives, one for each rank."""
-    slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
+    slot = _Slots.empty(1)
     body: list[torch.Tensor] = []
     longest = max((0 if m.fits else m.size_bytes for m in messages), default=0) if messages else 0
-    slots = [_slot(message, longest) for message in messages] if messages is not None else None
+    slots = [_as_tensor(_slot(message, longest)) for message in messages] if messages is not None else None
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
-        first: Completion = communicator.scatter(slot, slots, src)
+        first: Completion = communicator.scatter(slot.tensor, slots, src)
         yield first
-        needed = _overflow(slot)
+        needed = slot.read()
         if not needed:
             return first
         body.append(torch.empty(needed, dtype=torch.uint8, device=device))
@@ -278,4 +296,4 @@ def scatter_messages(
         return last
 
     operation = _run(lane, name, detail, program, longest, timeout)
-    return Work((operation,), lambda: then(_open(slot, body)[0]))
+    return Work((operation,), lambda: then(slot.messages(body)[0]))

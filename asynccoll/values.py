@@ -57,9 +57,9 @@ def to_message(x: Any, codec: Codec | None = None) -> Message:
         return _tensor_message(x)
     if codec is not None:
         return Message(_OBJECT, codec.name.encode(), codec.encode(x))
-    for kind, (matches, pack) in _PACK.items():
-        if matches(x):
-            return Message(kind, b"", pack(x))
+    kind = _kind_of(x)
+    if kind is not None:
+        return Message(kind, b"", _PACK[kind][1](x))
     raise PayloadTypeError(
         f"cannot send a {type(x).__name__}: expected a tensor, a number, a str, a pathlib.Path, or a "
         "dict, list, tuple or dataclass of these; for other objects use the *_object functions"
@@ -98,24 +98,35 @@ _UNPACK: dict[int, Callable[[bytes], Any]] = {
 }
 
 
+#: Of the types themselves; subclasses are looked for in ``_PACK``.
+_KINDS = {bool: _BOOL, int: _INT, float: _FLOAT, complex: _COMPLEX, str: _STR, type(None): _NONE}
+
+
+def _kind_of(x: Any) -> int | None:
+    """What a value is sent as; None if it cannot be."""
+    kind = _KINDS.get(type(x))
+    if kind is None:
+        kind = next((kind for kind, (matches, _) in _PACK.items() if matches(x)), None)
+    return kind
+
+
 #: How many bytes of a row each kind of number takes.
 _NUMBER_BYTES = {_BOOL: 1, _INT: 8, _FLOAT: 8, _COMPLEX: 16}
 _ROW_BYTES = 17
+_KIND_BYTE = {kind: bytes([kind]) for kind in _NUMBER_BYTES}
 
 
 def number_row(x: complex) -> bytes:
     """A number as a row of a fixed length."""
-    for kind in _NUMBER_BYTES:
-        matches, pack = _PACK[kind]
-        if matches(x):
-            return (bytes([kind]) + pack(x)).ljust(_ROW_BYTES, b"\0")
-    raise AssertionError(f"{x!r} was checked to be a number")
+    kind = _kind_of(x)
+    assert kind in _NUMBER_BYTES, f"{x!r} was checked to be a number"
+    return (_KIND_BYTE[kind] + _PACK[kind][1](x)).ljust(_ROW_BYTES, b"\0")
 
 
-def numbers_of(rows: bytes, length: int) -> list[Any]:
+def numbers_of(rows: bytearray, length: int) -> list[Any]:
     """The numbers in rows of ``number_row``."""
     return [
-        _UNPACK[rows[start]](rows[start + 1 : start + 1 + _NUMBER_BYTES[rows[start]]])
+        _UNPACK[rows[start]](bytes(rows[start + 1 : start + 1 + _NUMBER_BYTES[rows[start]]]))
         for start in range(0, len(rows), length)
     ]
 

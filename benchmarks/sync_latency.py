@@ -8,9 +8,8 @@ ignite's, the median over rounds; below 1 is faster.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ignite.distributed as theirs
@@ -81,6 +80,15 @@ async def measure(only: str, rounds: int) -> None:
             print(f"{name:>26} {_us(real):>14} {_us(mine):>14} {mine.ratio_to(real):7.2f}", flush=True)
 
 
+def plainly(measuring: Coroutine[Any, Any, None]) -> None:
+    """Run what never suspends, without an event loop: so do programs that were written for ignite."""
+    try:
+        measuring.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("something was awaited that is not done")
+
+
 def _us(series: Series) -> str:
     return f"{series.median * 1e6:.1f}, {series.low * 1e6:.1f}"
 
@@ -94,5 +102,5 @@ if __name__ == "__main__":
     ours.initialize("gloo")
     assert "LOCAL_RANK" in os.environ, "run me with `asynccoll run -n 2`"
     theirs.sync()
-    asyncio.run(measure(arguments.only, arguments.rounds))
+    plainly(measure(arguments.only, arguments.rounds))
     ours.finalize()

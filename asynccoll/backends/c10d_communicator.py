@@ -94,7 +94,7 @@ class C10dCommunicator:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         to = self._for(x)
         if 0 < x.nbytes * (self._size - 1) <= to.exchange_bytes:  # a ring, too: see ``exchange_bytes``
-            copies, even = x.repeat(self._size), [x.numel()] * self._size
+            copies, even = torch.cat([x] * self._size), [x.numel()] * self._size
             return to.complete(to.native.alltoall_base(out, copies, even, even, _ALL_TO_ALL))
         return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
 
