@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.gradbuckets import Bucket, assign
-from asynccoll.ops import all_reduce, broadcast
+from asynccoll.ops import all_reduce
+from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work, wait_all
 
-__all__ = ["GradientReducer", "broadcast_parameters", "overlap_gradients"]
+__all__ = ["GradientReducer", "overlap_gradients"]
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
 BUCKET_BYTES = 25 << 20
@@ -67,7 +67,7 @@ class GradientReducer:
     - ``with`` (or ``async with``) closes it at the end; after ``close()`` backward is as it was.
 
     Buffers, such as running statistics, are left alone, and so is what the ranks start from
-    (``broadcast_parameters``). Reentrant checkpointing, which runs backward in pieces, is not supported.
+    (``ac.overlap.broadcast_parameters``). Reentrant checkpointing, which runs backward in pieces, is not supported.
     """
 
     def __init__(
@@ -256,29 +256,6 @@ def overlap_gradients(
         lane=lane,
         timeout=timeout,
     )
-
-
-def broadcast_parameters(
-    model: torch.nn.Module,
-    *,
-    src: int = 0,
-    group: Any = None,
-    lane: str | None = None,
-    timeout: float | None = None,
-) -> Work[None]:
-    """Parameters and buffers of ``model`` as ``src`` has them, on every rank: before training begins.
-
-    Once awaited (until then the model must be left alone) they are overwritten in place. They travel
-    in few large messages.
-    """
-    tensors = [x.detach() for x in (*model.parameters(), *model.buffers())]
-    received = broadcast(tensors, src=src, group=group, lane=lane, timeout=timeout)
-    return received.map(lambda values: _overwrite(tensors, values))
-
-
-def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for x, value in zip(tensors, values, strict=True):
-        x.copy_(value)
 
 
 # Making one
