@@ -1,4 +1,4 @@
-"""What the tests of overlap share: small models that are alike on every rank, and what they should come to."""
+"""What the tests of overlap share: small models alike on every rank, and what they should come to."""
 
 from __future__ import annotations
 
