@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import asynccoll as ac
+import asynccoll.sync as idist
 import oracle
 import scripts
 import worlds
@@ -64,6 +65,49 @@ def test_a_graph_gives_what_eager_gives(gloo_pair: World) -> None:
 def test_inductor_gives_what_eager_gives(gloo_pair: World, tmp_path: Path) -> None:
     """The same through the compiler that people use."""
     gloo_pair.run(same_in_a_graph, "inductor", runner="blocking", timeout=400.0)
+
+
+#: A step with a blocking call, and the same with the call whose gradient it has inside of a graph.
+BLOCKING: dict[str, tuple[Step, Step]] = {
+    "all_reduce": (lambda x: idist.all_reduce(x * x) * x, lambda x: ac.all_reduce(x * x).wait() * x),
+    "MAX": (
+        lambda x: idist.all_reduce((x * x).detach(), "MAX") * x,
+        lambda x: ac.all_reduce((x * x).detach(), op="max").wait() * x,
+    ),
+    "broadcast": (
+        lambda x: idist.broadcast(x * 2, src=1) * x,
+        lambda x: ac.broadcast(x * 2, src=1).wait() * x,
+    ),
+    "all_gather": (lambda x: idist.all_gather(x * x), lambda x: ac.all_gather(x * x).wait()),
+}
+
+
+async def blocking_in_a_graph(me: Rank, compiler: str) -> None:
+    for name, (step, twin) in BLOCKING.items():
+        with me.case(f"{name} by {compiler}"):
+            torch._dynamo.reset()
+            expected = _value_and_gradient(twin, me.rank)
+            got = _value_and_gradient(torch.compile(step, fullgraph=True, backend=compiler), me.rank)
+            oracle.same(list(got), list(expected))
+    for name, call in {
+        "all_reduce": idist.all_reduce,
+        "broadcast": lambda x: idist.broadcast(x, src=1),
+    }.items():
+        with me.case(f"{name} overwrites its tensor as outside of a graph"):
+            torch._dynamo.reset()
+            eager, given = (torch.arange(3.0) + me.rank for _ in range(2))
+            result = torch.compile(call, fullgraph=True, backend=compiler)(given)
+            oracle.same([given, result], [call(eager), eager])
+
+
+def test_blocking_calls_in_a_graph(gloo_pair: World) -> None:
+    """`asynccoll.sync` traces too, without a break, and its results have gradients there."""
+    gloo_pair.run(blocking_in_a_graph, "aot_eager", runner="blocking", timeout=120.0)
+
+
+@pytest.mark.slow
+def test_blocking_calls_by_inductor(gloo_pair: World) -> None:
+    gloo_pair.run(blocking_in_a_graph, "inductor", runner="blocking", timeout=400.0)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

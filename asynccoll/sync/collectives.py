@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.ops import refuse
 from asynccoll.stepping import waited_for
-from asynccoll.sync import horovod
+from asynccoll.sync import compiled, horovod
 from asynccoll.sync.models import HOROVOD, NATIVE, SERIAL
 from asynccoll.sync.world import model
 
@@ -50,6 +51,8 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[
         TypeError: neither tensor nor number.
         ValueError: an unknown ``op`` or ``group``.
     """
+    if is_compiling() and isinstance(tensor, torch.Tensor):
+        return compiled.all_reduce(tensor, op, group)
     now = model()
     if now is SERIAL:
         return tensor
@@ -87,6 +90,8 @@ def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] 
     0-d tensors give a vector. Numbers and strings arrive as they are; other objects are pickled, so gather
     them among ranks that you trust. Outside of ``group`` the very ``tensor`` (of a string, a list of it).
     """
+    if is_compiling() and isinstance(tensor, torch.Tensor):
+        return compiled.all_gather(tensor, group)
     now = model()
     if now is SERIAL:
         return tensor if isinstance(tensor, torch.Tensor) else [tensor]
@@ -138,6 +143,8 @@ def broadcast(
         TypeError: a payload of another type.
         ValueError: None on ``src``, or elsewhere without ``safe_mode``.
     """
+    if is_compiling() and isinstance(tensor, torch.Tensor):
+        return compiled.broadcast(tensor, src, safe_mode)
     now = model()
     if now is SERIAL:
         if tensor is None:

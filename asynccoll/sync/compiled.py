@@ -1,0 +1,57 @@
+"""ignite's collectives of tensors inside ``torch.compile``: traced as those of ``ac`` are, with gradients.
+
+As outside of a graph, ``all_reduce`` and ``broadcast`` overwrite the tensor; one that autograd is recording
+is left alone, for its old value is what backward may need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.sync.models import SERIAL
+from asynccoll.sync.world import model
+
+__all__ = ["all_gather", "all_reduce", "broadcast"]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _alone() -> bool:
+    return model() is SERIAL
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _alone
+def _reduction(op: str) -> str:
+    """Our name of ignite's ``op``."""
+    ours = model().ops.get(op)
+    if ours is None:
+        raise InvalidArgumentError(f"Unsupported reduction operation: '{op}'")
+    return str(ours)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    if _alone():
+        return tensor
+    return _overwritten(tensor, ac.all_reduce(tensor, op=_reduction(op), group=group).wait())
+
+
+def broadcast(tensor: torch.Tensor, src: int, safe_mode: bool) -> torch.Tensor:
+    if _alone():
+        return tensor
+    return _overwritten(tensor, ac.broadcast(tensor, src=src, safe_mode=safe_mode).wait())
+
+
+def all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    if _alone():
+        return tensor
+    gathered: torch.Tensor = ac.all_gather(tensor, group=group).wait()
+    return gathered
+
+
+def _overwritten(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return result
+    return tensor.copy_(result)
