@@ -1,0 +1,387 @@
+"""How much communication disappears behind compute: ours, raw gloo, torch's DDP and Horovod side by side.
+
+    python benchmarks/overlap.py                     on loopback, and as root over a link of 1 Gbit/s
+    python benchmarks/overlap.py --where loopback    there alone
+    python tools/envs.py exec horovod -- python benchmarks/overlap.py     with Horovod beside them
+
+Two ranks, of one thread each. Two questions, asked in each place:
+
+- **Hidden fraction** of one all_reduce of 16 MiB that is started before and waited for after a computation
+  that takes about as long: (computation + communication - both at once) / the shorter of the two.
+- **Time of a training step** of a perceptron of 16 MiB, in buckets of 4 MiB (the first of 1 MiB): against
+  ``DistributedDataParallel`` with the same buckets, as median of the ratios within a round.
+
+Every round runs everything once, in an order that changes. The figures are printed, and written as JSON
+(``--data``) for a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sidebyside import Peer, Series, side_by_side
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import asynccoll as ac
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+PORT = "29477"
+SIZE_BYTES = 16 << 20
+BUCKETS = {"bucket_bytes": 4 << 20, "first_bucket_bytes": 1 << 20}
+WIDTH, DEPTH, ROWS = 1024, 4, 192
+
+
+# The hidden fraction of one operation
+
+
+async def hidden_fraction(rounds: int) -> dict[str, Any]:
+    x, weights = torch.zeros(SIZE_BYTES // 4), torch.randn(512, 512)
+
+    async def ours() -> None:
+        await ac.all_reduce(x, out=x)
+
+    async def raw() -> None:
+        dist.all_reduce(x, async_op=True).wait()
+
+    times = await matching(ours, weights)
+
+    def compute() -> None:
+        for _ in range(times):
+            weights @ weights
+
+    async def computed() -> None:
+        compute()
+
+    async def ours_behind() -> None:
+        work = ac.all_reduce(x, out=x)
+        compute()
+        await work
+
+    async def raw_behind() -> None:
+        work = dist.all_reduce(x, async_op=True)
+        compute()
+        work.wait()
+
+    peers: dict[str, Peer] = {
+        "compute": computed,
+        "ours": ours,
+        "raw": raw,
+        "ours behind compute": ours_behind,
+        "raw behind compute": raw_behind,
+    }
+    found = await side_by_side(peers, rounds=rounds, operations=1)
+    return {
+        "milliseconds": {name: series.median * 1e3 for name, series in found.items()},
+        "hidden": {name: hidden(found, name) for name in ("ours", "raw")},
+    }
+
+
+async def matching(operation: Peer, weights: Tensor) -> int:
+    """How many products take about as long as ``operation``, the same number on every rank."""
+    alone = await side_by_side({"operation": operation}, rounds=5, operations=1)
+
+    async def products() -> None:
+        for _ in range(20):
+            weights @ weights
+
+    twenty = await side_by_side({"products": products}, rounds=5, operations=1)
+    wanted = 20 * alone["operation"].median / twenty["products"].median
+    return max(1, round(await ac.all_reduce(wanted, op="avg")))
+
+
+def hidden(found: dict[str, Series], name: str) -> float:
+    """The median over rounds of what was saved by doing both at once, over all that could be."""
+    rounds = zip(
+        found["compute"].seconds, found[name].seconds, found[f"{name} behind compute"].seconds, strict=True
+    )
+    return statistics.median(
+        (compute + alone - both) / min(compute, alone) for compute, alone, both in rounds
+    )
+
+
+# A training step
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(DEPTH):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def ddp_step(x: Tensor, *, hooked: bool) -> Peer:
+    model = DistributedDataParallel(perceptron(), bucket_cap_mb=BUCKETS["bucket_bytes"] / (1 << 20))
+    if hooked:
+        model.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)
+    optimizer = sgd(model)
+
+    async def step() -> None:
+        backward(model, x)
+        optimizer.step()
+
+    return step
+
+
+def overlapped_step(x: Tensor) -> Peer:
+    model = perceptron()
+    gradients, optimizer = ac.overlap_gradients(model, **BUCKETS), sgd(model)
+
+    async def step() -> None:
+        backward(model, x)
+        await gradients
+        optimizer.step()
+
+    return step
+
+
+def sharded_step(x: Tensor) -> Peer:
+    model = perceptron()
+    optimizer = ac.overlap.shard_optimizer(model, sgd(model), **BUCKETS)
+
+    async def step() -> None:
+        backward(model, x)
+        await optimizer.step()
+
+    return step
+
+
+def blocking_step(x: Tensor) -> Peer:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    async def step() -> None:
+        backward(model, x)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            ac.all_reduce(parameter.grad, op="avg", out=parameter.grad).wait()
+        optimizer.step()
+
+    return step
+
+
+def local_step(x: Tensor) -> Peer:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    async def step() -> None:
+        backward(model, x)
+        optimizer.step()
+
+    return step
+
+
+def horovod_step(x: Tensor) -> Peer:
+    import horovod.torch as hvd
+
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+
+    async def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def training_steps(x: Tensor, *, with_horovod: bool) -> dict[str, Peer]:
+    """One step of training by each means, on a model of its own."""
+    return {
+        "torch DDP": ddp_step(x, hooked=False),
+        "ddp_hook": ddp_step(x, hooked=True),
+        "overlap_gradients": overlapped_step(x),
+        "shard_optimizer": sharded_step(x),
+        "blocking, a parameter at a time": blocking_step(x),
+        "no communication": local_step(x),
+        **({"Horovod": horovod_step(x)} if with_horovod else {}),
+    }
+
+
+async def step_times(rounds: int, *, with_horovod: bool) -> dict[str, Any]:
+    steps = training_steps(torch.randn(ROWS, WIDTH), with_horovod=with_horovod)
+    for _ in range(2):  # DDP makes its buckets anew in the second step
+        for step in steps.values():
+            await step()
+    found = await side_by_side(steps, rounds=rounds, operations=1)
+    base = [name for name in ("torch DDP", "Horovod") if name in found]
+    return {
+        "milliseconds": {name: series.median * 1e3 for name, series in found.items()},
+        **{f"ratio to {one}": {name: s.ratio_to(found[one]) for name, s in found.items()} for one in base},
+    }
+
+
+# One rank
+
+
+async def measure(rounds: int) -> dict[str, Any]:
+    with_horovod = await join_horovod()
+    return {
+        "hidden fraction": await hidden_fraction(rounds),
+        "training step": await step_times(rounds, with_horovod=with_horovod),
+        "with Horovod": with_horovod,
+    }
+
+
+async def join_horovod() -> bool:
+    """Start Horovod between the same two ranks, if it is installed here."""
+    try:
+        import horovod.torch as hvd
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.http.http_server import RendezvousServer
+    except ImportError:
+        return False
+    rank, hosts = ac.get_rank(), await ac.all_gather(ac.hostname())
+    own = f"{hosts[0]}:2" if hosts[0] == hosts[1] else f"{hosts[0]}:1,{hosts[1]}:1"
+    port = 0
+    if rank == 0:
+        server = RendezvousServer()
+        port = server.start()
+        server.init(get_host_assignments(parse_hosts(own), 2))
+    same = hosts[0] == hosts[1]
+    os.environ |= {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": str(rank if same else 0),
+        "HOROVOD_LOCAL_SIZE": str(2 if same else 1),
+        "HOROVOD_CROSS_RANK": str(0 if same else rank),
+        "HOROVOD_CROSS_SIZE": str(1 if same else 2),
+        "HOROVOD_HOSTNAME": hosts[rank],
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": os.environ["MASTER_ADDR"],
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(await ac.broadcast(port)),
+        "HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+    hvd.init()
+    return True
+
+
+def run_rank(rounds: int) -> None:
+    torch.set_num_threads(1)
+    ac.initialize("gloo")
+    found = asyncio.run(measure(rounds))
+    if ac.get_rank() == 0:
+        print(json.dumps(found))
+    ac.finalize()
+    sys.stdout.flush()
+    os._exit(0)  # Horovod's rendezvous, where there is one, has nothing to wait for
+
+
+# Both ranks, in one place
+
+
+def on_loopback(line: list[str]) -> dict[str, Any]:
+    running = [
+        subprocess.Popen(
+            line, env=environment(rank, "127.0.0.1", "lo", local=2), stdout=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    return result_of(running)
+
+
+def over_link(line: list[str]) -> dict[str, Any]:
+    import netns
+
+    with netns.Hosts(rate="1gbit") as hosts:
+        running = [
+            subprocess.Popen(
+                hosts.command(rank, *line),
+                env=environment(rank, netns.ADDRESSES[0], netns.INTERFACE, local=1),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (0, 1)
+        ]
+        return result_of(running)
+
+
+PLACES = {"loopback": on_loopback, "link": over_link}
+
+
+def environment(rank: int, address: str, interface: str, *, local: int) -> dict[str, str]:
+    """What a launcher would say."""
+    root = str(Path(__file__).parents[1])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank if local == 2 else 0),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": PORT,
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def result_of(running: list[subprocess.Popen[str]]) -> dict[str, Any]:
+    try:
+        said = running[0].communicate()[0]
+        running[1].wait()
+    finally:
+        for one in running:
+            one.kill()
+    if any(one.returncode for one in running):
+        raise SystemExit("a rank failed; what it said is above")
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def report(place: str, found: dict[str, Any]) -> None:
+    one, step = found["hidden fraction"], found["training step"]
+    print(f"\n{place}: an all_reduce of 16 MiB behind compute of about the same time")
+    for name, took in one["milliseconds"].items():
+        print(f"  {name:<34} {took:8.1f} ms")
+    ours, raw = one["hidden"]["ours"], one["hidden"]["raw"]
+    print(f"  hidden: ours {ours:.3f}, raw gloo {raw:.3f}, ratio {ours / raw:.3f}")
+    ratios = [key for key in step if key.startswith("ratio")]
+    print(f"{place}: a training step ({', '.join(ratios)})")
+    for name, took in step["milliseconds"].items():
+        print(f"  {name:<34} {took:8.1f} ms " + " ".join(f"{step[key][name]:8.3f}" for key in ratios))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    both = list(PLACES) if os.geteuid() == 0 else ["loopback"]
+    parser.add_argument("--where", nargs="+", choices=list(PLACES), default=both)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--data", type=Path, help="where to write the figures as JSON")
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(given.rounds)
+    line = [sys.executable, str(Path(__file__).resolve()), "--rounds", str(given.rounds)]
+    found = {place: PLACES[place](line) for place in given.where}
+    for place, figures in found.items():
+        report(place, figures)
+    if given.data is not None:
+        given.data.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
