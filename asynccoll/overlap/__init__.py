@@ -3,10 +3,36 @@
 Each module here is one way to overlap, on top of the public operations alone:
 
 - ``gradients``: reduced bucket by bucket while backward runs (``overlap_gradients``);
+- ``ddp``: DDP's own buckets on a lane of ours (``ddp_hook``);
+- ``sharded``: an optimizer of which each rank does its part (``shard_optimizer``);
+- ``layers``: layers of which each rank keeps its part, gathered ahead of use (``shard_layers``);
+- ``averaging``: local steps, and parameters averaged in the background (``average_parameters``);
+- ``prefetch``, ``window``: operations started ahead of a loop, and held back (``prefetch``, ``InFlight``);
 - ``parameters``: what the ranks start from (``broadcast_parameters``).
 """
 
+from asynccoll.overlap.averaging import ParameterAverager, average_parameters
+from asynccoll.overlap.ddp import DDPState, ddp_hook
 from asynccoll.overlap.gradients import GradientReducer, overlap_gradients
+from asynccoll.overlap.layers import GatheredLayer, ShardedLayers, shard_layers
 from asynccoll.overlap.parameters import broadcast_parameters
+from asynccoll.overlap.prefetch import prefetch
+from asynccoll.overlap.sharded import ShardedOptimizer, shard_optimizer
+from asynccoll.overlap.window import InFlight
 
-__all__ = ["GradientReducer", "broadcast_parameters", "overlap_gradients"]
+__all__ = [
+    "DDPState",
+    "GatheredLayer",
+    "GradientReducer",
+    "InFlight",
+    "ParameterAverager",
+    "ShardedLayers",
+    "ShardedOptimizer",
+    "average_parameters",
+    "broadcast_parameters",
+    "ddp_hook",
+    "overlap_gradients",
+    "prefetch",
+    "shard_layers",
+    "shard_optimizer",
+]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -30,7 +30,9 @@ import torch
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.ops import all_reduce
-from asynccoll.overlap.buckets import Bucket, assign
+from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
+from asynccoll.overlap.lanes import backward_lane
+from asynccoll.overlap.window import InFlight
 from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work, wait_all
 
@@ -39,11 +41,6 @@ __all__ = ["GradientReducer", "overlap_gradients"]
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
-
-#: Lanes of this suffix are those of backward passes: whichever thread runs one may issue there. The
-#: order on such a lane is kept by the reducer, which sends its buckets one after the other.
-_SUFFIX = "/backward"
-
 
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
 _live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
@@ -67,7 +64,8 @@ class GradientReducer:
     - ``with`` (or ``async with``) closes it at the end; after ``close()`` backward is as it was.
 
     Buffers, such as running statistics, are left alone, and so is what the ranks start from
-    (``ac.overlap.broadcast_parameters``). Reentrant checkpointing, which runs backward in pieces, is not supported.
+    (``ac.overlap.broadcast_parameters``). Reentrant checkpointing, which runs backward in pieces, is not
+    supported.
     """
 
     def __init__(
@@ -80,18 +78,20 @@ class GradientReducer:
         group: Any = None,
         lane: str = "gradients",
         timeout: float | None = None,
+        max_in_flight_bytes: int | None = None,
     ) -> None:
         found = model.parameters() if isinstance(model, torch.nn.Module) else model
         parameters = [parameter for parameter in found if parameter.requires_grad]
-        _check_arguments(parameters, op, lane, bucket_bytes, first_bucket_bytes)
+        _check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
         self._group = group
-        self._lane = lane + _SUFFIX
+        self._lane = backward_lane(lane)
+        self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
         self._scale = 1.0 / _group_size(group) if op == "avg" else 1.0
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         _check_unshared(*self._identity)
         limits = (first_bucket_bytes, bucket_bytes)
-        self._buckets = [Bucket(members) for members in assign(parameters[::-1], *limits)]
+        self._buckets = self._assigned(parameters[::-1], *limits)
         self._works: list[Work[torch.Tensor]] = []
         self._syncing = True
         self._lock = threading.Lock()  # with several devices, several threads run one backward
@@ -102,6 +102,9 @@ class GradientReducer:
         ]
         self._unhook = weakref.finalize(self, _remove, hooks)
         _live.add(self)
+
+    def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
+        return [FlaggedBucket(members) for members in assign(parameters, first, limit)]
 
     def __repr__(self) -> str:
         count = sum(len(bucket.parameters) for bucket in self._buckets)
@@ -172,9 +175,14 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         bucket.fill(self._scale)
-        flat = bucket.flat
-        work = all_reduce(flat, out=flat, group=self._group, lane=self._lane, timeout=self._timeout)
+        if self._window is None:
+            work = self._reduce(bucket.flat, bucket)
+        else:
+            work = self._window.start_blocking(self._reduce, bucket.flat, bucket=bucket)
         self._works.append(work)
+
+    def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
+        return all_reduce(flat, out=flat, group=self._group, lane=self._lane, timeout=self._timeout)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -220,6 +228,7 @@ def overlap_gradients(
     group: Any = None,
     lane: str = "gradients",
     timeout: float | None = None,
+    max_in_flight_bytes: int | None = None,
 ) -> GradientReducer:
     """A ``GradientReducer`` for ``model``: backward sends its gradients, awaiting it ends the step.
 
@@ -239,6 +248,7 @@ def overlap_gradients(
         lane: buckets travel on the lane ``<lane>/backward``. Models that train side by side need
             one each.
         timeout: seconds for each bucket's reduction.
+        max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are out.
 
     Raises:
         InvalidArgumentError: no parameter needs a gradient; an ``op`` or a size that cannot be; a
@@ -255,19 +265,18 @@ def overlap_gradients(
         group=group,
         lane=lane,
         timeout=timeout,
+        max_in_flight_bytes=max_in_flight_bytes,
     )
 
 
 # Making one
 
 
-def _check_arguments(parameters: list[torch.Tensor], op: str, lane: str, *sizes: int) -> None:
+def _check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:
     if not parameters:
         raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
     if op not in {"avg", "sum"}:
         raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
-    if not isinstance(lane, str) or not lane:
-        raise InvalidArgumentError(f"lane must be a non-empty string, got {lane!r}")
     if any(not isinstance(size, int) or size <= 0 for size in sizes):
         raise InvalidArgumentError(
             f"bucket_bytes and first_bucket_bytes must be positive ints, got {sizes[0]!r} and {sizes[1]!r}"

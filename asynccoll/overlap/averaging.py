@@ -1,0 +1,173 @@
+"""Local SGD: every rank trains by itself, and now and then all average their parameters.
+
+    averaging = ac.overlap.average_parameters(model, every=16, delay=4)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        await averaging                  # or averaging.wait()
+    await averaging.finish()
+
+With ``delay`` the round is hidden: training goes on while the average of what the parameters were is on
+its way, and is corrected by it when it is due.
+
+Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with a delay, Zhou et al.,
+"DaSGD: Squeezing SGD Parallelization Performance", 2020. Built on the public operations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops import all_reduce
+from asynccoll.overlap.lanes import backward_lane
+from asynccoll.work import Work
+
+__all__ = ["ParameterAverager", "average_parameters"]
+
+
+class ParameterAverager:
+    """Averages parameters every so many steps; ``average_parameters`` makes it, awaited once a step.
+
+    A round begins with a copy of the parameters, whose average is started. ``delay`` steps later, every
+    parameter ``p`` becomes ``p + (average - copy)``: what training did meanwhile is kept, as it is with
+    gradients of the averaged parameters. A delay of 0 waits at once, and the parameters are the average.
+
+    Optimizer state and buffers are each rank's own. After a cancelled or timed-out await the next one goes
+    on with the same round.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[torch.Tensor],
+        *,
+        every: int,
+        delay: int = 0,
+        group: Any = None,
+        lane: str = "averaging",
+        timeout: float | None = None,
+    ) -> None:
+        found = model.parameters() if isinstance(model, torch.nn.Module) else model
+        self._parameters = [parameter for parameter in found if parameter.requires_grad]
+        _check(self._parameters, every, delay)
+        self._every, self._delay = every, delay
+        self._tail = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
+        self._steps = 0
+        self._midway = False
+        self._begun = 0  # the step that the latest round began with
+        self._due: int | None = None  # the step that takes the average which is on its way
+        self._copies: list[torch.Tensor] = []
+        self._work: Work[list[torch.Tensor]] | None = None
+
+    def __repr__(self) -> str:
+        state = f"an average is due at step {self._due}" if self._due is not None else "nothing in flight"
+        return f"<ParameterAverager of {len(self._parameters)} parameters, step {self._steps}: {state}>"
+
+    # Once a step
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._stepped().__await__()
+
+    async def _stepped(self) -> None:
+        for work in self._step():
+            await work
+
+    def wait(self, timeout: float | None = None) -> None:
+        """The same without an event loop.
+
+        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait goes on with the step.
+        """
+        for work in self._step():
+            work.wait(timeout)
+
+    def _step(self) -> Iterator[Work[Any]]:
+        """What a step has to do; yields the works that are to be waited for on the way."""
+        if not self._midway:  # else it was cut short: go on with it
+            self._steps += 1
+            self._midway = True
+        if self._due == self._steps:
+            yield from self._take()
+        if self._steps % self._every == 0 and self._begun != self._steps:
+            self._begin()
+        if self._due == self._steps:
+            yield from self._take()
+        self._midway = False
+
+    def _begin(self) -> None:
+        self._copies = [parameter.detach().clone() for parameter in self._parameters]
+        self._work = all_reduce(self._copies, op="avg", **self._tail)
+        self._begun, self._due = self._steps, self._steps + self._delay
+
+    def _take(self) -> Iterator[Work[Any]]:
+        """Wait for the average and correct the parameters by it."""
+        assert self._work is not None
+        yield self._work
+        for parameter, average, copy in zip(self._parameters, self._work.result(), self._copies, strict=True):
+            if self._delay:
+                parameter.detach().add_(average - copy)
+            else:
+                parameter.detach().copy_(average)
+        self._due, self._work, self._copies = None, None, []
+
+    # At the end
+
+    async def finish(self) -> None:
+        """Take what is on its way, and average once more: the parameters are the same on every rank."""
+        for work in self._finish():
+            await work
+
+    def wait_finish(self) -> None:
+        """The same without an event loop."""
+        for work in self._finish():
+            work.wait()
+
+    def _finish(self) -> Iterator[Work[Any]]:
+        if self._work is not None:
+            yield from self._take()
+        work = all_reduce([parameter.detach() for parameter in self._parameters], op="avg", **self._tail)
+        yield work
+        for parameter, average in zip(self._parameters, work.result(), strict=True):
+            parameter.detach().copy_(average)
+
+
+def average_parameters(
+    model: torch.nn.Module | Iterable[torch.Tensor],
+    *,
+    every: int,
+    delay: int = 0,
+    group: Any = None,
+    lane: str = "averaging",
+    timeout: float | None = None,
+) -> ParameterAverager:
+    """A ``ParameterAverager`` for ``model``: local steps, and an average every so many of them.
+
+    >>> averaging = ac.overlap.average_parameters(model, every=2)
+    >>> optimizer.step(); await averaging   # r0 has p = 1.0, r1 has 3.0, and they stay
+    >>> optimizer.step(); await averaging   # r0 had p = 2.0, r1 6.0: both have 4.0
+
+    Args:
+        model: a module, or its parameters; those with ``requires_grad`` take part. The same on every rank.
+        every: steps from one round to the next.
+        delay: steps after which a round's average is taken, from 0 (wait at once) to ``every``; the round
+            is hidden if it takes no longer.
+        group: whose parameters are averaged; as in every operation.
+        lane: rounds travel on the lane ``<lane>/backward``.
+        timeout: seconds for a round's reduction.
+
+    Raises:
+        InvalidArgumentError: nothing to average; ``every`` or ``delay`` cannot be.
+    """
+    return ParameterAverager(model, every=every, delay=delay, group=group, lane=lane, timeout=timeout)
+
+
+def _check(parameters: list[torch.Tensor], every: int, delay: int) -> None:
+    if not parameters:
+        raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to average")
+    if not isinstance(every, int) or every < 1:
+        raise InvalidArgumentError(f"every must be a positive int, got {every!r}")
+    if not isinstance(delay, int) or not 0 <= delay <= every:
+        raise InvalidArgumentError(f"delay must be an int from 0 to every={every}, got {delay!r}")

@@ -1,0 +1,65 @@
+"""Results that are on their way before a loop comes to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import islice
+from typing import Generic, TypeVar
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.work import Work
+
+__all__ = ["prefetch"]
+
+T = TypeVar("T")
+
+
+class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in ac.overlap.prefetch(...)`
+    """The results of operations, in order; while one is used, the next ``ahead`` are under way.
+
+    >>> starts = (partial(ac.all_gather, shard) for shard in shards)
+    >>> async for full in ac.overlap.prefetch(starts, ahead=2):
+    ...     x = use(full, x)                     # the next two all_gathers travel meanwhile
+
+    ``starts`` are functions that start one operation each; they are called in order, from the task (with
+    ``for``, the thread) that runs the loop, so ranks that run the same loop start them in the same order.
+    Results are not held: what the loop lets go of is free. A loop that is left early leaves what was
+    started to itself.
+    """
+
+    def __init__(self, starts: Iterable[Callable[[], Work[T]]], *, ahead: int = 1) -> None:
+        check_ahead(ahead)
+        self._starts = iter(starts)
+        self._ahead = ahead
+        self._out: deque[Work[T]] = deque()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        try:
+            while work := self._next():
+                yield await work[0]
+        finally:
+            self._detach()
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            while work := self._next():
+                yield work[0].wait()
+        finally:
+            self._detach()
+
+    def _next(self) -> tuple[Work[T]] | None:
+        """The work whose result is wanted now, with those after it started."""
+        for start in islice(self._starts, self._ahead + 1 - len(self._out)):
+            self._out.append(start())
+        return (self._out.popleft(),) if self._out else None
+
+    def _detach(self) -> None:
+        for work in self._out:
+            work.detach()
+
+
+def check_ahead(ahead: object) -> None:
+    """``ahead`` is a number of operations."""
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        raise InvalidArgumentError(f"ahead must be an int of 0 or more, got {ahead!r}")

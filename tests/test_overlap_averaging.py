@@ -1,0 +1,133 @@
+"""Local SGD: the parameters of a loop that averages with blocking calls."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+import asynccoll as ac
+import oracle
+from overlapping import batch, close, loss_of, network
+from ranks import Rank, raising
+from worlds import World
+
+STEPS = 11
+
+
+class Twin:
+    """The same rounds with blocking calls, written down step by step."""
+
+    def __init__(self, model: nn.Module, every: int, delay: int) -> None:
+        self.parameters = [parameter.detach() for parameter in model.parameters()]
+        self.every, self.delay, self.step = every, delay, 0
+        self.due: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def after_step(self) -> None:
+        self.step += 1
+        self.correct()
+        if self.step % self.every == 0:
+            copies = [parameter.clone() for parameter in self.parameters]
+            averages = [ac.all_reduce(copy, op="avg").wait() for copy in copies]
+            self.due[self.step + self.delay] = copies, averages
+            self.correct()
+
+    def correct(self) -> None:
+        if self.step in self.due:
+            copies, averages = self.due.pop(self.step)
+            for parameter, copy, average in zip(self.parameters, copies, averages, strict=True):
+                parameter.copy_(average if self.delay == 0 else parameter + (average - copy))
+
+
+async def against_blocking(me: Rank, every: int, delay: int) -> None:
+    ours, twin = network(), network()
+    steps = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, twin)]
+    averaging = ac.overlap.average_parameters(ours, every=every, delay=delay)
+    blocking = Twin(twin, every, delay)
+    for step in range(STEPS):
+        for model, optimizer in zip((ours, twin), steps, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, batch(me.rank, step)).backward()
+            optimizer.step()
+        await me.get(averaging)
+        blocking.after_step()
+        for mine, its in zip(ours.parameters(), twin.parameters(), strict=True):
+            assert close(mine, its)
+            if me.size <= 2:  # a sum of two does not depend on its order
+                oracle.same(mine.detach(), its.detach())
+    if me.runner == "blocking":
+        averaging.wait_finish()
+    else:
+        await averaging.finish()
+    for mine in ours.parameters():
+        everybody = ac.all_gather(mine.detach().unsqueeze(0)).wait()
+        assert all(torch.equal(one, everybody[0]) for one in everybody), "the same on every rank"
+
+
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (4, 0), (4, 3), (3, 3), (1, 1)])
+def test_as_blocking_rounds(world: World, runner: str, every: int, delay: int) -> None:
+    """Waited for at once, some steps later, or when the next round begins."""
+    if delay != 3 and runner == "trio":
+        runner = "asyncio"
+    world.run(against_blocking, every, delay, runner=runner)
+
+
+async def hidden(me: Rank) -> None:
+    model = nn.Linear(4, 4)
+    averaging = ac.overlap.average_parameters(model, every=2, delay=2)
+    with ac.trace.recording() as timeline:
+        begun = []
+        for _ in range(4):
+            await me.get(averaging)
+            begun.append(sum(span.is_operation for span in timeline.spans) > 0)
+            if me.rank == 0 and len(begun) == 2:
+                me.show("round begun")  # the other rank has not come to its first step yet
+            if me.rank == 1 and len(begun) == 1:
+                me.see("round begun")
+        await averaging.finish()
+    assert begun == [False, True, True, True]
+    assert {span.row for span in timeline.spans if span.is_operation} == {"averaging/backward"}
+
+
+def test_a_round_is_not_waited_for_before_it_is_due(pair: World) -> None:
+    """A rank goes on while another has not even begun the round."""
+    pair.run(hidden, runner="asyncio")
+
+
+async def cut_short(me: Rank) -> None:
+    parameter = nn.Parameter(torch.full((3,), float(me.rank)))
+    averaging = ac.overlap.average_parameters([parameter], every=1, delay=0)
+    if me.rank == 0:
+        if me.runner == "blocking":
+            with raising(ac.CollectiveTimeoutError):
+                averaging.wait(timeout=0.05)
+        else:
+            with anyio.move_on_after(0.05) as limit:
+                await averaging
+            assert limit.cancelled_caught, "nobody else has begun the round"
+        me.show("gave up")
+    else:
+        me.see("gave up")
+    await me.get(averaging)
+    oracle.same(parameter.detach(), torch.full((3,), 0.5))
+    assert "step 1: nothing in flight" in repr(averaging)
+
+
+def test_a_round_that_is_late_is_taken_up_again(pair: World, runner: str) -> None:
+    pair.run(cut_short, runner=runner)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": 2, "delay": 3}, "from 0 to every=2"),
+        ({"every": 2, "delay": -1}, "-1"),
+    ],
+)
+def test_refused(given: dict[str, int], says: str) -> None:
+    with raising(ac.InvalidArgumentError, says):
+        ac.overlap.average_parameters(network(), **given)
+    with raising(ac.InvalidArgumentError, "requires_grad"):
+        ac.overlap.average_parameters([torch.ones(1)], every=1)

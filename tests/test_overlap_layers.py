@@ -1,0 +1,123 @@
+"""Layers shared out over the ranks and fetched ahead: the numbers of the whole layers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asynccoll as ac
+import oracle
+from overlapping import alike, batch
+from ranks import Rank, raising
+from worlds import World
+
+
+class Block(nn.Module):
+    """A block with a frozen scale, a buffer and a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor, *, residual: bool) -> Tensor:
+        return torch.tanh(self.norm(self.inner(x))) * self.scale[0] + self.shift + (x if residual else 0)
+
+
+def blocks() -> nn.ModuleList:
+    made = nn.ModuleList(Block() for _ in range(4))
+    return alike(made)
+
+
+def inputs(me: Rank, step: int) -> Tensor:
+    return batch(me.rank, step).reshape(-1, 8)
+
+
+async def through(me: Rank, layers: ac.overlap.ShardedLayers, x: Tensor) -> Tensor:
+    if me.runner == "blocking":
+        for layer in layers:
+            x = layer(x, residual=True)
+    else:
+        async for layer in layers:
+            x = layer(x, residual=True)
+    return x
+
+
+async def against_whole(me: Rank, ahead: int) -> None:
+    twin = blocks()
+    whole = torch.optim.Adam([p for p in twin.parameters() if p.requires_grad], lr=0.01)
+    layers = ac.overlap.shard_layers(blocks(), ahead=ahead)
+    optimizer = torch.optim.Adam([p for p in layers.parameters() if p.requires_grad], lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        result = await through(me, layers, inputs(me, step))
+        (result.square().mean() / me.size).backward()
+        optimizer.step()
+
+        whole.zero_grad()
+        x = inputs(me, step)
+        for block in twin:
+            x = block(x, residual=True)
+        oracle.same(result.detach(), x.detach(), rtol=0 if me.size <= 2 else 1e-4)
+        (x.square().mean() / me.size).backward()
+        for parameter in twin.parameters():
+            if parameter.requires_grad:
+                parameter.grad = ac.all_reduce(parameter.grad).wait()
+        whole.step()
+    kept = sum(parameter.numel() for parameter in layers.parameters())
+    assert kept <= sum(parameter.numel() for parameter in twin.parameters()) / me.size + 8 * me.size
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_as_the_whole_layers(world: World, runner: str, ahead: int) -> None:
+    """Trained for some steps: bit for bit on one and two ranks, whatever is fetched ahead."""
+    if ahead != 1 and runner == "trio":
+        runner = "asyncio"
+    world.run(against_whole, ahead, runner=runner)
+
+
+async def ahead_of_use(me: Rank) -> None:
+    layers = ac.overlap.shard_layers([nn.Linear(3, 3) for _ in range(4)], ahead=2)
+    started = []
+    with torch.no_grad(), ac.trace.recording() as timeline:
+        async for layer in layers:
+            layer(torch.ones(1, 3))
+            started.append(sum(span.is_operation for span in timeline.spans))
+        assert [layer.module for layer in reversed(layers)] == [layer.module for layer in list(layers)[::-1]]
+    assert started == [3, 4, 4, 4]
+
+
+def test_the_next_layers_are_under_way(pair: World) -> None:
+    """While one is used the next two have been started, and no more."""
+    pair.run(ahead_of_use, runner="asyncio")
+
+
+async def left_early(me: Rank) -> None:
+    starts = [partial(ac.all_gather, torch.full((2,), float(turn))) for turn in range(4)]
+    for value in ac.overlap.prefetch(starts, ahead=2):
+        oracle.same(value, torch.zeros(2 * me.size))
+        break
+    seen = [value async for value in ac.overlap.prefetch(iter(starts), ahead=1)]
+    oracle.same(seen, [torch.full((2 * me.size,), float(turn)) for turn in range(4)])
+
+
+def test_a_loop_that_is_left_early(pair: World) -> None:
+    """What was started goes on by itself, and the next loop is right."""
+    pair.run(left_early, runner="asyncio")
+
+
+def test_refused() -> None:
+    """Before anything is sent or taken over."""
+    tied = nn.Linear(2, 2)
+    with raising(ac.InvalidArgumentError, "layers 0 and 2 share"):
+        ac.overlap.shard_layers([tied, nn.Linear(2, 2), tied])
+    with raising(ac.InvalidArgumentError, "layer 1 (Tanh)"):
+        ac.overlap.shard_layers([nn.Linear(2, 2), nn.Tanh()])
+    with raising(ac.InvalidArgumentError, "ahead"):
+        ac.overlap.shard_layers([nn.Linear(2, 2)], ahead=-1)
+    assert tied.weight.numel() == 4

@@ -1,0 +1,237 @@
+"""A sharded optimizer: the parameters that the whole optimizer comes to on averaged gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asynccoll as ac
+import oracle
+from overlapping import SMALL, Heads, alike, batch, close, loss_of, network, rows
+from ranks import Rank, raising
+from worlds import World
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.1},
+        {"params": [p for name, p in named if "weight" not in name], "lr": 0.05},
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "parameter groups": lambda model: torch.optim.AdamW(parameter_groups(model), lr=0.01),
+}
+
+
+def same_parameters(me: Rank, ours: nn.Module, twin: nn.Module, exact: bool = True) -> None:
+    for mine, its in zip(ours.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, its, rtol=1e-4, atol=1e-5)
+        if exact and me.size <= 2:  # a sum of two does not depend on its order
+            oracle.same(mine.detach(), its.detach())
+
+
+def average(model: nn.Module) -> None:
+    """The blocking twin's gradients; what no rank used counts as zeros."""
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = ac.all_reduce(gradient, op="avg").wait()
+
+
+async def step(me: Rank, optimizer: ac.overlap.ShardedOptimizer) -> None:
+    if me.runner == "blocking":
+        optimizer.wait_step()
+    else:
+        await optimizer.step()
+
+
+async def gathered(me: Rank, optimizer: ac.overlap.ShardedOptimizer) -> None:
+    if me.runner == "blocking":
+        optimizer.wait_gathered()
+    else:
+        await optimizer.gathered()
+
+
+async def against_whole(me: Rank, name: str) -> None:
+    ours, twin = network(), network()
+    whole = OPTIMIZERS[name](twin)
+    with ac.overlap.shard_optimizer(ours, OPTIMIZERS[name](ours), **SMALL) as optimizer:
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer.wrapped, whole)]
+        for turn in range(5):
+            optimizer.zero_grad(set_to_none=turn % 2 == 0)
+            with optimizer.no_sync():
+                loss_of(ours, batch(me.rank, turn)).backward()
+            loss_of(ours, batch(me.rank, turn + 10)).backward()
+            await step(me, optimizer)
+
+            whole.zero_grad()
+            for part in (0, 10):
+                loss_of(twin, batch(me.rank, turn + part)).backward()
+            average(twin)
+            whole.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        state = sum(x.numel() for kept in optimizer.state.values() for x in kept.values())
+        whole_state = sum(x.numel() for kept in whole.state.values() for x in kept.values())
+        assert state <= whole_state / me.size + 100, "each rank keeps its part of the state"
+    same_parameters(me, ours, twin)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_the_whole_optimizer(world: World, runner: str, name: str) -> None:
+    """With accumulation and a scheduler: bit for bit on one and two ranks."""
+    if name != "AdamW" and runner == "trio":
+        runner = "asyncio"
+    world.run(against_whole, name, runner=runner)
+
+
+async def clipped(me: Rank) -> None:
+    ours, twin = network(), network()
+    whole = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with ac.overlap.shard_optimizer(ours, torch.optim.SGD(ours.parameters(), lr=0.1), **SMALL) as optimizer:
+        for turn in range(3):
+            optimizer.zero_grad()
+            loss_of(ours, batch(me.rank, turn)).backward()
+            norm = await optimizer.clip_grad_norm_(0.01)
+            await optimizer.step()
+
+            whole.zero_grad()
+            loss_of(twin, batch(me.rank, turn)).backward()
+            average(twin)
+            assert close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
+            whole.step()
+    same_parameters(me, ours, twin, exact=False)
+
+
+def test_clipping_by_the_norm_of_all_ranks(world: World) -> None:
+    world.run(clipped, runner="asyncio")
+
+
+async def scaled(me: Rank) -> None:
+    ours, twin = network(), network()
+    whole = torch.optim.SGD(twin.parameters(), lr=0.1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2) for _ in range(2)]
+    with ac.overlap.shard_optimizer(ours, torch.optim.SGD(ours.parameters(), lr=0.1), **SMALL) as optimizer:
+        for turn in range(4):
+            x = batch(me.rank, turn)
+            if turn == 1 and me.rank == 0:
+                x = torch.full_like(x, torch.inf)  # of one rank, in every rank's part
+            optimizer.zero_grad()
+            scalers[0].scale(loss_of(ours, x)).backward()
+            await optimizer.clip_grad_norm_(0.01 * scalers[0].get_scale())
+            scalers[0].step(optimizer.wrapped)
+            scalers[0].update()
+            optimizer.gather()
+
+            whole.zero_grad()
+            scalers[1].scale(loss_of(twin, x)).backward()
+            average(twin)
+            scalers[1].unscale_(whole)
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+            scalers[1].step(whole)
+            scalers[1].update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+    same_parameters(me, ours, twin, exact=False)
+
+
+def test_a_gradient_scaler_skips_on_all_ranks(world: World) -> None:
+    """What overflows on one rank is noticed on those whose parts are finite."""
+    world.run(scaled, runner="asyncio")
+
+
+async def mixed(me: Rank) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = alike(Heads())
+        model.trunk.bfloat16()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def loss(model: nn.Module, turn: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(rows(me.rank, turn), [0, 1] if me.rank else [0])
+
+    (ours, own), (twin, whole) = make(), make()
+    with ac.overlap.shard_optimizer(ours, own, **SMALL) as optimizer:
+        for turn in range(3):
+            optimizer.zero_grad()
+            loss(ours, turn).backward()
+            await step(me, optimizer)
+            whole.zero_grad()
+            loss(twin, turn).backward()
+            average(twin)
+            whole.step()
+    for mine, its in zip(ours.parameters(), twin.parameters(), strict=True):
+        assert mine.dtype is its.dtype
+        assert torch.allclose(mine, its, rtol=2e-2, atol=1e-3)
+
+
+def test_dtypes_autocast_and_unused_parameters(world: World) -> None:
+    """Layers of bfloat16 and float32; what a rank did not use counts as zeros."""
+    world.run(mixed, runner="asyncio")
+
+
+async def waits_in_forward(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    alike(model)
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), **SMALL)
+    with optimizer, ac.trace.recording() as timeline:
+        model(torch.ones(2, 8)).sum().backward()
+        await step(me, optimizer)
+        out = [bucket.gathering is not None for bucket in optimizer.gradients.buckets]
+        assert out == [True] * 3, "the step has started to send, and waits for nothing"
+        model[0](torch.ones(2, 8))
+        out = [bucket.gathering is not None for bucket in optimizer.gradients.buckets]
+        assert out == [True, True, False], "the first layer has waited for its own parameters alone"
+        await gathered(me, optimizer)
+    names = [span.name for span in timeline.spans if span.is_operation]
+    assert names == ["reduce_scatter"] * 3 + ["all_gather"] * 3
+
+
+def test_each_forward_waits_for_its_own_parameters(pair: World, runner: str) -> None:
+    pair.run(waits_in_forward, runner=runner)
+
+
+async def used_elsewhere(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    alike(model)
+    with ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        model(torch.ones(1, 4)).sum().backward()
+        await step(me, optimizer)
+        with raising(ac.InvalidArgumentError, "[4]", "gathered()"):
+            nn.functional.linear(torch.ones(1, 4), model[0].weight, model[0].bias).sum().backward()
+        await gathered(me, optimizer)
+        nn.functional.linear(torch.ones(1, 4), model[0].weight, model[0].bias).sum().backward()
+        await step(me, optimizer)
+
+
+def test_a_parameter_that_nobody_waited_for(pair: World, runner: str) -> None:
+    """Used outside of its module's forward it is refused, not silently half of the last step."""
+    pair.run(used_elsewhere, runner=runner)
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+REFUSED = {
+    "state": (stepped, "before its first step"),
+    "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
+    "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, says = REFUSED[name]
+    model = network()
+    with pytest.raises(ac.InvalidArgumentError, match=says):
+        ac.overlap.shard_optimizer(model, make(model))
