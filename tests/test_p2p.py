@@ -131,7 +131,7 @@ def test_bad_messages_are_refused(pair: World) -> None:
     pair.run(refused)
 
 
-async def refused_by_one(me: Rank) -> None:
+async def refused_by_one(me: Rank, told: str) -> None:
     x = torch.arange(3.0)
     if me.rank == 0:
         await me.refuses("send", TypeError, ac.send, object(), dst=1, says=("object",))
@@ -139,7 +139,7 @@ async def refused_by_one(me: Rank) -> None:
         await me.check("of a refused recv", ac.send, x, dst=1, tag=1, expect=None)
         await me.check("the one after", ac.send, -x, dst=1, tag=1, expect=None)
     else:
-        with me.case("recv"), pytest.raises(ac.PeerRefusedError, match=r"rank 0 refused.*send.*object"):
+        with me.case("recv"), pytest.raises(ac.CollectiveError, match=told):
             await me.get(ac.recv(torch.empty(3), src=0))
         await me.check("the next one", ac.recv, torch.empty(3), src=0, expect=x)
         bad = torch.empty(2)
@@ -148,10 +148,27 @@ async def refused_by_one(me: Rank) -> None:
     await me.check("afterwards", ac.all_reduce, 1, expect=2)
 
 
+@pytest.mark.processes
 def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
     """The receiver is told, the sender is rid of its message, the next one is right, nobody waits."""
-    if pair.backend == "gloo":  # the others have no way to tell
-        pair.run(refused_by_one, runner=runner)
+    told = r"rank 0 refused.*send.*object" if pair.backend == "gloo" else r"0 bytes.*refused"
+    pair.run(refused_by_one, told, runner=runner)
+
+
+async def too_short(me: Rank) -> None:
+    if me.rank == 0:
+        await me.check("send", ac.send, torch.ones(2), dst=1, expect=None)
+        await me.check("the next one", ac.send, torch.ones(3), dst=1, expect=None)
+    else:
+        with me.case("recv"), pytest.raises(ac.CollectiveMismatchError, match="tag 0"):
+            await me.get(ac.recv(torch.empty(3), src=0))
+        await me.check("the next one", ac.recv, torch.empty(3), src=0, expect=torch.ones(3))
+
+
+@pytest.mark.processes
+def test_a_message_shorter_than_expected(pair: World, runner: str) -> None:
+    """Half a tensor is an error, not a result; the next message is right."""
+    pair.run(too_short, runner=runner)
 
 
 async def permutations(me: Rank) -> None:

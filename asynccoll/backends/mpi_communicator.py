@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from asynccoll.backends.mpi_completion import LARGE_BYTES, Common, Guarded, LeftToThread, Many, MpiCompletion
+from asynccoll.backends.mpi_completion import (
+    LARGE_BYTES,
+    Common,
+    Guarded,
+    LeftToThread,
+    Many,
+    MpiCompletion,
+    Received,
+)
 from asynccoll.backends.mpi_errors import typed
 from asynccoll.backends.mpi_types import (
     BYTE,
@@ -37,6 +45,7 @@ from asynccoll.spec import ReduceOp
 __all__ = ["MpiCommunicator"]
 
 IN_PLACE = MPI.IN_PLACE
+NO_BYTES = (None, 0, BYTE)
 
 
 class MpiCommunicator:
@@ -56,6 +65,7 @@ class MpiCommunicator:
         self._rank: int = native.Get_rank()
         self._size: int = native.Get_size()
         self._highest_tag: int = native.Get_attr(MPI.TAG_UB)
+        self._dropping: list[Any] = []  # in place of receives that were refused
 
     def _start(
         self, call: Callable[..., Any], arguments: Sequence[Any], x: torch.Tensor, keep: object = None
@@ -214,7 +224,7 @@ class MpiCommunicator:
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         arguments = (bytes_of(x, self._limit), src, self._tag(tag))
-        return self._start(self.native.Irecv, arguments, x)
+        return self._start(lambda *to: Received(self.native.Irecv(*to), x.nbytes, tag), arguments, x)
 
     def _tag(self, tag: int) -> int:
         if tag > self._highest_tag:
@@ -224,7 +234,12 @@ class MpiCommunicator:
         return tag
 
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        """The peer's request cannot be told: it ends at its timeout."""
+        """In place of a send, an empty message; of a recv, one without room, which drops what comes."""
+        with contextlib.suppress(MPI.Exception), self._gate or contextlib.nullcontext():
+            if role == "send":
+                self.native.Isend(NO_BYTES, peer, self._tag(tag)).Free()
+            else:
+                self._dropping.append(self.native.Irecv(NO_BYTES, peer, self._tag(tag)))
 
     def barrier(self) -> Completion:
         return self._start(self.native.Ibarrier, (), _NOTHING)
@@ -236,6 +251,9 @@ class MpiCommunicator:
         if self._common.abandoned:
             return
         with contextlib.suppress(MPI.Exception), self._gate or contextlib.nullcontext():
+            for request in self._dropping:
+                request.Cancel()
+                request.Free()
             self.native.Free()
 
     def abort(self) -> None:

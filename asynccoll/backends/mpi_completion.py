@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from asynccoll.backends.mpi_errors import typed
 from asynccoll.completion import Callback, Completion
-from asynccoll.errors import CollectiveError
+from asynccoll.errors import CollectiveError, CollectiveMismatchError
 from asynccoll.progress import (
     GRACE_SECONDS,
     LONGEST_NAP_SECONDS,
@@ -37,6 +37,7 @@ __all__ = [
     "LeftToThread",
     "Many",
     "MpiCompletion",
+    "Received",
 ]
 
 #: How long an operation is expected to take beyond the grace, per byte.
@@ -123,8 +124,8 @@ class MpiCompletion(Completion):
                     if test():
                         self._end()
                         break
-        except MPI.Exception as error:
-            self._error = typed(error)
+        except (MPI.Exception, CollectiveError) as error:
+            self._error = error if isinstance(error, CollectiveError) else typed(error)
             self._end()
         finally:
             lock.release()
@@ -256,6 +257,29 @@ class Many:
 
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
         return bool(MPI.Request.Testall(self._requests))
+
+
+class Received:
+    """A receive that must fill its buffer: MPI takes a shorter message without a word."""
+
+    __slots__ = ("_request", "_room", "_status", "_tag")
+
+    def __init__(self, request: Any, room_bytes: int, tag: int) -> None:
+        self._request = request
+        self._room = room_bytes
+        self._tag = tag
+        self._status = MPI.Status()
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        if not self._request.Test(self._status):
+            return False
+        came = self._status.Get_elements(MPI.BYTE)
+        if came != self._room:
+            raise CollectiveMismatchError(
+                f"recv with tag {self._tag}: the sender's message has {came} bytes, but `like` has "
+                f"{self._room} (in place of a send that was refused, an empty message comes)"
+            )
+        return True
 
 
 class Guarded:
