@@ -74,14 +74,18 @@ def all_reduce(lane: Lane, x: torch.Tensor, op: ReduceOp, timeout: float | None)
     """Backward: the same all_reduce of the gradients (sum and avg are their own adjoints)."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        if op not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise UnsupportedOpError(
-                f"all_reduce with {op.value} has no gradient here; sum and avg do (detach the input if "
-                "none is wanted)"
-            )
+        _check_adjoint(op)
         return _all_reduce(_backward(lane), grad, op, timeout).wait()
 
     return _record(x, x.shape, lambda x, out: tensors.start_all_reduce(lane, x, op, out, timeout), adjoint)
+
+
+def _check_adjoint(op: ReduceOp) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UnsupportedOpError(
+            f"all_reduce with {op.value} has no gradient here; sum and avg do (detach the input if "
+            "none is wanted)"
+        )
 
 
 def _all_reduce(lane: Lane, x: torch.Tensor, op: ReduceOp, timeout: float | None) -> Work[torch.Tensor]:
@@ -159,12 +163,16 @@ def broadcast(lane: Lane, x: torch.Tensor, src: int, timeout: float | None) -> W
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         total = _all_reduce(_backward(lane), grad, ReduceOp.SUM, timeout).wait()
-        if lane.group.rank == src:
-            return total
-        # Zeros that still hang on the total: every rank must join a second backward.
-        return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
+        return _on_root(lane, total, src)
 
     return _record(x, x.shape, lambda x, out: tensors.start_broadcast(lane, x, src, out, timeout), adjoint)
+
+
+def _on_root(lane: Lane, total: torch.Tensor, src: int) -> torch.Tensor:
+    if lane.group.rank == src:
+        return total
+    # Zeros that still hang on the total: every rank must join a second backward.
+    return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
 
 
 def permute(
@@ -184,6 +192,75 @@ def permute(
         lambda x, out: tensors.start_permute(lane, x, to, source, out, timeout),
         adjoint,
     )
+
+
+class _StartMany(torch.autograd.Function):
+    """``_Start`` for many tensors that travel together; those that have no gradient come along."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        start: Callable[[list[torch.Tensor], list[torch.Tensor]], Work[Any]],
+        adjoint: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        started: list[Work[Any]],
+        *xs: torch.Tensor,
+    ) -> Any:
+        ctx.adjoint = adjoint
+        ctx.floating = [x.is_floating_point() or x.is_complex() for x in xs]
+        outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs)
+        ctx.mark_non_differentiable(*(y for x, y in zip(xs, outs, strict=True) if not x.requires_grad))
+        started.append(start([x.detach() for x in xs], [y.detach() for y in outs]))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # All floating ones, whether they are tracked here or not: the same on every rank.
+        found = iter(ctx.adjoint([grad for grad, floats in zip(grads, ctx.floating, strict=True) if floats]))
+        return None, None, None, *(next(found) if floats else None for floats in ctx.floating)
+
+
+def _record_many(
+    xs: list[torch.Tensor],
+    start: Callable[[list[torch.Tensor], list[torch.Tensor]], Work[Any]],
+    adjoint: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> Work[list[torch.Tensor]]:
+    started: list[Work[Any]] = []
+    outs = _StartMany.apply(start, adjoint, started, *xs)  # type: ignore[no-untyped-call]
+    return started[0].map(lambda _: list(outs))
+
+
+def all_reduce_fused(
+    lane: Lane, xs: list[torch.Tensor], op: ReduceOp, timeout: float | None
+) -> Work[list[torch.Tensor]]:
+    """Of many tensors. Backward: the same of their gradients, together."""
+
+    def adjoint(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        _check_adjoint(op)
+        return _all_reduce_fused(_backward(lane), grads, op, timeout).wait()
+
+    fuse = tensors.all_reduce_fuse(lane, op)
+    return _record_many(xs, lambda xs, outs: tensors.fused(lane, fuse, xs, outs, timeout), adjoint)
+
+
+def _all_reduce_fused(
+    lane: Lane, xs: list[torch.Tensor], op: ReduceOp, timeout: float | None
+) -> Work[list[torch.Tensor]]:
+    if any(map(tracked, xs)):
+        return all_reduce_fused(lane, xs, op, timeout)
+    return tensors.fused(lane, tensors.all_reduce_fuse(lane, op), xs, None, timeout)
+
+
+def broadcast_fused(
+    lane: Lane, xs: list[torch.Tensor], src: int, timeout: float | None
+) -> Work[list[torch.Tensor]]:
+    """Of many tensors. Backward: the sums of the gradients on ``src``, zeros elsewhere."""
+
+    def adjoint(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        totals = _all_reduce_fused(_backward(lane), grads, ReduceOp.SUM, timeout).wait()
+        return [_on_root(lane, total, src) for total in totals]
+
+    fuse = tensors.broadcast_fuse(lane, src)
+    return _record_many(xs, lambda xs, outs: tensors.fused(lane, fuse, xs, outs, timeout), adjoint)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -8,7 +8,7 @@ too; on a mismatch every rank raises, nothing of the call was sent, and the lane
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, de
     return " ".join(part for part in (name, detail, tensor) if part)
 
 
-def compare(lane: Lane, text: str) -> Work[None]:
+def compare(lane: Lane, text: Callable[[], str]) -> Work[None]:
     """With ``check="full"``, a comparison with nothing behind it; else a work that is done."""
     if not lane.group.context.policy.check:
         return Work((), lambda: None)
-    operation = lane.run("check", checked(lane, text, lambda _: READY))
+    operation = lane.run("check", checked(lane, text(), lambda _: READY))
     return Work((operation,), lambda: None)
 
 

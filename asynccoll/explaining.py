@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ import torch
 from asynccoll import dispatch
 from asynccoll.backends import capabilities_of
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.fusion import BUCKET_BYTES, buckets
 from asynccoll.lane import Lane
 from asynccoll.payload.scaling import Scaling
 from asynccoll.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology
+from asynccoll.tensors.fusing import needs_program
+from asynccoll.trees import flatten, is_tree
 
 __all__ = ["explain_call", "explain_offline"]
 
@@ -19,11 +23,33 @@ __all__ = ["explain_call", "explain_offline"]
 def explain_call(lane: Lane, name: str, x: Any, call: dict[str, Any]) -> Plan:
     """The plan of ``name`` for ``x`` on ``lane``."""
     op = Op.parse(name)
+    if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
+        largest = max(leaves, key=lambda leaf: leaf.nbytes)
+        chosen = explain_call(lane, name, largest, call)
+        how = fusion_of(lane, leaves) if op in FUSED else "its tensors travel one by one"
+        return replace(chosen, why=(f"of a tree of {len(leaves)} tensors: {how}", *chosen.why))
     if isinstance(x, torch.Tensor) and call.get("compression") is not None:
         x = Scaling(compression=call["compression"]).before(x)
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.group.context.policy, reduce)
+
+
+#: The collectives whose tensors are packed.
+FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
+
+
+def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
+    """How many tensors of a tree become few buckets, and by which figures."""
+    total_bytes = sum(leaf.nbytes for leaf in leaves)
+    if not needs_program(leaves):
+        return f"{total_bytes} bytes travel packed, in a bucket for each dtype"
+    cost = lane.cost or lane.group.cost
+    if lane.group.size > 1 and cost is None:
+        return "they travel packed, in buckets whose size is measured in the first such call"
+    limit = BUCKET_BYTES if cost is None else cost.bucket_bytes(total_bytes)
+    why = "" if cost is None else f"; in this group {cost}"
+    return f"{total_bytes} bytes travel packed, {len(buckets(leaves, limit))} buckets of at most {limit}{why}"
 
 
 def explain_offline(

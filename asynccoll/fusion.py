@@ -1,20 +1,26 @@
-"""Many small tensors as few large ones: packed into buckets, sent, and handed back as views.
+"""Many small tensors as few large ones: which travel together, packed, and handed back as views.
 
-Buckets are filled in leaf order, by dtype and device, up to a size: a function of the tree alone, so
-that every rank makes the same ones.
+Buckets are filled in leaf order, by dtype and device, up to a size: a function of the tensors' shapes and
+of that size alone, so that every rank makes the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
+from torch._C import _nn  # where DDP has them, too: one call for all tensors
 
-__all__ = ["BUCKET_BYTES", "Bucket", "buckets", "pack", "unpack"]
+__all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap.
 BUCKET_BYTES = 25 << 20
+
+#: What tensors that travel together have in common. Read of every one, so by a function in C.
+kind_of = attrgetter("dtype", "device", "layout")
+_numel = torch.Tensor.numel
 
 
 class Bucket(NamedTuple):
@@ -24,13 +30,27 @@ class Bucket(NamedTuple):
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Which of ``tensors`` travel together: same dtype and device, at most ``limit_bytes`` (or one)."""
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    """Which of ``tensors`` travel together: same dtype and device, at most ``limit_bytes`` (or one).
+
+    What is not dense travels alone.
+    """
+    kinds = list(map(kind_of, tensors))
+    if len(set(kinds)) == 1 and kinds[0][2] is torch.strided:
+        total_bytes = sum(map(_numel, tensors)) * tensors[0].element_size()
+        if total_bytes <= limit_bytes:
+            return [Bucket(tuple(range(len(tensors))))]
+    return _filled(tensors, kinds, limit_bytes)
+
+
+def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int) -> list[Bucket]:
+    filling: dict[Any, tuple[list[int], int]] = {}
     full: list[Bucket] = []
-    for index, x in enumerate(tensors):
-        kind = (x.dtype, x.device)
-        size = x.numel() * x.element_size()
-        members, used = filling.get(kind, ([], 0))
+    for index, (x, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        if kind[2] is not torch.strided:
+            full.append(Bucket((index,)))
+            continue
+        size = x.nbytes
+        members, used = filling.get(kind) or ([], 0)
         if members and used + size > limit_bytes:
             full.append(Bucket(tuple(members)))
             members, used = [], 0
@@ -43,10 +63,18 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor of the elements of ``tensors``, in order."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
-    return torch.cat([x.reshape(-1) for x in tensors])
+    flat: torch.Tensor = _nn.flatten_dense_tensors(list(tensors))
+    return flat
 
 
-def unpack(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Views of ``flat`` with ``shapes``: the inverse of ``pack``."""
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Put ``tensors`` into ``views`` of one flat tensor, or the other way round."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(views), list(tensors))
+
+
+def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``flat`` in the shapes of ``like``: the inverse of ``pack``."""
+    if flat.numel() != sum(map(_numel, like)):
+        raise ValueError(f"{flat.numel()} elements are not those of {len(like)} tensors")
+    return list(_nn.unflatten_dense_tensors(flat, list(like)))

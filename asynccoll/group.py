@@ -19,6 +19,7 @@ from asynccoll.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from asynccoll.context import Context
+    from asynccoll.costs import Cost
 
 __all__ = ["MAX_LANES", "Group"]
 
@@ -39,6 +40,7 @@ class Group:
         self.size = len(ranks)
         self.rank = ranks.index(context.rank) if context.rank in ranks else -1
         self.is_world = self.size == context.world_size
+        self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
         self._turnstile: Turnstile | None = None

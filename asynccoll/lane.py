@@ -33,6 +33,7 @@ from asynccoll.stepping import Stepping, waiting
 
 if TYPE_CHECKING:
     from asynccoll.backends.base import Communicator
+    from asynccoll.costs import Cost
     from asynccoll.group import Group
 
 __all__ = ["DEFAULT", "Lane", "Program", "Start"]
@@ -95,6 +96,7 @@ class Lane:
         self.communicator: Communicator | None = None
         self.broken: CollectiveError | None = None
         self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
+        self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
         self._context = group.context
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._in_flight: deque[Operation] = deque()
@@ -395,6 +397,7 @@ class Lane:
             if self.communicator is not None:
                 self._retired.append(self.communicator)
             self.communicator = None
+            self.cost = None  # whether all had agreed on it, nobody knows
             self.epoch += 1
             self._open()
         self._drive()

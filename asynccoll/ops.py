@@ -110,13 +110,13 @@ def all_reduce(
     compression: str | None = None,
     group: Any = None,
     lane: str | None = None,
-    out: torch.Tensor | None = None,
+    out: Any = None,
     timeout: float | None = None,
 ) -> Work[T]:
     """The reduction of every rank's ``x``, the same on all of them, of the type of ``x``.
 
     A tensor keeps shape and dtype; ints and bools reduce to exact ints (never overflowing), floats to
-    floats; a tree is reduced leaf by leaf, its tensors fused.
+    floats; a tree is reduced leaf by leaf, its tensors fused; ``out`` is then a tree as well.
 
     >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
     tensor([4, 6])                                    # both
@@ -174,14 +174,14 @@ def broadcast(
     safe_mode: bool = False,
     group: Any = None,
     lane: str | None = None,
-    out: torch.Tensor | None = None,
+    out: Any = None,
     timeout: float | None = None,
 ) -> Work[T]:
     """The ``x`` of ``src``, on every rank.
 
     The others pass something alike: a tensor of the same shape and dtype, a number or string of their
-    own, a tree of the same structure. With ``safe_mode=True`` they may pass None or anything: what is
-    sent describes itself.
+    own, a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
+    pass None or anything: what is sent describes itself.
 
     >>> await ac.broadcast(torch.tensor([1, 2]), src=0)           # r1 passes any int64 of 2
     tensor([1, 2])                                                # both

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
@@ -23,6 +25,9 @@ class TreeSpec:
     make: Callable[[Sequence[Any]], Any] | None = dataclasses.field(compare=False, repr=False)
     names: tuple[str, ...] = ()
     children: tuple[TreeSpec, ...] = ()
+
+    #: Whether all children are leaves: then they are put back in one go.
+    flat: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
     def leaves(self) -> int:
@@ -44,11 +49,12 @@ _NONE = TreeSpec("None", None)
 
 def is_tree(x: Any) -> bool:
     """Whether ``x`` is a container (or None) and not a leaf."""
-    return x is None or isinstance(x, (dict, list, tuple)) or _is_dataclass(x)
+    return bool(_is_tree_type(x.__class__))
 
 
-def _is_dataclass(x: Any) -> bool:
-    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+@lru_cache(maxsize=1024)
+def _is_tree_type(cls: Any) -> bool:
+    return cls is type(None) or issubclass(cls, (dict, list, tuple)) or dataclasses.is_dataclass(cls)
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -66,6 +72,9 @@ def _flatten(x: Any, leaves: list[Any], path: tuple[int, ...]) -> TreeSpec:
     if id(x) in path:
         raise InvalidArgumentError(f"a {type(x).__name__} contains itself; pass a tree")
     kind, names, children, make = _node(x)
+    if not any(_is_tree_type(cls) for cls in {*map(type, children)}):
+        leaves.extend(children)
+        return TreeSpec(kind, make, names, (_LEAF,) * len(children), flat=True)
     below = (*path, id(x))
     return TreeSpec(kind, make, names, tuple(_flatten(child, leaves, below) for child in children))
 
@@ -123,4 +132,6 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
 def _unflatten(spec: TreeSpec, leaves: Any) -> Any:
     if spec.make is None:
         return next(leaves) if spec.kind == "*" else None
+    if spec.flat:
+        return spec.make(list(islice(leaves, len(spec.children))))
     return spec.make([_unflatten(child, leaves) for child in spec.children])

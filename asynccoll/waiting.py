@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asynccoll.completion import Completion
     from asynccoll.operation import Operation
 
-__all__ = ["Signal", "block", "in_loop", "pause", "quick", "suspend"]
+__all__ = ["Signal", "attend", "block", "in_loop", "pause", "quick", "suspend"]
 
 AddWaker = Callable[[Callable[[], object]], object]
 
@@ -166,6 +166,14 @@ def suspend(operation: Operation) -> Generator[Any, Any, None]:
     if not operation.done():
         raise _late(operation)
     operation.estimate.took(monotonic() - operation.started)
+
+
+def attend(operation: Operation) -> Generator[Any, Any, bool]:
+    """Give the loop its turn, then wait in place if that is likely to be enough; whether it is done."""
+    loop, task = _here()
+    turn = _turn_of(loop)
+    yield from _asyncio_turn(loop, turn) if task is None else _trio_turn(turn)
+    return operation.failure is not None or _inline(operation, turn, monotonic())
 
 
 def pause() -> Generator[Any, Any, None]:

@@ -23,7 +23,7 @@ from asynccoll.errors import (
     UnawaitedWorkWarning,
     WorkNotDoneError,
 )
-from asynccoll.waiting import Signal, block, pause, quick, suspend
+from asynccoll.waiting import Signal, attend, block, pause, quick, suspend
 
 if TYPE_CHECKING:
     import asyncio
@@ -346,13 +346,34 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
     ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all,
     ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
-    listed = list(works)
-    for work in listed:
+    pending = deque(works)
+    for work in pending:
         work._heard = True
-    arrivals = _Arrivals(listed)
     deadline = monotonic() + (math.inf if timeout is None else timeout)
-    for _ in listed:
+    # Most often the first to start is the first to end, and soon: then nobody has to be woken.
+    while pending and await _Attending(pending[0]):
+        yield pending.popleft()
+    arrivals = _Arrivals(list(pending))
+    for _ in pending:
         yield await arrivals.next(deadline)
+
+
+class _Attending:
+    """Awaitable: whether ``work`` is done, or ends while it is waited for in place."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work[Any]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, bool]:
+        if self._work._state > _FINISHING or not self._work._operations:
+            yield from pause()
+            return True
+        for operation in self._work._operations:
+            if not (yield from attend(operation)):
+                return False
+        return True
 
 
 class _Arrivals(Generic[T]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from asynccoll import autograd, tensors
 from asynccoll.checks import compare, signature
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.fusion import buckets, pack, unpack
+from asynccoll.fusion import kind_of
 from asynccoll.lane import Lane
 from asynccoll.messages import (
     Message,
@@ -53,68 +52,97 @@ def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
     return x
 
 
+#: What is done with all tensors of a tree: a work for the list of their results.
+OfTensors = Callable[[list[torch.Tensor], Any], Work[list[Any]]]
+
+
 def over_tree(
     lane: Lane,
     name: str,
     x: Any,
-    of_tensors: Callable[[list[torch.Tensor]], list[Work[Any]]],
+    of_tensors: OfTensors,
     of_value: Callable[[Any], Work[Any]],
     check: Callable[[Any], object],
+    *,
+    out: Any = None,
+    alike: bool = False,
 ) -> Work[Any]:
     """The works of all leaves as one work for the tree: tensors together, values one by one.
 
     Every leaf passes ``check`` before any is sent, and all take one place in the lane's order: a tree
-    is refused as a whole, here and for the peers.
+    is refused as a whole, here and for the peers. ``alike``: what is refused depends on dtype, device and
+    layout of a tensor alone, so that one of each is checked.
     """
     leaves, spec = flatten(x)
-    leaves = [as_number(leaf) for leaf in leaves]
-    for leaf in leaves:
+    if not _only_tensors(leaves):
+        leaves = [as_number(leaf) for leaf in leaves]
+    for leaf in _one_of_each(leaves) if alike else leaves:
         if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
             raise refuse(name, leaf)
         check(leaf)
+    outs = None if out is None else _outs(name, leaves, spec, out)
     with lane.together():
-        works = _start_leaves(lane, name, spec, leaves, of_tensors, of_value)
-    return combine(works, lambda: unflatten(spec, [work.result() for work in works[1:]]))
+        compared = compare(lane, lambda: signature(name, detail=f"of the tree {spec}"))
+        if _only_tensors(leaves):
+            work = of_tensors(leaves, outs)
+            return combine([compared, work], lambda: _put_back(spec, work.result(), out))
+        works = _start_leaves(leaves, of_tensors, of_value)
+    return combine([compared, *works], lambda: unflatten(spec, [work.result() for work in works]))
+
+
+def _put_back(spec: TreeSpec, results: list[Any], out: Any) -> Any:
+    return unflatten(spec, results) if out is None else out
+
+
+def _only_tensors(leaves: list[Any]) -> bool:
+    return all(issubclass(kind, torch.Tensor) for kind in set(map(type, leaves)))
+
+
+def _one_of_each(leaves: list[Any]) -> list[Any]:
+    """One tensor of each dtype, device and layout, and all that are no tensors."""
+    values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    xs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if values else leaves
+    return [*dict(zip(map(kind_of, xs), xs, strict=True)).values(), *values]
+
+
+def _outs(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[torch.Tensor]:
+    """The tensors of the tree ``out``, each fit to hold the result for one of ``leaves``."""
+    outs, filled = flatten(out)
+    if not _only_tensors(leaves) or not _only_tensors(outs):
+        raise InvalidArgumentError(
+            f"{name}: out= of a tree is for trees of tensors; numbers cannot be filled"
+        )
+    if filled != spec:
+        raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one as the input: {spec}")
+    for x, y in zip(leaves, outs, strict=True):
+        if y is not x:
+            tensors.check_out(y, x, x.shape)
+    return outs
 
 
 def _start_leaves(
-    lane: Lane,
-    name: str,
-    spec: TreeSpec,
-    leaves: list[Any],
-    of_tensors: Callable[[list[torch.Tensor]], list[Work[Any]]],
-    of_value: Callable[[Any], Work[Any]],
+    leaves: list[Any], of_tensors: OfTensors, of_value: Callable[[Any], Work[Any]]
 ) -> list[Work[Any]]:
-    """A work for the comparison of structures (with ``check="full"``), and one for each leaf."""
+    """A work for each leaf."""
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    compared = compare(lane, signature(name, detail=f"of the tree {spec}"))
-    works: list[Work[Any]] = [compared] * len(leaves)
-    for i, work in zip(positions, of_tensors([leaves[i] for i in positions]), strict=True):
-        works[i] = work
+    works: dict[int, Work[Any]] = {}
+    if positions:
+        together = of_tensors([leaves[i] for i in positions], None)
+        works = {i: together.map(itemgetter(place)) for place, i in enumerate(positions)}
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
+        if i not in works:
             works[i] = of_value(leaf)
-    return [compared, *works]
+    return [works[i] for i in range(len(leaves))]
 
 
-def fused(
-    xs: list[torch.Tensor], start: Callable[[torch.Tensor], Work[torch.Tensor]]
-) -> list[Work[torch.Tensor]]:
-    """An elementwise collective of many tensors, a bucket at a time; one work for each tensor."""
-    works: dict[int, Work[torch.Tensor]] = {}
-    for bucket in buckets(xs):
-        members = [xs[i] for i in bucket.indices]
-        if len(members) == 1:
-            works[bucket.indices[0]] = start(members[0])
-            continue
-        parts = start(pack(members)).map(partial(_unpacked, [x.shape for x in members]))
-        for position, i in enumerate(bucket.indices):
-            works[i] = parts.map(itemgetter(position))
-    return [works[i] for i in range(len(xs))]
+def one_by_one(start: Callable[[torch.Tensor], Work[Any]]) -> OfTensors:
+    """For a collective that is not elementwise: a call for each tensor."""
 
+    def of_tensors(xs: list[torch.Tensor], _: Any) -> Work[list[Any]]:
+        works = [start(x) for x in xs]
+        return combine(works, lambda: [work.result() for work in works])
 
-def _unpacked(shapes: list[torch.Size], flat: torch.Tensor) -> list[torch.Tensor]:
-    return unpack(flat, shapes)
+    return of_tensors
 
 
 def check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> None:

@@ -13,6 +13,7 @@ from asynccoll.group import Group
 from asynccoll.lane import Lane
 from asynccoll.payload.common import (
     no_out,
+    one_by_one,
     over_tree,
     require_tensor,
 )
@@ -73,7 +74,7 @@ def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: f
             lane,
             "permute",
             x,
-            lambda xs: [permute(lane, leaf, listed, None, timeout) for leaf in xs],
+            one_by_one(lambda leaf: permute(lane, leaf, listed, None, timeout)),
             lambda leaf: permute(lane, leaf, listed, None, timeout),
             lambda leaf: require_tensor("permute", leaf),
         )

@@ -18,6 +18,7 @@ from asynccoll.payload.common import (
     no_gradient,
     no_out,
     normal_dim,
+    one_by_one,
     over_tree,
     values_of,
 )
@@ -47,7 +48,7 @@ def all_gather(
             lane,
             "all_gather",
             x,
-            lambda xs: [all_gather(lane, leaf, dim, uneven, None, timeout) for leaf in xs],
+            one_by_one(lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout)),
             lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout),
             lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
         )
@@ -96,7 +97,7 @@ def gather(
             lane,
             "gather",
             x,
-            lambda xs: [gather(lane, leaf, dst, dim, None, timeout) for leaf in xs],
+            one_by_one(lambda leaf: gather(lane, leaf, dst, dim, None, timeout)),
             lambda leaf: gather(lane, leaf, dst, dim, None, timeout),
             lambda leaf: _check_gathered(lane, "gather", leaf, dim, False),
         )

@@ -16,10 +16,10 @@ from asynccoll.messages import (
 from asynccoll.payload.common import (
     check_number,
     check_reducible,
-    fused,
     no_gradient,
     no_out,
     normal_dim,
+    one_by_one,
     over_tree,
     require_tensor,
     values_of,
@@ -36,33 +36,39 @@ from asynccoll.values import (
 from asynccoll.work import Work
 
 
-def all_reduce(lane: Lane, x: Any, op: Any, out: torch.Tensor | None, timeout: float | None) -> Work[Any]:
+def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Work[Any]:
     op = reduce_op(op)
     if isinstance(x, torch.Tensor):
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.all_reduce(lane, x, op, timeout)
         return tensors.start_all_reduce(lane, x, op, out, timeout)
-    no_out("all_reduce", out)
     x = as_number(x)
     if is_tree(x):
         return over_tree(
             lane,
             "all_reduce",
             x,
-            lambda xs: fused(xs, lambda flat: all_reduce_tensor(lane, flat, op, None, timeout)),
+            lambda xs, outs: all_reduce_tensors(lane, xs, op, outs, timeout),
             lambda leaf: _all_reduce_number(lane, leaf, op, timeout),
             lambda leaf: check_reducible(lane, "all_reduce", Op.ALL_REDUCE, leaf, op),
+            out=out,
+            alike=True,
         )
+    no_out("all_reduce", out)
     return _all_reduce_number(lane, x, op, timeout)
 
 
-def all_reduce_tensor(
-    lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
-    """Of one tensor, differentiable where autograd is recording."""
-    if out is None and autograd.tracked(x):
-        return autograd.all_reduce(lane, x, op, timeout)
-    return tensors.start_all_reduce(lane, x, op, out, timeout)
+def all_reduce_tensors(
+    lane: Lane,
+    xs: list[torch.Tensor],
+    op: ReduceOp,
+    outs: list[torch.Tensor] | None,
+    timeout: float | None,
+) -> Work[list[torch.Tensor]]:
+    """Of many tensors in few calls, differentiable where autograd is recording."""
+    if outs is None and any(map(autograd.tracked, xs)):
+        return autograd.all_reduce_fused(lane, xs, op, timeout)
+    return tensors.fused(lane, tensors.all_reduce_fuse(lane, op), xs, outs, timeout)
 
 
 def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Work[Any]:
@@ -93,7 +99,7 @@ def reduce(
         lane,
         "reduce",
         x,
-        lambda xs: [_reduce_tensor(lane, leaf, dst, op, None, timeout) for leaf in xs],
+        one_by_one(lambda leaf: _reduce_tensor(lane, leaf, dst, op, None, timeout)),
         lambda leaf: _reduce_number(lane, leaf, dst, op, timeout),
         lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
     )
@@ -135,7 +141,7 @@ def reduce_scatter(
             lane,
             "reduce_scatter",
             x,
-            lambda xs: [reduce_scatter(lane, leaf, op, dim, None, timeout) for leaf in xs],
+            one_by_one(lambda leaf: reduce_scatter(lane, leaf, op, dim, None, timeout)),
             lambda leaf: reduce_scatter(lane, leaf, op, dim, None, timeout),
             lambda leaf: _check_scattered(lane, leaf, op, dim),
         )

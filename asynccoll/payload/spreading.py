@@ -15,7 +15,6 @@ from asynccoll.messages import (
 )
 from asynccoll.payload.common import (
     check_sendable,
-    fused,
     message_kind,
     no_out,
     over_tree,
@@ -35,7 +34,7 @@ def broadcast(
     x: Any,
     src: int,
     safe_mode: bool,
-    out: torch.Tensor | None,
+    out: Any,
     timeout: float | None,
 ) -> Work[Any]:
     index = lane.group.index(src, "src")
@@ -44,17 +43,19 @@ def broadcast(
         return _broadcast_anything(lane, x, index, timeout)
     if isinstance(x, torch.Tensor):
         return broadcast_tensor(lane, x, index, out, timeout)
-    no_out("broadcast", out)
     x = as_number(x)
     if is_tree(x):
         return over_tree(
             lane,
             "broadcast",
             x,
-            lambda xs: fused(xs, lambda flat: broadcast_tensor(lane, flat, index, None, timeout)),
+            lambda xs, outs: broadcast_tensors(lane, xs, index, outs, timeout),
             lambda leaf: broadcast(lane, leaf, src, False, None, timeout),
             lambda leaf: check_sendable(lane, Op.BROADCAST, leaf),
+            out=out,
+            alike=True,
         )
+    no_out("broadcast", out)
     kind = message_kind("broadcast", x)
     message = to_message(x) if lane.group.rank == index else None
     device = lane.group.context.backend.device
@@ -76,6 +77,19 @@ def broadcast_tensor(
     if out is None and autograd.tracked(x):
         return autograd.broadcast(lane, x, src, timeout)
     return tensors.start_broadcast(lane, x, src, out, timeout)
+
+
+def broadcast_tensors(
+    lane: Lane,
+    xs: list[torch.Tensor],
+    src: int,
+    outs: list[torch.Tensor] | None,
+    timeout: float | None,
+) -> Work[list[torch.Tensor]]:
+    """Of many tensors in few calls, differentiable where autograd is recording."""
+    if outs is None and any(map(autograd.tracked, xs)):
+        return autograd.broadcast_fused(lane, xs, src, timeout)
+    return tensors.fused(lane, tensors.broadcast_fuse(lane, src), xs, outs, timeout)
 
 
 def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> Work[Any]:

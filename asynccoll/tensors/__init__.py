@@ -5,21 +5,36 @@ Nothing here is differentiable (``autograd`` wraps it), validates what the publi
 validated, or knows which backend runs it. Roots are indices in the group.
 """
 
-from asynccoll.tensors.common import check_out, deliver, plan_for
+from asynccoll.tensors.common import Call, check_out, deliver, plan_for
 from asynccoll.tensors.exchanging import start_all_to_all, start_permute
+from asynccoll.tensors.fusing import fused
 from asynccoll.tensors.messaging import refuse_message, start_recv, start_send
 from asynccoll.tensors.moving import (
+    broadcast_call,
+    broadcast_fuse,
     start_all_gather,
     start_barrier,
     start_broadcast,
     start_gather,
     start_join,
 )
-from asynccoll.tensors.reducing import start_all_reduce, start_reduce, start_reduce_scatter
+from asynccoll.tensors.reducing import (
+    all_reduce_call,
+    all_reduce_fuse,
+    start_all_reduce,
+    start_reduce,
+    start_reduce_scatter,
+)
 
 __all__ = [
+    "Call",
+    "all_reduce_call",
+    "all_reduce_fuse",
+    "broadcast_call",
+    "broadcast_fuse",
     "check_out",
     "deliver",
+    "fused",
     "plan_for",
     "refuse_message",
     "start_all_gather",

@@ -17,6 +17,7 @@ from asynccoll.lane import Lane, Program, Start
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, dtype_name
 from asynccoll.waiting import in_loop
+from asynccoll.work import Work
 
 #: Above this size the copy that a functional result needs would hold the event loop (64 MiB: some
 #: 50 ms of page faults), so a thread makes it, while the operation keeps its place in the lane.
@@ -68,6 +69,67 @@ def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None
     return route_for(lane, op, x, reduce, x.numel()).plan
 
 
+class Call:
+    """One native call that is planned and has its memory, and what is left to do once it is over.
+
+    ``fill`` puts what is to be sent where ``start`` reads it, before the first start, ``refill`` before
+    any later one (None: it is there). ``value``, or what ``finish`` returns, is the result.
+    """
+
+    __slots__ = ("detail", "fill", "finish", "plan", "refill", "shape", "start", "value", "wire")
+
+    def __init__(
+        self,
+        plan: Plan,
+        start: Start,
+        wire: torch.Tensor,
+        finish: Callable[[], Any] | None,
+        value: Any = None,
+        *,
+        shape: Sequence[int] | None = None,
+        detail: object = "",
+        fill: Callable[[], object] | None = None,
+        refill: Callable[[], object] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.start = start
+        self.wire = wire
+        self.finish = finish
+        self.value = value
+        self.shape = shape
+        self.detail = detail
+        self.fill = fill
+        self.refill = refill
+
+    def begin(self, lane: Lane, timeout: float | None) -> Work[Any]:
+        """Start it for the first time."""
+        return self._begin(lane, timeout, self.fill)
+
+    def begin_again(self, lane: Lane, timeout: float | None) -> Work[Any]:
+        """Start it once more, with what its input holds now. What came before must be over."""
+        return self._begin(lane, timeout, self.refill)
+
+    def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Work[Any]:
+        if fill is not None and not (self.wire.nbytes >= OFFLOAD_BYTES and in_loop()):
+            fill()
+            fill = None
+        operation = issue(
+            lane,
+            self.plan,
+            self.start,
+            self.wire,
+            timeout,
+            detail=self.detail,
+            shape=self.shape,
+            before=fill,
+        )
+        return Work((operation,), self.finish, self.value)
+
+    def outcome(self) -> Any:
+        """The result, once the native call is over."""
+        return self.value if self.finish is None else self.finish()
+
+
 def issue(
     lane: Lane,
     plan: Plan,
@@ -98,21 +160,26 @@ def _after(before: Callable[[], object], start: Start) -> Program:
     """``start``, once ``before`` has run in a thread of its own."""
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
-        promise = Promise()
-
-        def run() -> None:
-            try:
-                before()
-            except BaseException as error:
-                promise.settle(error)
-            else:
-                promise.settle()
-
-        _copiers.submit(promise, run)
-        yield promise
+        yield in_thread(before)
         return start(communicator)
 
     return program
+
+
+def in_thread(job: Callable[[], object]) -> Promise:
+    """Done, or failed, as ``job`` is, which runs in a thread of its own."""
+    promise = Promise()
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as error:
+            promise.settle(error)
+        else:
+            promise.settle()
+
+    _copiers.submit(promise, run)
+    return promise
 
 
 def physical(x: torch.Tensor) -> torch.Tensor:
@@ -179,21 +246,43 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
+def delivered(
+    wire: torch.Tensor, plan: Plan, out: torch.Tensor | None, decoded: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
+    """What ``wire`` becomes, as a ``Call`` says it: the result itself, or how it is made of it."""
+    if not plan.direct:
+        return None, lambda: deliver(decoded(), out)
+    if out is None:
+        return wire, None
+    if same_memory(out, wire) and out.is_contiguous():
+        return out, None
+    return None, lambda: deliver(wire, out)
+
+
 def owned(
     x: torch.Tensor, plan: Plan, out: torch.Tensor | None
-) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """A wire tensor that may be overwritten, holding ``x``; and the copy still to make, if it is big."""
+) -> tuple[torch.Tensor, Callable[[], object] | None, Callable[[], object] | None]:
+    """A wire tensor that may be overwritten, for ``x``; and how it is filled, first and later.
+
+    See ``Call``: None is nothing to do.
+    """
     source = physical(x)
     wire = encode(source, plan)
+
     shared = not has_memory(wire) or (same_memory(wire, source) and wire.numel() > 0)
     if not shared and not (plan.direct and out is not None):
-        return wire, None
+        return wire, None, encoding_again(wire, x, plan)
     buffer = target_for(out, wire, wire.shape)
     if same_memory(buffer, wire) and wire.numel() > 0:
-        return buffer, None
-    if buffer.numel() * buffer.element_size() >= OFFLOAD_BYTES and in_loop():
-        return buffer, lambda: buffer.copy_(wire)
-    return buffer.copy_(wire), None
+        return buffer, None, None
+    return buffer, lambda: buffer.copy_(wire), encoding_again(buffer, x, plan)
+
+
+def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[[], object] | None:
+    """How ``wire``, which is ``x`` encoded, follows what ``x`` holds later; None if it is its memory."""
+    if same_memory(wire, x):
+        return None
+    return lambda: wire.view(-1).copy_(encode(physical(x), plan).view(-1))
 
 
 def reduced(wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int) -> torch.Tensor:

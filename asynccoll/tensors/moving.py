@@ -14,8 +14,10 @@ from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, Plan, TensorSpec
 from asynccoll.tensors.common import (
+    Call,
     check_out,
     deliver,
+    delivered,
     issue,
     owned,
     physical,
@@ -24,6 +26,7 @@ from asynccoll.tensors.common import (
     same_memory,
     target_for,
 )
+from asynccoll.tensors.fusing import Fuse, MakeCall
 from asynccoll.work import Work
 
 _NOTHING = torch.empty(0)
@@ -34,34 +37,42 @@ def start_broadcast(
 ) -> Work[torch.Tensor]:
     """The ``x`` of ``src``, whose shape every rank's ``x`` has."""
     route = route_for(lane, Op.BROADCAST, x, None, x.numel())
-    plan = route.plan
     if out is x and route.plain(x):
         start: Start = lambda communicator: communicator.broadcast(x, src)  # noqa: E731
         return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, x)
+    return broadcast_call(lane, x, src, out).begin(lane, timeout)
+
+
+def broadcast_call(lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None) -> Call:
+    """The broadcast of ``x`` as one call, with its result in ``out`` or in memory of its own."""
+    plan = plan_for(lane, Op.BROADCAST, x)
     check_out(out, x, x.shape)
-    copy = None
+    fill = refill = None
     if lane.group.rank == src:
-        buffer, copy = owned(x, plan, out)
+        buffer, fill, refill = owned(x, plan, out)
     else:
         like = encode(torch.empty(0, dtype=x.dtype, device=x.device), plan)
         ratio = x.element_size() // like.element_size()
         buffer = target_for(out, like, x.shape if ratio == 1 else (x.numel() * ratio,))
-    operation = issue(
-        lane,
+    decoded = lambda: decode(buffer.view(-1), plan, x.dtype, x.device).view(x.shape)  # noqa: E731
+    value, finish = delivered(buffer, plan, out, decoded)
+    return Call(
         plan,
         lambda communicator: communicator.broadcast(buffer, src),
         buffer,
-        timeout,
-        detail=f"src={lane.group.ranks[src]}",
+        finish,
+        value,
         shape=x.shape,
-        before=copy,
+        detail=f"src={lane.group.ranks[src]}",
+        fill=fill,
+        refill=refill,
     )
-    if plan.direct:
-        return Work((operation,), lambda: deliver(buffer.view(x.shape), out))
-    return Work(
-        (operation,),
-        lambda: deliver(decode(buffer.view(-1), plan, x.dtype, x.device).view(x.shape), out),
-    )
+
+
+def broadcast_fuse(lane: Lane, src: int) -> Fuse:
+    """The broadcast of many tensors."""
+    call: MakeCall = lambda x, out: broadcast_call(lane, x, src, out)  # noqa: E731
+    return Fuse("broadcast", call, f"src={lane.group.ranks[src]}")
 
 
 def start_all_gather(

@@ -12,9 +12,12 @@ from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
+    Call,
     Route,
     check_out,
     deliver,
+    delivered,
+    encoding_again,
     fresh,
     issue,
     owned,
@@ -22,8 +25,10 @@ from asynccoll.tensors.common import (
     plan_for,
     reduced,
     route_for,
+    same_memory,
     target_for,
 )
+from asynccoll.tensors.fusing import Fuse
 from asynccoll.work import Work
 
 
@@ -33,43 +38,47 @@ def start_all_reduce(
     """The reduction of every rank's ``x``, in the shape of ``x``."""
     numel = x.numel()
     route = route_for(lane, Op.ALL_REDUCE, x, op, numel)
-    plan = route.plan
-    wire_op = plan.wire_reduce
     if route.plain(x):
         # The common cases, with as little around the native call as there can be.
         size_bytes = numel * route.itemsize
-        if route.into and out is not x:
-            return _all_reduce_into(lane, route, x, out, timeout)
-        if out is x or (out is None and size_bytes < OFFLOAD_BYTES):
+        if out is x or (out is None and size_bytes < OFFLOAD_BYTES and not route.into):
             buffer = x if out is x else fresh(x)
+            wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
+    return all_reduce_call(lane, x, op, out).begin(lane, timeout)
+
+
+def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None) -> Call:
+    """The all_reduce of ``x`` as one call, with its result in ``out`` or in memory of its own."""
+    route = route_for(lane, Op.ALL_REDUCE, x, op, x.numel())
+    if route.plain(x) and route.into and (out is None or not same_memory(out, x)):
+        return _all_reduce_into(route, x, out)
+    plan = route.plan
     check_out(out, x, x.shape)
     if x.layout is not torch.strided:
-        return _all_reduce_sparse(lane, plan, x, timeout)
+        return _all_reduce_sparse(plan, x)
     if plan.via != "native":
         composed = _all_reduce_exchanged if plan.via == "all_to_all" else _all_reduce_gathered
-        return composed(lane, plan, x, out, timeout)
-    wire, copy = owned(x, plan, out)
-    operation = issue(
-        lane,
+        return composed(lane, plan, x, out)
+    wire_op = plan.wire_reduce
+    wire, fill, refill = owned(x, plan, out)
+    size = lane.group.size
+    value, finish = delivered(wire, plan, out, lambda: reduced(wire, plan, x, size).view(x.shape))
+    return Call(
         plan,
         lambda communicator: communicator.all_reduce(wire, wire_op),
         wire,
-        timeout,
-        detail=op,
+        finish,
+        value,
         shape=x.shape,
-        before=copy,
+        detail=op,
+        fill=fill,
+        refill=refill,
     )
-    if plan.direct:
-        return Work((operation,), partial(deliver, wire, out))
-    size = lane.group.size
-    return Work((operation,), lambda: deliver(reduced(wire, plan, x, size).view(x.shape), out))
 
 
-def _all_reduce_into(
-    lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
+def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
     """Read ``x`` and fill the result: no copy, and nothing to do afterwards."""
     op = route.plan.wire_reduce
     if out is None:
@@ -77,49 +86,53 @@ def _all_reduce_into(
     else:
         check_out(out, x, x.shape)
         target = target_for(out, x, x.shape)
-    start: Start = lambda communicator: communicator.all_reduce_into(target, x, op)  # noqa: E731
-    operation = lane.issue(route.estimate, start, x.nbytes, timeout)
-    if out is None:
-        return Work((operation,), None, target)
-    return Work((operation,), partial(deliver, target, out))
+    value, finish = delivered(target, route.plan, out, lambda: target)
+    return Call(
+        route.plan,
+        lambda communicator: communicator.all_reduce_into(target, x, op),
+        x,
+        finish,
+        value,
+        shape=x.shape,
+        detail=op,
+    )
 
 
-def _all_reduce_sparse(lane: Lane, plan: Plan, x: torch.Tensor, timeout: float | None) -> Work[torch.Tensor]:
+def all_reduce_fuse(lane: Lane, op: ReduceOp) -> Fuse:
+    """The all_reduce of many tensors."""
+    return Fuse("all_reduce", lambda x, out: all_reduce_call(lane, x, op, out), op.value)
+
+
+def _all_reduce_sparse(plan: Plan, x: torch.Tensor) -> Call:
     buffer = x.detach().coalesce().clone()
-    operation = issue(
-        lane,
+    return Call(
         plan,
         lambda communicator: communicator.all_reduce(buffer, ReduceOp.SUM),
         buffer._values(),
-        timeout,
-        detail="sum sparse",
+        None,
+        buffer,
         shape=x.shape,
+        detail="sum sparse",
     )
-    return Work((operation,), lambda: buffer)
 
 
-def _all_reduce_gathered(
-    lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
+def _all_reduce_gathered(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Tensor | None) -> Call:
     """For reductions that no backend arithmetic has: everybody's data, reduced in rank order."""
     wire = encode(physical(x), plan)
     size = lane.group.size
     rows = torch.empty((size, *wire.shape), dtype=wire.dtype, device=wire.device)
-    operation = issue(
-        lane,
+    return Call(
         plan,
         lambda communicator: communicator.all_gather(rows.view(-1), wire.view(-1)),
         wire,
-        timeout,
-        detail=plan_detail(plan),
+        lambda: deliver(_reduce_rows(rows.unbind(0), plan, x).view(x.shape), out),
         shape=x.shape,
+        detail=plan_detail(plan),
+        refill=encoding_again(wire, x, plan),
     )
-    return Work((operation,), lambda: deliver(_reduce_rows(rows.unbind(0), plan, x).view(x.shape), out))
 
 
-def _all_reduce_exchanged(
-    lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
+def _all_reduce_exchanged(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Tensor | None) -> Call:
     """Of a small tensor: one message to and from every other rank, reduced in rank order."""
     own = encode(physical(x), plan).view(-1)
     size, rank = lane.group.size, lane.group.rank
@@ -127,24 +140,33 @@ def _all_reduce_exchanged(
     received = torch.empty_like(sent)
     splits = [own.numel()] * size
     splits[rank] = 0
-    operation = issue(
-        lane,
+    rows = [received] if size == 2 else list(received.chunk(size - 1))
+    rows.insert(rank, own)
+    # The first two rows are read before anything is written: there ``out`` may be ``x`` itself.
+    reuses = out is not None and rank < 2
+
+    def total() -> torch.Tensor:
+        into = target_for(out, own, own.shape) if reuses else None
+        return deliver(_reduce_rows(rows, plan, x, into).view(x.shape), out)
+
+    refill = encoding_again(own, x, plan)
+    if size > 2:
+        encoded = refill
+
+        def refill() -> None:
+            if encoded is not None:
+                encoded()
+            sent.view(size - 1, -1).copy_(own)
+
+    return Call(
         plan,
         lambda communicator: communicator.all_to_all(received, sent, splits, splits),
         own,
-        timeout,
-        detail=plan_detail(plan),
+        total,
         shape=x.shape,
+        detail=plan_detail(plan),
+        refill=refill,
     )
-
-    def total() -> torch.Tensor:
-        rows = [received] if size == 2 else list(received.chunk(size - 1))
-        rows.insert(rank, own)
-        # The first two rows are read before anything is written: there ``out`` may be ``x`` itself.
-        into = target_for(out, own, own.shape) if out is not None and rank < 2 else None
-        return deliver(_reduce_rows(rows, plan, x, into).view(x.shape), out)
-
-    return Work((operation,), total)
 
 
 def _reduce_rows(
@@ -190,23 +212,22 @@ def start_reduce(
             detail=detail,
             shape=x.shape,
         )
-        total: Callable[[], torch.Tensor] = partial(_reduce_rows, rows.unbind(0), plan, x)
-    else:
-        buffer, copy = owned(x, plan, out if here else None)
-        operation = issue(
-            lane,
-            plan,
-            lambda communicator: communicator.reduce(buffer, dst, plan.wire_reduce),
-            buffer,
-            timeout,
-            detail=detail,
-            shape=x.shape,
-            before=copy,
-        )
-        total = partial(reduced, buffer, plan, x, size)
-    if not here:
-        return Work((operation,), lambda: None)
-    return Work((operation,), lambda: deliver(total().view(x.shape), out))
+        if not here:
+            return Work((operation,), lambda: None)
+        parts = list(rows.unbind(0))
+        return Work((operation,), lambda: deliver(_reduce_rows(parts, plan, x).view(x.shape), out))
+    buffer, fill, refill = owned(x, plan, out if here else None)
+    call = Call(
+        plan,
+        lambda communicator: communicator.reduce(buffer, dst, plan.wire_reduce),
+        buffer,
+        (lambda: deliver(reduced(buffer, plan, x, size).view(x.shape), out)) if here else None,
+        shape=x.shape,
+        detail=detail,
+        fill=fill,
+        refill=refill,
+    )
+    return call.begin(lane, timeout)
 
 
 def start_reduce_scatter(

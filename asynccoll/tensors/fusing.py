@@ -1,0 +1,171 @@
+"""An elementwise collective of many tensors, as few native calls.
+
+A little of one kind is one bucket, which the caller packs. More is a program of the lane: a thread packs
+the next bucket while the one before travels, and buckets are as large as the group's measured cost says
+(``costs``). Without ``out`` the results are views of the buckets, so that nothing is held besides inputs and
+results; with it, at most one bucket besides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from asynccoll import costs
+from asynccoll.checks import checked, signature
+from asynccoll.completion import AllOf, Completion
+from asynccoll.fusion import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
+from asynccoll.lane import Lane
+from asynccoll.spec import dtype_name
+from asynccoll.tensors.common import Call, in_thread
+from asynccoll.work import Work, combine
+
+__all__ = ["DIRECT_BYTES", "Fuse", "MakeCall", "Parcel", "fused"]
+
+#: Packing this much holds the event loop for a millisecond or two; more is packed by a thread.
+DIRECT_BYTES = 4 << 20
+
+#: The call that carries a tensor, with its result in the second one (or in memory of its own).
+MakeCall = Callable[[torch.Tensor, torch.Tensor | None], Call]
+
+
+_device_type = attrgetter("device.type")
+
+
+class Fuse:
+    """Which collective it is: its name, how one tensor is carried, and what a signature says of it."""
+
+    __slots__ = ("call", "detail", "name")
+
+    def __init__(self, name: str, call: MakeCall, detail: str) -> None:
+        self.name = name
+        self.call = call
+        self.detail = detail
+
+
+class Parcel:
+    """A bucket on its way: tensors packed into one, the call that carries it, and the results."""
+
+    __slots__ = ("call", "indices", "like", "outs", "packed", "started", "views")
+
+    def __init__(
+        self, bucket: Bucket, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
+    ) -> None:
+        self.indices = bucket.indices
+        self.like = [xs[i] for i in bucket.indices]
+        self.outs = None if outs is None else [outs[i] for i in bucket.indices]
+        self.packed = len(self.like) > 1
+        self.call: Call | None = None
+        self.views: list[torch.Tensor] = []
+        self.started: Completion | None = None
+
+    def pack(self, make: MakeCall) -> Call:
+        """Put the tensors into one, and make the call for it."""
+        if self.packed:
+            flat = pack(self.like).detach()
+            self.call = make(flat, flat)
+        else:
+            self.call = make(self.like[0], None if self.outs is None else self.outs[0])
+        return self.call
+
+    def pack_again(self) -> None:
+        """Put what the tensors hold now where it was before."""
+        repack(self.views, self.like)
+
+    def hand_out(self) -> list[torch.Tensor]:
+        """The results, once the call is over; what carried them is let go if they are elsewhere."""
+        if self.call is not None:
+            result = self.call.outcome()
+            self.views = unpack(result, self.like) if self.packed else [result]
+            if self.outs is not None:
+                if self.packed:
+                    repack(self.outs, self.views)
+                self.views = self.outs
+            self.call = None
+        return self.views
+
+
+def fused(
+    lane: Lane,
+    fuse: Fuse,
+    xs: list[torch.Tensor],
+    outs: list[torch.Tensor] | None,
+    timeout: float | None,
+) -> Work[list[torch.Tensor]]:
+    """The collective of every one of ``xs``; the results are in their order, and in ``outs`` if given."""
+    if not xs:
+        return Work((), list)
+    if not needs_program(xs):
+        parcels = [Parcel(bucket, xs, outs) for bucket in buckets(xs)]
+        works = [parcel.pack(fuse.call).begin(lane, timeout) for parcel in parcels]
+        return combine(works, lambda: _collected(len(xs), parcels))
+    parcels = []
+    total_bytes = sum(x.nbytes for x in xs)
+    program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
+    if lane.group.context.policy.check:
+        shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
+        program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
+    operation = lane.run(fuse.name, program, total_bytes, timeout)
+    return Work((operation,), lambda: _collected(len(xs), parcels))
+
+
+def needs_program(xs: list[torch.Tensor]) -> bool:
+    """Whether there is more to pack than the caller does itself. On a device packing holds nobody."""
+    if {*map(_device_type, xs)} != {"cpu"}:
+        return False
+    firsts = [xs[bucket.indices[0]] for bucket in buckets(xs, DIRECT_BYTES)]
+    kinds = [x.dtype for x in firsts if x.layout is torch.strided]
+    return len(kinds) > len(set(kinds))
+
+
+def _collected(count: int, parcels: list[Parcel]) -> list[torch.Tensor]:
+    results: list[Any] = [None] * count
+    for parcel in parcels:
+        for i, result in zip(parcel.indices, parcel.hand_out(), strict=True):
+            results[i] = result
+    return results
+
+
+def _sent(
+    lane: Lane,
+    communicator: Any,
+    fuse: Fuse,
+    xs: list[torch.Tensor],
+    outs: list[torch.Tensor] | None,
+    parcels: list[Parcel],
+    total_bytes: int,
+) -> Generator[Completion, None, Completion]:
+    """The program: each bucket is packed while the one before travels.
+
+    With ``outs`` there are never more than two in memory, of half the size; handed out, they are free.
+    """
+    cost = yield from costs.agreed(lane, communicator)
+    limit = BUCKET_BYTES if cost is None else cost.bucket_bytes(total_bytes)
+    staged: deque[Parcel] = deque()
+    for bucket in buckets(xs, limit if outs is None else limit // 2):
+        parcel = Parcel(bucket, xs, outs)
+        parcels.append(parcel)
+        if parcel.packed and outs is not None:
+            if len(staged) == 2:
+                first = staged.popleft()
+                assert first.started is not None
+                yield first.started
+                yield in_thread(first.hand_out)
+            staged.append(parcel)
+        yield from _filled(parcel, fuse)
+        assert parcel.call is not None
+        parcel.started = parcel.call.start(communicator)
+    return AllOf([parcel.started for parcel in parcels if parcel.started is not None and parcel.call])
+
+
+def _filled(parcel: Parcel, fuse: Fuse) -> Generator[Completion, None, None]:
+    if parcel.packed:
+        yield in_thread(lambda: parcel.pack(fuse.call))
+    else:
+        fill = parcel.pack(fuse.call).fill
+        if fill is not None:
+            yield in_thread(fill)
