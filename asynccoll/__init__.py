@@ -63,6 +63,7 @@ from asynccoll.ops import (
     send,
 )
 from asynccoll.overlap import overlap_gradients
+from asynccoll.prepared import Prepared, prepare
 from asynccoll.runtime import (
     available_backends,
     backend,
@@ -104,6 +105,7 @@ __all__ = (
     "PayloadTypeError",
     "PeerLostError",
     "PeerRefusedError",
+    "Prepared",
     "ReduceOp",
     "SpawnError",
     "TaskGroup",
@@ -147,6 +149,7 @@ __all__ = (
     "overlap",
     "overlap_gradients",
     "permute",
+    "prepare",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -127,6 +127,11 @@ class Work(Generic[T]):
 
     # Looking
 
+    @property
+    def pending(self) -> bool:
+        """Whether nobody has got its outcome yet; also if it is there to be had (``done``)."""
+        return self._state < _DONE
+
     def done(self) -> bool:
         """Whether waiting would return at once (with the result or the error)."""
         return self._state > _FINISHING or all(operation.done() for operation in self._operations)

@@ -80,7 +80,7 @@ def over_tree(
         if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
             raise refuse(name, leaf)
         check(leaf)
-    outs = None if out is None else _outs(name, leaves, spec, out)
+    outs = None if out is None else tree_out(name, leaves, spec, out)
     with lane.together():
         compared = compare(lane, lambda: signature(name, detail=f"of the tree {spec}"))
         if _only_tensors(leaves):
@@ -105,7 +105,7 @@ def _one_of_each(leaves: list[Any]) -> list[Any]:
     return [*dict(zip(map(kind_of, xs), xs, strict=True)).values(), *values]
 
 
-def _outs(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[torch.Tensor]:
+def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[torch.Tensor]:
     """The tensors of the tree ``out``, each fit to hold the result for one of ``leaves``."""
     outs, filled = flatten(out)
     if not _only_tensors(leaves) or not _only_tensors(outs):

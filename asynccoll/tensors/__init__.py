@@ -6,10 +6,11 @@ validated, or knows which backend runs it. Roots are indices in the group.
 """
 
 from asynccoll.tensors.common import Call, check_out, deliver, plan_for
-from asynccoll.tensors.exchanging import start_all_to_all, start_permute
+from asynccoll.tensors.exchanging import all_to_all_call, start_all_to_all, start_permute
 from asynccoll.tensors.fusing import fused
 from asynccoll.tensors.messaging import refuse_message, start_recv, start_send
 from asynccoll.tensors.moving import (
+    all_gather_call,
     broadcast_call,
     broadcast_fuse,
     start_all_gather,
@@ -21,6 +22,7 @@ from asynccoll.tensors.moving import (
 from asynccoll.tensors.reducing import (
     all_reduce_call,
     all_reduce_fuse,
+    reduce_scatter_call,
     start_all_reduce,
     start_reduce,
     start_reduce_scatter,
@@ -28,14 +30,17 @@ from asynccoll.tensors.reducing import (
 
 __all__ = [
     "Call",
+    "all_gather_call",
     "all_reduce_call",
     "all_reduce_fuse",
+    "all_to_all_call",
     "broadcast_call",
     "broadcast_fuse",
     "check_out",
     "deliver",
     "fused",
     "plan_for",
+    "reduce_scatter_call",
     "refuse_message",
     "start_all_gather",
     "start_all_reduce",

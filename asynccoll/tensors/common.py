@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from asynccoll.encoding import decode, encode
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.operation import Operation
-from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, dtype_name
+from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.waiting import in_loop
 from asynccoll.work import Work
 
@@ -282,6 +283,8 @@ def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[
     """How ``wire``, which is ``x`` encoded, follows what ``x`` holds later; None if it is its memory."""
     if same_memory(wire, x):
         return None
+    if plan.wire is Wire.SAME and not x.is_complex() and not x.is_neg():
+        return partial(wire.view(x.shape).copy_, x.detach())
     return lambda: wire.view(-1).copy_(encode(physical(x), plan).view(-1))
 
 

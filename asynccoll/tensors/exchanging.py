@@ -11,8 +11,17 @@ from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion
 from asynccoll.encoding import decode, encode
 from asynccoll.lane import Lane, Program
-from asynccoll.spec import Op, Plan, dtype_name
-from asynccoll.tensors.common import check_out, deliver, issue, physical, plan_for, same_memory, target_for
+from asynccoll.spec import Op, dtype_name
+from asynccoll.tensors.common import (
+    Call,
+    check_out,
+    deliver,
+    encoding_again,
+    physical,
+    plan_for,
+    same_memory,
+    target_for,
+)
 from asynccoll.work import Work
 
 
@@ -30,36 +39,43 @@ def start_all_to_all(
 
     Without ``out_splits`` the counts travel first.
     """
-    plan = plan_for(lane, op, x)
-    row_shape = x.shape[1:]
-    wire = encode(physical(x).reshape(x.shape[0], row_shape.numel()), plan)
     if out_splits is None:
-        return _all_to_all_counted(lane, plan, x, wire, in_splits, timeout)
-    rows = sum(out_splits)
-    check_out(out, x, (rows, *row_shape))
+        return _all_to_all_counted(lane, x, in_splits, timeout)
+    return all_to_all_call(lane, x, in_splits, out_splits, out, op, detail).begin(lane, timeout)
+
+
+def all_to_all_call(
+    lane: Lane,
+    x: torch.Tensor,
+    in_splits: Sequence[int],
+    out_splits: Sequence[int],
+    out: torch.Tensor | None = None,
+    op: Op = Op.ALL_TO_ALL,
+    detail: str = "",
+) -> Call:
+    """The exchange as one call, with its result in ``out`` or in memory of its own."""
+    plan = plan_for(lane, op, x)
+    wire = encode(physical(x).reshape(x.shape[0], x.shape[1:].numel()), plan)
+    shape = (sum(out_splits), *x.shape[1:])
+    check_out(out, x, shape)
     alias = out is not None and same_memory(out, wire)
-    received = target_for(None if alias else out, wire, (rows, wire.shape[1]))
-    operation = issue(
-        lane,
+    received = target_for(None if alias else out, wire, (shape[0], wire.shape[1]))
+    return Call(
         plan,
         lambda communicator: communicator.all_to_all(received, wire, out_splits, in_splits),
         wire,
-        timeout,
-        detail=detail or "even" if len(set(in_splits)) == 1 else detail,
+        lambda: deliver(decode(received, plan, x.dtype, x.device).view(shape), out),
         shape=x.shape[1:],
+        detail=detail or "even" if len(set(in_splits)) == 1 else detail,
+        refill=encoding_again(wire, x, plan),
     )
-    shape = (rows, *row_shape)
-    return Work((operation,), lambda: deliver(decode(received, plan, x.dtype, x.device).view(shape), out))
 
 
 def _all_to_all_counted(
-    lane: Lane,
-    plan: Plan,
-    x: torch.Tensor,
-    wire: torch.Tensor,
-    in_splits: Sequence[int],
-    timeout: float | None,
+    lane: Lane, x: torch.Tensor, in_splits: Sequence[int], timeout: float | None
 ) -> Work[torch.Tensor]:
+    plan = plan_for(lane, Op.ALL_TO_ALL, x)
+    wire = encode(physical(x).reshape(x.shape[0], x.shape[1:].numel()), plan)
     received: list[torch.Tensor] = []
     ones = [1] * lane.group.size
 

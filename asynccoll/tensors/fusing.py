@@ -72,6 +72,29 @@ class Parcel:
             self.call = make(self.like[0], None if self.outs is None else self.outs[0])
         return self.call
 
+    def keep(self, make: MakeCall) -> Call:
+        """The call as one that can be started again, each time with what the tensors hold then."""
+        if self.packed:
+            flat = pack(self.like).detach()
+            self.views = unpack(flat, self.like)
+            self.call = make(flat, flat)
+            self.call.refill = _both(self.pack_again, self.call.refill)
+            return self.call
+        x = self.like[0]
+        self.call = make(x, torch.empty_like(x) if self.outs is None else self.outs[0])
+        return self.call
+
+    def results(self) -> list[torch.Tensor]:
+        """The results of a call that is kept, once it is over."""
+        assert self.call is not None
+        result = self.call.outcome()
+        if not self.packed:
+            return [result]
+        if self.outs is None:
+            return self.views
+        repack(self.outs, self.views)
+        return self.outs
+
     def pack_again(self) -> None:
         """Put what the tensors hold now where it was before."""
         repack(self.views, self.like)
@@ -87,6 +110,17 @@ class Parcel:
                 self.views = self.outs
             self.call = None
         return self.views
+
+
+def _both(first: Callable[[], object], second: Callable[[], object] | None) -> Callable[[], object]:
+    if second is None:
+        return first
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def fused(

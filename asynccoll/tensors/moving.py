@@ -18,6 +18,7 @@ from asynccoll.tensors.common import (
     check_out,
     deliver,
     delivered,
+    encoding_again,
     issue,
     owned,
     physical,
@@ -80,29 +81,35 @@ def start_all_gather(
 ) -> Work[torch.Tensor]:
     """Every rank's ``x`` as rows: (n, *x.shape)."""
     route = route_for(lane, Op.ALL_GATHER, x, None, x.numel())
-    plan = route.plan
-    size = lane.group.size
     if out is None and route.plain(x) and not x.requires_grad:
+        size = lane.group.size
         rows = x.new_empty((size, *x.shape))
         start: Start = lambda communicator: communicator.all_gather(rows.view(-1), x.view(-1))  # noqa: E731
         return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, rows)
+    return all_gather_call(lane, x, out).begin(lane, timeout)
+
+
+def all_gather_call(lane: Lane, x: torch.Tensor, out: torch.Tensor | None) -> Call:
+    """The rows of every rank's ``x`` as one call, with its result in ``out`` or in memory of its own."""
+    plan = plan_for(lane, Op.ALL_GATHER, x)
+    size = lane.group.size
     wire = encode(physical(x).reshape(-1), plan)
     target = target_for(out, wire, (size * wire.numel(),))
-    operation = issue(
-        lane,
+    shape = (size, *x.shape)
+    if plan.direct and (out is None or same_memory(target, out)):
+        rows, finish = target.view(shape), None
+    else:
+        into = out if out is not None and out.is_contiguous() else None
+        rows = None
+        finish = lambda: deliver(decode(target, plan, x.dtype, x.device).view(shape), into).view(shape)  # noqa: E731
+    return Call(
         plan,
         lambda communicator: communicator.all_gather(target, wire),
         wire,
-        timeout,
+        finish,
+        rows,
         shape=x.shape,
-    )
-    shape = (size, *x.shape)
-    if plan.direct and (out is None or same_memory(target, out)):
-        return Work((operation,), lambda: target.view(shape))
-    into = out if out is not None and out.is_contiguous() else None
-    return Work(
-        (operation,),
-        lambda: deliver(decode(target, plan, x.dtype, x.device).view(shape), into).view(shape),
+        refill=encoding_again(wire, x, plan),
     )
 
 

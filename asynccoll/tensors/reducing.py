@@ -52,10 +52,10 @@ def start_all_reduce(
 def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None) -> Call:
     """The all_reduce of ``x`` as one call, with its result in ``out`` or in memory of its own."""
     route = route_for(lane, Op.ALL_REDUCE, x, op, x.numel())
+    check_out(out, x, x.shape)
     if route.plain(x) and route.into and (out is None or not same_memory(out, x)):
         return _all_reduce_into(route, x, out)
     plan = route.plan
-    check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         return _all_reduce_sparse(plan, x)
     if plan.via != "native":
@@ -81,11 +81,7 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
 def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
     """Read ``x`` and fill the result: no copy, and nothing to do afterwards."""
     op = route.plan.wire_reduce
-    if out is None:
-        target = torch.empty_like(x)
-    else:
-        check_out(out, x, x.shape)
-        target = target_for(out, x, x.shape)
+    target = torch.empty_like(x) if out is None else target_for(out, x, x.shape)
     value, finish = delivered(target, route.plan, out, lambda: target)
     return Call(
         route.plan,
@@ -214,8 +210,8 @@ def start_reduce(
         )
         if not here:
             return Work((operation,), lambda: None)
-        parts = list(rows.unbind(0))
-        return Work((operation,), lambda: deliver(_reduce_rows(parts, plan, x).view(x.shape), out))
+        received = list(rows.unbind(0))
+        return Work((operation,), lambda: deliver(_reduce_rows(received, plan, x).view(x.shape), out))
     buffer, fill, refill = owned(x, plan, out if here else None)
     call = Call(
         plan,
@@ -234,6 +230,11 @@ def start_reduce_scatter(
     lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
     """Row ``rank`` of the reduction of every rank's ``rows`` (n, ...)."""
+    return reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
+
+
+def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None) -> Call:
+    """The same as one call, with its result in ``out`` or in memory of its own."""
     plan = plan_for(lane, Op.REDUCE_SCATTER, rows, op)
     size = lane.group.size
     part_shape = rows.shape[1:]
@@ -250,6 +251,14 @@ def start_reduce_scatter(
         received = torch.empty_like(wire)
         even = [1] * size
         start = lambda communicator: communicator.all_to_all(received, wire, even, even)  # noqa: E731
-        total = partial(_reduce_rows, received.unbind(0), plan, rows, target_for(out, wire, wire.shape[1:]))
-    operation = issue(lane, plan, start, wire, timeout, detail=op.value, shape=rows.shape)
-    return Work((operation,), lambda: deliver(total().view(part_shape), out))
+        parts = received.unbind(0)
+        total = lambda: _reduce_rows(parts, plan, rows, target_for(out, wire, wire.shape[1:]))  # noqa: E731
+    return Call(
+        plan,
+        start,
+        wire,
+        lambda: deliver(total().view(part_shape), out),
+        detail=op.value,
+        shape=rows.shape,
+        refill=encoding_again(wire, rows, plan),
+    )

@@ -1,0 +1,153 @@
+"""The calls of a prepared operation: planned, checked and with their memory, for any number of starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from asynccoll import autograd, tensors
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.fusion import buckets
+from asynccoll.lane import Lane
+from asynccoll.payload.common import normal_dim, refuse, require_tensor, tree_out
+from asynccoll.payload.exchanging import check_splits
+from asynccoll.payload.gathering import join_rows
+from asynccoll.payload.reducing import split_rows
+from asynccoll.spec import Op, reduce_op
+from asynccoll.tensors import Call, check_out
+from asynccoll.tensors.fusing import Fuse, Parcel
+from asynccoll.trees import flatten, is_tree, unflatten
+
+__all__ = ["PREPARES", "prepared_calls"]
+
+#: The calls, and what makes the result of a tree once they are over (None: the one call's result is it).
+Calls = tuple[list[Call], Callable[[], Any] | None]
+
+
+def prepared_calls(lane: Lane, op: Op, like: Any, call: dict[str, Any]) -> Calls:
+    """Everything that can be done before the first start."""
+    try:
+        make = PREPARES[op]
+    except KeyError:
+        known = ", ".join(op.value for op in PREPARES)
+        raise InvalidArgumentError(f"{op.value} cannot be prepared; {known} can") from None
+    try:
+        return make(lane, like, **call)
+    except TypeError as error:
+        if "keyword argument" in str(error):
+            raise InvalidArgumentError(f"prepare: {op.value}{str(error).partition('()')[2]}") from None
+        raise
+
+
+def _check(name: str, given: Any) -> torch.Tensor:
+    x = require_tensor(name, given)
+    if x.layout is not torch.strided or not x.is_contiguous():
+        raise InvalidArgumentError(
+            f"prepare: {name} of a tensor that is not contiguous; pass x.contiguous(), and write to that one"
+        )
+    if autograd.tracked(x):
+        raise InvalidArgumentError(
+            f"prepare: a prepared {name} has no gradient; pass x.detach(), or call ac.{name} each time"
+        )
+    return x
+
+
+def _result_for(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+    """The caller's ``out``, or memory that all starts share."""
+    check_out(out, x, shape)
+    return torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+
+
+def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Calls:
+    if not is_tree(like):
+        x = _check(name, like)
+        return [fuse.call(x, _result_for(x, out, x.shape))], None
+    leaves, spec = flatten(like)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise refuse(f"prepare: {name}", leaf, "a tensor, or a dict, list, tuple or dataclass of tensors")
+        _check(name, leaf)
+    outs = None if out is None else tree_out(name, leaves, spec, out)
+    parcels = [Parcel(bucket, leaves, outs) for bucket in buckets(leaves)]
+    calls = [parcel.keep(fuse.call) for parcel in parcels]
+
+    def results() -> Any:
+        found: dict[int, torch.Tensor] = {}
+        for parcel in parcels:
+            found.update(zip(parcel.indices, parcel.results(), strict=True))
+        return unflatten(spec, [found[i] for i in range(len(leaves))]) if out is None else out
+
+    return calls, results
+
+
+def _all_reduce(lane: Lane, like: Any, *, op: Any = "sum", out: Any = None) -> Calls:
+    return _elementwise("all_reduce", lane, tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
+
+
+def _broadcast(lane: Lane, like: Any, *, src: int = 0, out: Any = None) -> Calls:
+    index = lane.group.index(src, "src")
+    return _elementwise("broadcast", lane, tensors.broadcast_fuse(lane, index), like, out)
+
+
+def _all_gather(lane: Lane, like: Any, *, out: torch.Tensor | None = None) -> Calls:
+    x = _check("all_gather", like)
+    size = lane.group.size
+    shape = (size * x.shape[0], *x.shape[1:]) if x.dim() else (size,)
+    into = _result_for(x, out, shape)
+    call = tensors.all_gather_call(lane, x, into)
+    finish = call.finish
+    if finish is None:  # the rows are its memory
+        call.value = into
+    else:
+        call.finish = lambda: tensors.deliver(join_rows(finish(), 0), into)
+    return [call], None
+
+
+def _reduce_scatter(lane: Lane, like: Any, *, op: Any = "sum", out: torch.Tensor | None = None) -> Calls:
+    x = _check("reduce_scatter", like)
+    size = lane.group.size
+    normal_dim("reduce_scatter", x, 0)
+    if x.shape[0] % size:
+        raise InvalidArgumentError(
+            f"reduce_scatter: {x.shape[0]} rows cannot be shared evenly by {size} ranks; pad to a multiple"
+        )
+    into = _result_for(x, out, (x.shape[0] // size, *x.shape[1:]))
+    return [tensors.reduce_scatter_call(lane, split_rows(x, 0, size), reduce_op(op), into)], None
+
+
+def _all_to_all(
+    lane: Lane,
+    like: Any,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
+) -> Calls:
+    x = _check("all_to_all", like)
+    size = lane.group.size
+    normal_dim("all_to_all", x, 0)
+    if (input_split_sizes is None) != (output_split_sizes is None):
+        raise InvalidArgumentError(
+            "prepare: all_to_all takes both input_split_sizes and output_split_sizes, or none"
+        )
+    if input_split_sizes is None and x.shape[0] % size:
+        raise InvalidArgumentError(
+            f"all_to_all: dim 0 of shape {list(x.shape)} cannot be split evenly among {size} ranks; pass "
+            "input_split_sizes and output_split_sizes"
+        )
+    even = [x.shape[0] // size] * size
+    sent = check_splits("input_split_sizes", input_split_sizes, size, x.shape[0]) or even
+    received = check_splits("output_split_sizes", output_split_sizes, size, None) or even
+    into = _result_for(x, out, (sum(received), *x.shape[1:]))
+    return [tensors.all_to_all_call(lane, x, sent, received, into)], None
+
+
+PREPARES: dict[Op, Callable[..., Calls]] = {
+    Op.ALL_REDUCE: _all_reduce,
+    Op.BROADCAST: _broadcast,
+    Op.ALL_GATHER: _all_gather,
+    Op.REDUCE_SCATTER: _reduce_scatter,
+    Op.ALL_TO_ALL: _all_to_all,
+}

@@ -1,0 +1,204 @@
+"""Prepared operations: each start gives what the ordinary call gives, with what the input holds then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from ranks import Rank, raising
+from worlds import World
+
+
+@pytest.fixture(scope="session", params=worlds.BACKENDS)
+def checked(request: pytest.FixtureRequest) -> World:
+    """Two ranks with check="full"."""
+    return worlds.world(request.param, 2, check="full")
+
+
+DTYPES = ("float32", "float16", "int16", "bool", "complex64", "uint64", "float64")
+SIZES = ((), (0,), (3, 2), (40_000,))
+
+
+async def reductions(me: Rank) -> None:
+    for name in DTYPES:
+        dtype = oracle.DTYPES[name]
+        for shape in SIZES:
+            for op in ("sum", "max", "avg", "and"):
+                if op in oracle.reductions(dtype):
+                    with me.case(f"{op} of {name}{shape}"):
+                        await _reduced_thrice(me, shape, dtype, op)
+
+
+async def _reduced_thrice(me: Rank, shape: tuple[int, ...], dtype: torch.dtype, op: str) -> None:
+    x = torch.empty(shape, dtype=dtype)
+    prepared = ac.prepare("all_reduce", x, op=op)
+    results = []
+    for step in range(3):
+        inputs = oracle.by_rank(oracle.counting, me.size, shape, dtype, seed=step)
+        x.copy_(inputs[me.rank])
+        results.append(await me.get(prepared.start()))
+        oracle.same(results[-1], oracle.reduced(inputs, op), value=True, rtol=1e-3)
+        oracle.same(x, inputs[me.rank], where="the input")
+    assert results[0] is results[1] is results[2]
+
+
+def test_all_reduce_of_every_plan(world: World) -> None:
+    """Native, exchanged, gathered, cast, viewed: whatever the dtype and size lead to."""
+    world.run(reductions)
+
+
+async def in_place(me: Rank) -> None:
+    for shape in ((3,), (3000,), (600_000,)):
+        x = torch.empty(shape)
+        prepared = ac.prepare("all_reduce", like=x, out=x)
+        for step in range(3):
+            x.fill_(me.rank + step)
+            assert await me.get(prepared.start()) is x
+            oracle.same(x, torch.full(shape, float(sum(rank + step for rank in range(me.size)))))
+        out = torch.empty(shape)
+        into = ac.prepare("all_reduce", like=x, out=out)
+        x.fill_(1.0)
+        assert await me.get(into.start()) is out
+        oracle.same(out, torch.full(shape, float(me.size)))
+
+
+def test_into_memory_of_the_caller(world: World, runner: str) -> None:
+    """``out`` may be the input; large copies are made by a thread where there is a loop."""
+    world.run(in_place, runner=runner)
+
+
+async def movements(me: Rank) -> None:
+    n = me.size
+    for name in ("float32", "int16", "float8_e5m2"):
+        dtype = oracle.DTYPES[name]
+        x = torch.empty((2 * n, 3), dtype=dtype)
+        gathered, scalar = ac.prepare("all_gather", x), ac.prepare("all_gather", torch.tensor(me.rank))
+        sent, exchanged = ac.prepare("broadcast", x, src=n - 1), ac.prepare("all_to_all", x)
+        scattered = ac.prepare("reduce_scatter", y := torch.empty(2 * n, 3))
+        for step in range(2):
+            inputs = oracle.by_rank(oracle.moving, n, (2 * n, 3), dtype, seed=step)
+            x.copy_(inputs[me.rank])
+            y.fill_(me.rank + step)
+            oracle.same(
+                await me.get(gathered.start()),
+                torch.cat([one.view(torch.uint8) for one in inputs]).view(dtype),
+            )
+            oracle.same(await me.get(sent.start()), inputs[-1])
+            rows = [one.view(torch.uint8).chunk(n)[me.rank] for one in inputs]
+            oracle.same(await me.get(exchanged.start()), torch.cat(rows).view(dtype))
+            oracle.same(
+                await me.get(scattered.start()), torch.full((2, 3), float(sum(r + step for r in range(n))))
+            )
+            oracle.same(await me.get(scalar.start()), torch.arange(n))
+    splits = [rank + 1 for rank in range(n)]
+    rows = torch.full((sum(splits),), me.rank)
+    uneven = ac.prepare("all_to_all", rows, input_split_sizes=splits, output_split_sizes=[me.rank + 1] * n)
+    want = torch.cat([torch.full((me.rank + 1,), rank) for rank in range(n)])
+    oracle.same(await me.get(uneven.start()), want)
+
+
+def test_what_only_moves(world: World, runner: str) -> None:
+    """all_gather, broadcast, all_to_all, and reduce_scatter, with new contents at each start."""
+    world.run(movements, runner=runner)
+
+
+async def trees(me: Rank) -> None:
+    tree = {"w": torch.empty(4, 3), "b": [torch.empty(3), torch.empty(2, dtype=torch.float64)]}
+    for out in (None, tree, {"w": torch.empty(4, 3), "b": [torch.empty(3), torch.empty(2).double()]}):
+        prepared = ac.prepare("all_reduce", tree, op="sum", out=out)
+        for step in range(2):
+            for scale, x in enumerate((tree["w"], *tree["b"])):
+                x.fill_(me.rank + step + scale)
+            got = await me.get(prepared.start())
+            assert out is None or got is out
+            for scale, y in enumerate((got["w"], *got["b"])):
+                want = float(sum(rank + step + scale for rank in range(me.size)))
+                oracle.same(y, torch.full_like(y, want), value=True)
+
+
+def test_trees_travel_packed(world: World, runner: str) -> None:
+    world.run(trees, runner=runner)
+
+
+async def misused(me: Rank) -> None:
+    x = torch.ones(3)
+    prepared = ac.prepare("all_reduce", x)
+    first = prepared.start()
+    with raising(ac.InvalidArgumentError, "awaited", "prepare a second"):
+        prepared.start()  # on every rank: nothing was sent, and the lane goes on
+    oracle.same(await me.get(first), torch.full((3,), float(me.size)))
+    oracle.same(await me.get(prepared.start()), torch.full((3,), float(me.size)))
+    for says, error, name, like, call in (
+        ("all_to_all can", ValueError, "gather", x, {}),
+        ("unknown operation", ValueError, "sum", x, {}),
+        ("unexpected keyword argument 'src'", ValueError, "all_reduce", x, {"src": 0}),
+        ("x.contiguous()", ValueError, "all_reduce", torch.ones(2, 3).t(), {}),
+        ("x.detach()", ValueError, "all_reduce", torch.ones(2, requires_grad=True), {}),
+        ("float64", ValueError, "all_reduce", x, {"out": torch.ones(3).double()}),
+        ("int32", TypeError, "all_reduce", torch.ones(3, dtype=torch.int32), {"op": "avg"}),
+        ("number", TypeError, "all_reduce", 1.5, {}),
+        ("got a str", TypeError, "broadcast", [x, "a"], {}),
+        ("timeout", ValueError, "all_reduce", x, {"timeout": -1}),
+    ):
+        with me.case(f"{name} {says}"), raising(error, says.replace("number", "float")):
+            ac.prepare(name, like, **call)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_misuse_is_refused(pair: World, runner: str) -> None:
+    """Before anything is sent, and with what to do instead."""
+    pair.run(misused, runner=runner)
+
+
+async def ordered(me: Rank) -> None:
+    """Prepared and ordinary operations share the lane's order; another lane is another order."""
+    x, y = torch.ones(2), torch.full((2,), 2.0)
+    one, two = ac.prepare("all_reduce", x), ac.prepare("all_reduce", y, lane="side")
+    works = [one.start(), two.start(), ac.all_reduce(torch.full((2,), 3.0))]
+    for scale, work in enumerate(works, start=1):
+        oracle.same(await me.get(work), torch.full((2,), float(scale * me.size)))
+    assert "side" in repr(two)
+
+
+def test_the_order_is_the_lane_s(pair: World, runner: str) -> None:
+    pair.run(ordered, runner=runner)
+
+
+AFTER_FINALIZE = """
+import torch, asynccoll as ac
+ac.initialize("serial")
+prepared = ac.prepare("all_reduce", torch.ones(2))
+print(prepared.start().wait().tolist())
+ac.finalize()
+try:
+    prepared.start()
+except ac.NotInitializedError as error:
+    print(error)
+"""
+
+
+def test_after_finalize_it_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_FINALIZE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.startswith("[1.0, 1.0]"), done.stderr
+    assert "prepare it again" in done.stdout
+
+
+async def compared(me: Rank) -> None:
+    x = torch.ones(3 + me.rank)
+    prepared = ac.prepare("all_reduce", x)
+    with raising(ac.CollectiveMismatchError, "float32[3]", "float32[4]"):
+        await me.get(prepared.start())
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_starts_are_compared_too(checked: World) -> None:
+    """With ``check="full"``."""
+    checked.run(compared)
