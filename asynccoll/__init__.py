@@ -17,6 +17,7 @@ from asynccoll.auto import (
     auto_model,
     auto_optim,
 )
+from asynccoll.coalescing import coalescing
 from asynccoll.codecs import Codec
 from asynccoll.errors import (
     AbortedError,
@@ -127,6 +128,7 @@ __all__ = (
     "barrier",
     "broadcast",
     "broadcast_object",
+    "coalescing",
     "create_task_group",
     "device",
     "elastic",

@@ -78,9 +78,28 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 class _SafePickler(pickle.Pickler):
-    """Refuses what the safe unpickler would, before anything is sent; tensors go as plain bytes."""
+    """Refuses what the safe unpickler would, before anything is sent; tensors go as plain bytes.
 
-    def persistent_id(self, obj: Any) -> Any:
+    Plain data stays within the pickler, which is C: only what it does not know itself is asked about here.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _REBUILD:
+            return "_REBUILD"
+        parts = self._parts(obj)
+        if parts is not None:
+            return _REBUILD, parts
+        kind = obj if isinstance(obj, type) else type(obj)
+        if kind in _TYPES:
+            return NotImplemented
+        raise PayloadTypeError(
+            f"the default codec does not carry {kind.__module__}.{kind.__qualname__} (it decodes without "
+            'running code); send plain data, or pass codec="pickle" if you trust every rank'
+        )
+
+    @staticmethod
+    def _parts(obj: Any) -> tuple[Any, ...] | None:
+        """What a value is made of, as ``_REBUILD`` takes it; None for what pickle itself carries."""
         parts = _PARTS.get(type(obj))
         if parts is not None:
             return parts(obj)
@@ -99,15 +118,6 @@ class _SafePickler(pickle.Pickler):
             array = np.ascontiguousarray(obj)
             return ("numpy", obj.dtype.str, obj.shape, array.tobytes(), isinstance(obj, np.generic))
         return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        kind = obj if isinstance(obj, type) else type(obj)
-        if kind in _TYPES:
-            return NotImplemented
-        raise PayloadTypeError(
-            f"the default codec does not carry {kind.__module__}.{kind.__qualname__} (it decodes without "
-            'running code); send plain data, or pass codec="pickle" if you trust every rank'
-        )
 
 
 def _name_of(obj: Any) -> tuple[str, str]:
@@ -153,6 +163,8 @@ def _from_tensor(x: torch.Tensor) -> tuple[Any, ...]:
 
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, "_REBUILD"):
+            return _REBUILD
         found = _HARMLESS.get((module, name))
         if found is None:
             raise CollectiveError(
@@ -160,10 +172,6 @@ class _SafeUnpickler(pickle.Unpickler):
                 'codec="pickle" on every rank if you trust all of them'
             )
         return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, *rest = pid
-        return _LOAD[kind](*rest)
 
 
 def _to_tensor(dtype: str, shape: tuple[int, ...], raw: bytes) -> torch.Tensor:
@@ -189,6 +197,18 @@ _LOAD: dict[str, Callable[..., Any]] = {
     "uuid": lambda value: uuid.UUID(int=value),
     "path": lambda name, text: _PATHS[name](text),
 }
+
+
+class _Rebuild:
+    """The one function of ours that a pickle may call. It has no attributes that a pickle could set."""
+
+    __slots__ = ()
+
+    def __call__(self, kind: str, *parts: Any) -> Any:
+        return _LOAD[kind](*parts)
+
+
+_REBUILD = _Rebuild()
 
 
 def _encode_safe(obj: Any) -> bytes:

@@ -30,6 +30,7 @@ import torch
 from torch.compiler import is_compiling
 
 from asynccoll import compiled, objects, payload, tensors
+from asynccoll.coalescing import coalesced, open_batch
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.group import resolve_group
 from asynccoll.lanes import current_lane
@@ -75,6 +76,9 @@ def _start(
     try:
         if timeout is not None:
             _check_timeout(timeout)
+        batch = open_batch()
+        if batch is not None and (deferred := coalesced(batch, at, start, args, timeout)) is not None:
+            return deferred
         return start(at, *args, timeout)
     except AsyncCollError as error:
         if start not in _MESSAGES:

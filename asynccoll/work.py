@@ -290,6 +290,14 @@ class Work(Generic[T]):
         if self._finish is not None:
             self._value = self._finish()
 
+    def _fail(self, error: BaseException) -> None:
+        """It will never have a result."""
+        self._error = error
+        self._state = _FAILED
+
+    def _send(self) -> None:
+        """Make sure that it is under way, which only the works of a ``coalescing`` block may not be."""
+
     def __del__(self) -> None:
         if self._heard or not self._operations:
             return
@@ -323,6 +331,7 @@ def combine(works: list[Work[Any]], finish: Callable[[], T]) -> Work[T]:
     """One work over the operations of ``works``; ``finish`` assembles their results."""
     for work in works:
         work._heard = True
+        work._send()
     operations = tuple(operation for work in works for operation in work._operations)
     return Work(operations, finish)
 
@@ -354,6 +363,7 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
     pending = deque(works)
     for work in pending:
         work._heard = True
+        work._send()
     deadline = monotonic() + (math.inf if timeout is None else timeout)
     # Most often the first to start is the first to end, and soon: then nobody has to be woken.
     while pending and await _Attending(pending[0]):

@@ -1,0 +1,215 @@
+"""``ac.coalescing``: calls made one by one travel together, and give what they would give alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from asynccoll.runtime import current
+from ranks import Rank, raising
+from worlds import World
+
+
+def _full(value: float, *shape: int) -> torch.Tensor:
+    return torch.full(shape, float(value))
+
+
+def _sequence() -> int:
+    """How many places of the default lane's order are used."""
+    return current().world.lane().sequence
+
+
+async def mixed(me: Rank) -> None:
+    n, total = me.size, sum(range(me.size))
+    filled = torch.empty(2)
+    before = _sequence()
+    with ac.coalescing():
+        sums = [ac.all_reduce(_full(me.rank + k, 3)) for k in range(20)]
+        largest = ac.all_reduce(torch.tensor([me.rank, 7]), op="max")
+        sent = ac.broadcast(_full(me.rank, 2, 2), src=n - 1)
+        more = ac.all_reduce(torch.tensor(me.rank, dtype=torch.float64)).map(float)
+        into = ac.all_reduce(_full(1, 2), out=filled)
+        mean = ac.all_reduce(_full(me.rank, 2), op="avg", lane="side")
+        assert not sums[0].done()
+        assert "not sent" in repr(sums[0])
+        assert _sequence() == before
+    assert _sequence() == before + 4, "one place for each kind of call on this lane"
+    for k, work in enumerate(sums):
+        oracle.same(await me.get(work), _full(total + k * n, 3))
+    oracle.same(await me.get(largest), torch.tensor([n - 1, 7]))
+    oracle.same(await me.get(sent), _full(n - 1, 2, 2))
+    assert await me.get(more) == total
+    assert await me.get(into) is filled
+    oracle.same(filled, _full(n, 2))
+    oracle.same(await me.get(mean), _full(total / n, 2))
+
+
+def test_calls_of_every_kind_give_what_they_would_alone(world: World, runner: str) -> None:
+    world.run(mixed, runner=runner)
+
+
+async def sent_early(me: Rank) -> None:
+    n = me.size
+    async with ac.coalescing():
+        first = ac.all_reduce(_full(1, 2))
+        second = ac.all_reduce(_full(2, 2))
+        oracle.same(await me.get(second), _full(2 * n, 2))  # awaiting sends what was put off
+        oracle.same(first.result() if first.done() else await me.get(first), _full(n, 2))
+        third = ac.all_reduce(_full(3, 2))
+        gathered = ac.all_gather(me.rank)  # is none of those: third goes first
+        assert "not sent" not in repr(third)
+        with ac.coalescing():
+            fourth = ac.all_reduce(_full(4, 2))
+        fifth = ac.all_reduce(_full(5, 2))
+        works = [first, third, fourth, fifth]
+    assert await me.get(gathered) == list(range(n))
+    for scale, work in zip((1, 3, 4, 5), works, strict=True):
+        oracle.same(await me.get(work), _full(scale * n, 2))
+    with ac.coalescing():
+        pass
+
+
+def test_awaiting_and_other_calls_inside_keep_the_order(world: World, runner: str) -> None:
+    """What was put off is sent before anything that comes after it; blocks nest."""
+    world.run(sent_early, runner=runner)
+
+
+async def all_at_once(me: Rank) -> None:
+    with ac.coalescing():
+        works = [ac.all_reduce(_full(k, 2)) for k in range(5)]
+        seen = [work.result()[0].item() async for work in ac.as_completed(works)]
+    assert sorted(seen) == [float(k * me.size) for k in range(5)]
+    with ac.coalescing():
+        works = [ac.all_reduce(_full(k, 2)) for k in range(5)]
+        called: list[object] = []
+        works[0].add_done_callback(called.append)
+    results = await ac.wait_all(works)
+    assert [result[0].item() for result in results] == [float(k * me.size) for k in range(5)]
+    assert called == [works[0]]
+
+
+def test_with_the_functions_for_many_works(pair: World, loop: str) -> None:
+    pair.run(all_at_once, runner=loop)
+
+
+async def failing_everywhere(me: Rank) -> None:
+    with raising(KeyError), ac.coalescing():
+        lost = ac.all_reduce(_full(1, 2))
+        mapped = lost.map(float)
+        raise KeyError("mine")
+    for work in (lost, mapped):
+        with raising(ac.CollectiveError, "not sent", "KeyError"):
+            await me.get(work)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+async def failing_on_one(me: Rank) -> None:
+    if me.rank == 0:
+        with raising(ZeroDivisionError), ac.coalescing():
+            lost = ac.all_reduce(_full(1, 2))
+            _ = 1 // (me.rank * 1)
+        with raising(ac.CollectiveError, "not sent", "ZeroDivisionError"):
+            await me.get(lost)
+    else:
+        with ac.coalescing():
+            works = [ac.all_reduce(_full(1, 2)), ac.all_reduce(_full(2, 2))]
+        for work in works:
+            with raising(ac.PeerRefusedError, "rank 0", "ZeroDivisionError"):
+                await me.get(work)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_a_block_that_fails_sends_nothing(pair: World, runner: str) -> None:
+    """On all ranks, or on one: then the others are told instead of waiting."""
+    pair.run(failing_everywhere, runner=runner)
+    pair.run(failing_on_one, runner=runner)
+
+
+async def refused_inside(me: Rank) -> None:
+    with ac.coalescing():
+        fine = ac.all_reduce(_full(1, 2))
+        with raising(TypeError, "int64"):
+            ac.all_reduce(torch.tensor([1]), op="avg")
+        with raising(ValueError, "out"):
+            ac.all_reduce(_full(1, 2), out=_full(1, 3))
+    oracle.same(await me.get(fine), _full(me.size, 2))
+
+
+def test_what_is_refused_is_refused_at_the_call(pair: World, runner: str) -> None:
+    """The rest of the block goes on, on all ranks alike."""
+    pair.run(refused_inside, runner=runner)
+
+
+@pytest.fixture(scope="session", params=worlds.BACKENDS)
+def checked(request: pytest.FixtureRequest) -> World:
+    """Two ranks with check="full"."""
+    return worlds.world(request.param, 2, check="full")
+
+
+async def mismatched(me: Rank) -> None:
+    with ac.coalescing():
+        works = [ac.all_reduce(_full(1, 2)) for _ in range(2 + me.rank)]
+    for work in works:
+        with raising(ac.CollectiveMismatchError, "rank 0", "rank 1"):
+            await me.get(work)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_blocks_that_differ_between_ranks(checked: World) -> None:
+    """With ``check="full"`` every work of the block says so, on every rank."""
+    checked.run(mismatched)
+
+
+async def cancelled(me: Rank) -> None:
+    async def body() -> None:
+        async with ac.coalescing():
+            works.append(ac.all_reduce(_full(1, 2)))
+            await asyncio.Event().wait()
+
+    works: list[ac.Work[torch.Tensor]] = []
+    task = asyncio.create_task(body())
+    await asyncio.sleep(0)
+    task.cancel()
+    with raising(asyncio.CancelledError):
+        await task
+    with raising(ac.CollectiveError, "not sent"):
+        await works[0]
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_a_cancelled_block_sends_nothing(pair: World) -> None:
+    pair.run(cancelled)
+
+
+async def with_gradients(me: Rank) -> None:
+    xs = [_full(k, 2).requires_grad_() for k in range(3)]
+    with ac.coalescing():
+        works = [ac.all_reduce(x) for x in xs]
+    results = [await me.get(work) for work in works]
+    sum((k + 1) * y.sum() for k, y in enumerate(results)).backward()
+    for k, x in enumerate(xs):
+        oracle.same(x.grad, _full((k + 1) * me.size, 2))
+
+
+def test_gradients(pair: World, runner: str) -> None:
+    pair.run(with_gradients, runner=runner)
+
+
+async def another_task(me: Rank) -> None:
+    async def child() -> None:
+        oracle.same(await ac.all_reduce(_full(2, 2), lane="child"), _full(2 * me.size, 2))
+
+    async with ac.coalescing():
+        mine = ac.all_reduce(_full(1, 2))
+        await asyncio.create_task(child())
+        assert "not sent" in repr(mine)
+    oracle.same(await mine, _full(me.size, 2))
+
+
+def test_tasks_started_inside_send_as_ever(pair: World) -> None:
+    pair.run(another_task)
