@@ -59,6 +59,52 @@ def test_hundreds_in_flight(pair: worlds.World, runner: str) -> None:
     pair.run(many_in_flight, runner=runner)
 
 
+async def of_all_sizes(me: Rank) -> None:
+    """More than there are names, so that each is used again for tensors of other shapes and dtypes."""
+    from asynccoll.backends.horovod_communicator import RING
+
+    for step in range(3):
+        xs = [torch.full((1 + (index + step) % 7,), float(index)) for index in range(RING + 10)]
+        xs[5] = xs[5].double()
+        works = [ac.all_reduce(x, op="max" if index % 11 == step else "sum") for index, x in enumerate(xs)]
+        for index, (x, work) in enumerate(zip(xs, works, strict=True)):
+            oracle.same(await me.get(work), x if index % 11 == step else x * me.size)
+
+
+def test_names_are_used_again_for_other_tensors(pair: worlds.World, runner: str) -> None:
+    """What Horovod remembers of a name is not taken for what is sent under it now."""
+    pair.run(of_all_sizes, runner=runner)
+
+
+def twice(me: Rank) -> None:
+    """Rank 1 comes only when rank 0 has been told, so that the first is still out."""
+    one, other = (_communicator("twice") for _ in range(2))
+    if me.rank == 1:
+        me.see("told")
+    first = one.all_reduce(torch.ones(2), ac.ReduceOp.SUM)
+    if me.rank == 0:
+        second = other.all_reduce(torch.ones(2), ac.ReduceOp.SUM)
+        while not second.wait(1.0):
+            pass
+        error = second.error()
+        assert isinstance(error, ac.CollectiveMismatchError), repr(error)
+        assert "same name" in str(error)
+        me.show("told")
+    while not first.wait(1.0):
+        pass
+    assert first.error() is None
+
+
+def _communicator(prefix: str) -> Any:
+    backend: Any = current().backend
+    return backend._in_world(prefix)
+
+
+def test_a_name_that_is_in_flight_is_refused(pair: worlds.World) -> None:
+    """Horovod's answer, if ever two operations had one name, is our error, and the first goes on."""
+    pair.run(twice)
+
+
 async def waits(me: Rank) -> None:
     if me.rank == 1:
         me.see("ticked")
@@ -250,8 +296,7 @@ def _aborted() -> None:
 
 def test_it_can_be_initialized_again_and_horovod_lives_on() -> None:
     """After a life that ended well, and after one that was aborted with a call half made."""
-    with worlds.fresh("horovod", 2, bare=True) as world:
-        world.run(lives, timeout=60)
+    worlds.world("horovod", 2, bare=True).run(lives, timeout=60)
 
 
 def contradictions(me: Rank) -> None:
@@ -267,5 +312,4 @@ def contradictions(me: Rank) -> None:
 
 def test_what_contradicts_horovod_is_refused() -> None:
     """Another rank or size, another way to meet, an unknown option: typed errors with what Horovod says."""
-    with worlds.fresh("horovod", 2, bare=True) as world:
-        world.run(contradictions)
+    worlds.world("horovod", 2, bare=True).run(contradictions)

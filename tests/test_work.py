@@ -576,12 +576,12 @@ async def many_small(me: Rank) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(heartbeat)
         start = time.monotonic()
-        for _ in range(1000):
+        for _ in range(300):
             await ac.all_reduce(torch.ones(1))
         took = time.monotonic() - start
         over = True
     wanted = min(20, int(took / 0.005))  # where all of them take 20 ms there are few turns to give
-    assert turns >= wanted, f"{turns} turns of the loop during 1000 small operations in {took:.3f} s"
+    assert turns >= wanted, f"{turns} turns of the loop during 300 small operations in {took:.3f} s"
 
 
 def test_a_stream_of_small_operations_lets_others_run(pair: World, loop: str) -> None:

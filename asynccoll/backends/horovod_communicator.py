@@ -1,8 +1,11 @@
 """One order of one process set as the core sees it: Horovod's asynchronous calls on the tensors' own memory.
 
 Ranks meet by name, so an order costs nothing but a name: lane, epoch and a number that counts the
-calls. What Horovod has no call for is one that it has: a reduction to one rank is one to all, gathering
-to one and scattering are exchanges in which the others have nothing to give or to get.
+calls. Reductions take their names in turn from a ring: what Horovod has once negotiated under a name it
+remembers, and a reduction like the one before needs no second negotiation.
+
+What Horovod has no call for is one that it has: a reduction to one rank is one to all, gathering to one
+and scattering are exchanges in which the others have nothing to give or to get.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import mpi_lib
 
 from asynccoll.backends.horovod_completion import Common, HorovodCompletion, typed
-from asynccoll.completion import AllOf, Completion, Promise, Ready
-from asynccoll.errors import CollectiveMismatchError, UnsupportedOpError
+from asynccoll.completion import READY, AllOf, Completion, Promise, Ready
+from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
 from asynccoll.spec import ReduceOp
 
 __all__ = ["HorovodCommunicator", "Rounds"]
+
+#: Names of reductions. Loops of two, three, ... calls find under a name what they sent under it before:
+#: hence a number that many divide. Horovod remembers 1024 (``HOROVOD_CACHE_CAPACITY``).
+RING = 240
 
 _OPS = {
     ReduceOp.SUM: mpi_ops.Sum,
@@ -81,14 +88,22 @@ class HorovodCommunicator:
         self._rounds = rounds
         self._round = rounds.joined
         self._calls = 0
+        self._reductions = 0
+        #: the latest reduction under each name
+        self._ring: list[Completion] = [READY] * RING
         self._common = Common()
 
     def _name(self) -> bytes:
         """The next name: the same on every rank, for they issue in the same order."""
         if self._round != self._rounds.joined:
-            self._round, self._calls = self._rounds.joined, 0
+            self._begin_round()
         self._calls += 1
         return f"{self._prefix}.{self._round}.{self._calls}".encode()
+
+    def _begin_round(self) -> None:
+        self._round = self._rounds.joined
+        self._calls = self._reductions = 0
+        self._ring = [READY] * RING
 
     def _start(
         self, call: Callable[..., int], *arguments: Any, finish: Callable[[], object] | None = None
@@ -107,7 +122,34 @@ class HorovodCommunicator:
             return self._all_reduce_sparse(x)
         if op is ReduceOp.ADASUM:
             self._check_adasum()
-        return self._start(_ALL_REDUCE[x.dtype], x, x, 1, self._name(), _OPS[op], 1.0, 1.0, self._set)
+        place, name = self._next_reduction()
+        call = (_ALL_REDUCE[x.dtype], x, x, 1, name, _OPS[op], 1.0, 1.0, self._set)
+        before = self._ring[place]
+        now = self._start(*call) if before.done() else self._start_after(before, *call)
+        self._ring[place] = now
+        return now
+
+    def _next_reduction(self) -> tuple[int, bytes]:
+        """Whose turn it is in the ring, and its name."""
+        if self._round != self._rounds.joined:
+            self._begin_round()
+        self._reductions += 1
+        place = self._reductions % RING
+        return place, f"{self._prefix}.{self._round}.{place}".encode()
+
+    def _start_after(self, before: Completion, call: Callable[..., int], *arguments: Any) -> Completion:
+        """Issue ``call`` when ``before`` is over: no two in flight may have one name."""
+        promise = Promise()
+
+        def begin() -> None:
+            if self._common.abandoned:
+                promise.settle(AbortedError("given up before its turn"))
+                return
+            started = self._start(call, *arguments)
+            started.add_callback(lambda: promise.settle(started.error()))
+
+        before.add_callback(begin)
+        return promise
 
     def _check_adasum(self) -> None:
         size = len(self._ranks)
