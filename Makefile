@@ -39,17 +39,19 @@ mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MP
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
 	@$(PYTHON) $(CURDIR)/tools/system.py
 
-# The same on Horovod, which has no messages; most of it under horovodrun, a part by horovod.run.
+# The same on Horovod, which has no messages: under horovodrun, and all collectives again by horovod.run.
 HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) \
 	horovod horovod_launch horovod_wheel sync_horovod)
-HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all broadcast)
+HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier broadcast \
+	gather groups objects reduce reduce_scatter scaling scatter)
 ON_HVD := python -m pytest -q -c $(CURDIR)/pyproject.toml
 
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
 	@$(HVD) $(ON_HVD) $(HVD_TESTS) $(ARGS)
-	@$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run $(ON_HVD) $(HVD_RUN_TESTS) $(ARGS)
+	@$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
+		$(ON_HVD) $(HVD_RUN_TESTS) $(ARGS)
 
 # Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
 APART      := python $(CURDIR)/tools/apart.py --limit 240 --jobs 2 -q -c $(CURDIR)/pyproject.toml

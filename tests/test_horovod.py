@@ -6,6 +6,9 @@ Needs Horovod; the environment `horovod` has it.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -266,6 +269,33 @@ async def messages(me: Rank) -> None:
 def test_messages_are_refused_before_anything_is_sent(pair: worlds.World) -> None:
     """Horovod has none; the text names who has, and what does it here."""
     pair.run(messages)
+
+
+# ---------------------------------------------------------------- a rank that stands still
+
+
+async def stands_still(me: Rank, pids: list[int]) -> tuple[str, float]:
+    await me.get(ac.all_reduce(1))
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # and rank 0 ends it
+    start = time.monotonic()
+    try:
+        await me.get(ac.all_reduce(torch.ones(2)))
+    except ac.PeerLostError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+    raise AssertionError("gave a result without rank 1")
+
+
+def test_a_stopped_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives, but says nothing: after Horovod's own time limit the others are told."""
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "3")
+    with worlds.fresh("horovod", 2) as world:
+        (text, seconds), _ = world.run(stands_still, world.pids, dies=[1], timeout=40)
+        world.kill()
+    assert seconds < 15, f"heard of it after {seconds} s"
+    assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in text
 
 
 # ---------------------------------------------------------------- lives

@@ -164,7 +164,8 @@ class HorovodCompletion(Completion):
 
 
 _MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
-_SHUT_DOWN = re.compile(r"has been shut down", re.IGNORECASE)
+#: When a rank does not come, Horovod's own thread ends, on all the others.
+_SHUT_DOWN = re.compile(r"has been shut down|timed out waiting", re.IGNORECASE)
 
 
 def typed(error: Exception) -> CollectiveError:
@@ -174,7 +175,10 @@ def typed(error: Exception) -> CollectiveError:
     if _MISMATCH.search(text):
         ours = CollectiveMismatchError(f"Horovod reports: {text} (check='full' tells which ranks differ)")
     elif _SHUT_DOWN.search(text):
-        ours = PeerLostError("Horovod was shut down: a rank has ended or failed")
+        ours = PeerLostError(
+            "Horovod was shut down: a rank has ended, failed, or not answered for "
+            "HOROVOD_GLOO_TIMEOUT_SECONDS (30 unless set)"
+        )
     else:
         return collective_error(error, "Horovod's operation")
     ours.__cause__ = error
