@@ -206,6 +206,11 @@ class _Batch:
         if first is not None:
             raise first
 
+    def flush_before(self) -> None:
+        """Send what was put off, if it is the caller's, who starts something else."""
+        if self.is_mine:
+            self.flush()
+
     def abandon(self, why: BaseException) -> None:
         """The block failed: nothing of it is sent."""
         waiting, self._parts = list(self._parts.values()), {}

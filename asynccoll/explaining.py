@@ -42,7 +42,7 @@ FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
 def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
     """How many tensors of a tree become few buckets, and by which figures."""
     total_bytes = sum(leaf.nbytes for leaf in leaves)
-    if not needs_program(leaves):
+    if not needs_program(lane, leaves):
         return f"{total_bytes} bytes travel packed, in a bucket for each dtype"
     cost = lane.cost or lane.group.cost
     if lane.group.size > 1 and cost is None:

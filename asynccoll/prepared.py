@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from asynccoll.coalescing import open_batch
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, NotInitializedError
 from asynccoll.group import resolve_group
 from asynccoll.lane import Lane
@@ -89,6 +90,9 @@ class Prepared(Generic[T]):
                 f"{self!r} was started before its last work was awaited, and all starts share their memory: "
                 "await each work before the next start, or prepare a second operation"
             )
+        batch = open_batch()
+        if batch is not None:
+            batch.flush_before()  # the program's order
         estimate = self._estimate
         if estimate is None:
             work = self._begin_all()

@@ -63,12 +63,16 @@ async def sent_early(me: Rank) -> None:
         third = ac.all_reduce(_full(3, 2))
         gathered = ac.all_gather(me.rank)  # is none of those: third goes first
         assert "not sent" not in repr(third)
+        prepared = ac.prepare("all_reduce", _full(6, 2))
+        later = ac.all_reduce(_full(7, 2))
+        started = prepared.start()
+        assert "not sent" not in repr(later)
         with ac.coalescing():
             fourth = ac.all_reduce(_full(4, 2))
         fifth = ac.all_reduce(_full(5, 2))
-        works = [first, third, fourth, fifth]
+        works = [first, third, fourth, fifth, started, later]
     assert await me.get(gathered) == list(range(n))
-    for scale, work in zip((1, 3, 4, 5), works, strict=True):
+    for scale, work in zip((1, 3, 4, 5, 6, 7), works, strict=True):
         oracle.same(await me.get(work), _full(scale * n, 2))
     with ac.coalescing():
         pass

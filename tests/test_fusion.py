@@ -213,7 +213,7 @@ def memory_in_place(me: Rank) -> None:
 
 def test_in_place_there_is_at_most_one_bucket_besides(pair: World) -> None:
     """However many buckets a tree has."""
-    if pair.backend != "xla-tpu":  # whose tensors are computed elsewhere, all at once
+    if pair.backend != "xla-tpu":  # where nothing is packed by a thread
         pair.run(memory_in_place)
 
 

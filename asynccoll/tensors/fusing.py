@@ -133,7 +133,7 @@ def fused(
     """The collective of every one of ``xs``; the results are in their order, and in ``outs`` if given."""
     if not xs:
         return Work((), list)
-    if not needs_program(xs):
+    if not needs_program(lane, xs):
         parcels = [Parcel(bucket, xs, outs) for bucket in buckets(xs)]
         works = [parcel.pack(fuse.call).begin(lane, timeout) for parcel in parcels]
         return combine(works, lambda: _collected(len(xs), parcels))
@@ -147,9 +147,12 @@ def fused(
     return Work((operation,), lambda: _collected(len(xs), parcels))
 
 
-def needs_program(xs: list[torch.Tensor]) -> bool:
-    """Whether there is more to pack than the caller does itself. On a device packing holds nobody."""
-    if {*map(_device_type, xs)} != {"cpu"}:
+def needs_program(lane: Lane, xs: list[torch.Tensor]) -> bool:
+    """Whether there is more to pack than the caller does itself.
+
+    On a device packing holds nobody, and what is staged there has to be so in its user's thread.
+    """
+    if lane.group.context.backend.device.type != "cpu" or {*map(_device_type, xs)} != {"cpu"}:
         return False
     firsts = [xs[bucket.indices[0]] for bucket in buckets(xs, DIRECT_BYTES)]
     kinds = [x.dtype for x in firsts if x.layout is torch.strided]
