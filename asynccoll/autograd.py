@@ -12,6 +12,7 @@ Source: the adjoints of torch.distributed._functional_collectives and of jax.lax
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,9 +26,17 @@ from asynccoll.work import Work
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "tracked"]
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 def tracked(x: torch.Tensor) -> bool:
     """Whether autograd is recording what happens to ``x``."""
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def any_tracked(xs: list[torch.Tensor]) -> bool:
+    """Whether autograd is recording what happens to one of ``xs``."""
+    return torch.is_grad_enabled() and any(map(_requires_grad, xs))
 
 
 def _backward(lane: Lane) -> Lane:
@@ -245,7 +254,7 @@ def all_reduce_fused(
 def _all_reduce_fused(
     lane: Lane, xs: list[torch.Tensor], op: ReduceOp, timeout: float | None
 ) -> Work[list[torch.Tensor]]:
-    if any(map(tracked, xs)):
+    if any_tracked(xs):
         return all_reduce_fused(lane, xs, op, timeout)
     return tensors.fused(lane, tensors.all_reduce_fuse(lane, op), xs, None, timeout)
 

@@ -14,7 +14,7 @@ from asynccoll.fusion import BUCKET_BYTES, buckets
 from asynccoll.lane import Lane
 from asynccoll.payload.scaling import Scaling
 from asynccoll.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology
-from asynccoll.tensors.fusing import needs_program
+from asynccoll.tensors.fusing import direct_buckets
 from asynccoll.trees import flatten, is_tree
 
 __all__ = ["explain_call", "explain_offline"]
@@ -42,7 +42,7 @@ FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
 def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
     """How many tensors of a tree become few buckets, and by which figures."""
     total_bytes = sum(leaf.nbytes for leaf in leaves)
-    if not needs_program(lane, leaves):
+    if direct_buckets(lane, leaves) is not None:
         return f"{total_bytes} bytes travel packed, in a bucket for each dtype"
     cost = lane.cost or lane.group.cost
     if lane.group.size > 1 and cost is None:

@@ -396,6 +396,7 @@ class _Arrivals(Generic[T]):
 
     def __init__(self, works: list[Work[T]]) -> None:
         self._arrived: deque[Work[T]] = deque()
+        self._out = deque(works)
         self._signal = Signal()
         for work in works:
             work.add_done_callback(self._arrive)
@@ -406,9 +407,17 @@ class _Arrivals(Generic[T]):
 
     async def next(self, deadline: float) -> Work[T]:
         while not self._arrived:
+            if await self._oldest_ends():
+                continue
             self._signal = Signal()  # before the second look: what arrives after it sets this one
             if not self._arrived and not await self._signal.wait(deadline - monotonic()):
                 raise CollectiveTimeoutError(
                     "as_completed: works are still out at the timeout; await them to go on waiting"
                 )
         return self._arrived.popleft()
+
+    async def _oldest_ends(self) -> bool:
+        """Wait in place for the work that has been out longest; whether something has arrived."""
+        while self._out and self._out[0].done():
+            self._out.popleft()
+        return bool(self._out) and await _Attending(self._out[0]) and bool(self._arrived)

@@ -100,8 +100,10 @@ def _only_tensors(leaves: list[Any]) -> bool:
 
 def _one_of_each(leaves: list[Any]) -> list[Any]:
     """One tensor of each dtype, device and layout, and all that are no tensors."""
-    values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    xs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if values else leaves
+    xs, values = leaves, []
+    if not _only_tensors(leaves):
+        xs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     return [*dict(zip(map(kind_of, xs), xs, strict=True)).values(), *values]
 
 

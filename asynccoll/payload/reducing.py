@@ -66,7 +66,7 @@ def all_reduce_tensors(
     timeout: float | None,
 ) -> Work[list[torch.Tensor]]:
     """Of many tensors in few calls, differentiable where autograd is recording."""
-    if outs is None and any(map(autograd.tracked, xs)):
+    if outs is None and autograd.any_tracked(xs):
         return autograd.all_reduce_fused(lane, xs, op, timeout)
     return tensors.fused(lane, tensors.all_reduce_fuse(lane, op), xs, outs, timeout)
 

@@ -87,7 +87,7 @@ def broadcast_tensors(
     timeout: float | None,
 ) -> Work[list[torch.Tensor]]:
     """Of many tensors in few calls, differentiable where autograd is recording."""
-    if outs is None and any(map(autograd.tracked, xs)):
+    if outs is None and autograd.any_tracked(xs):
         return autograd.broadcast_fused(lane, xs, src, timeout)
     return tensors.fused(lane, tensors.broadcast_fuse(lane, src), xs, outs, timeout)
 

@@ -33,7 +33,7 @@ DIRECT_BYTES = 4 << 20
 MakeCall = Callable[[torch.Tensor, torch.Tensor | None], Call]
 
 
-_device_type = attrgetter("device.type")
+_is_cpu = attrgetter("is_cpu")
 
 
 class Fuse:
@@ -133,8 +133,9 @@ def fused(
     """The collective of every one of ``xs``; the results are in their order, and in ``outs`` if given."""
     if not xs:
         return Work((), list)
-    if not needs_program(lane, xs):
-        parcels = [Parcel(bucket, xs, outs) for bucket in buckets(xs)]
+    direct = direct_buckets(lane, xs)
+    if direct is not None:
+        parcels = [Parcel(bucket, xs, outs) for bucket in direct]
         works = [parcel.pack(fuse.call).begin(lane, timeout) for parcel in parcels]
         return combine(works, lambda: _collected(len(xs), parcels))
     parcels = []
@@ -147,16 +148,17 @@ def fused(
     return Work((operation,), lambda: _collected(len(xs), parcels))
 
 
-def needs_program(lane: Lane, xs: list[torch.Tensor]) -> bool:
-    """Whether there is more to pack than the caller does itself.
+def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:
+    """One bucket of a kind, for the caller to pack; None where that is too much, so that a program does.
 
     On a device packing holds nobody, and what is staged there has to be so in its user's thread.
     """
-    if lane.group.context.backend.device.type != "cpu" or {*map(_device_type, xs)} != {"cpu"}:
-        return False
-    firsts = [xs[bucket.indices[0]] for bucket in buckets(xs, DIRECT_BYTES)]
+    if lane.group.context.backend.device.type != "cpu" or not all(map(_is_cpu, xs)):
+        return buckets(xs)
+    made = buckets(xs, DIRECT_BYTES)
+    firsts = [xs[bucket.indices[0]] for bucket in made]
     kinds = [x.dtype for x in firsts if x.layout is torch.strided]
-    return len(kinds) > len(set(kinds))
+    return made if len(kinds) == len(set(kinds)) else None
 
 
 def _collected(count: int, parcels: list[Parcel]) -> list[torch.Tensor]:
