@@ -10,6 +10,7 @@ OMPI   := $(ENVS) exec openmpi --wheel --
 HVD    := $(ENVS) exec horovod --wheel --
 XLA    := $(ENVS) exec xla --wheel --
 RANKS  ?= 2
+BENCH  ?= latency
 ARGS   ?=
 
 .DEFAULT_GOAL := help
@@ -85,8 +86,8 @@ types: ## mypy, strict
 docs: ## build the documentation into build/docs, warnings are errors
 	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs
 
-bench: ## measure ourselves against the raw calls, side by side in one run (RANKS=2, ARGS=...)
-	@$(TEST) python -m asynccoll run -n $(RANKS) benchmarks/latency.py $(ARGS)
+bench: ## measure ourselves beside the peers (BENCH=latency, fusion or objects, RANKS=2, ARGS=...)
+	@$(TEST) python -m asynccoll run -n $(RANKS) benchmarks/$(BENCH).py $(ARGS)
 
 lock: ## resolve the newest versions of all tools into tools/requirements/constraints.txt
 	@$(ENVS) lock
