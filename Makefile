@@ -14,7 +14,7 @@ BENCH  ?= latency
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi horovod xla quick lint types docs bench fix lock clean clean-envs
+.PHONY: help demo test system mpi horovod xla quick lint types docs bench overlap fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ docs: ## build the documentation into build/docs, warnings are errors
 
 bench: ## measure ourselves beside the peers (BENCH=latency, fusion or objects, RANKS=2, ARGS=...)
 	@$(TEST) python -m asynccoll run -n $(RANKS) benchmarks/$(BENCH).py $(ARGS)
+
+overlap: ## measure what overlap hides, beside DDP and Horovod; as root also over a link of 1 Gbit/s (ARGS=...)
+	@$(ENVS) exec horovod -- python benchmarks/overlap.py $(ARGS)
 
 lock: ## resolve the newest versions of all tools into tools/requirements/constraints.txt
 	@$(ENVS) lock

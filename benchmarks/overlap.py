@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py                     on loopback, and as root over a link of 1 Gbit/s
     python benchmarks/overlap.py --where loopback    there alone
-    python tools/envs.py exec horovod -- python benchmarks/overlap.py     with Horovod beside them
+    make overlap                                     with Horovod beside them, which it builds
 
 Two ranks, of one thread each. Two questions, asked in each place:
 
@@ -85,6 +85,7 @@ async def hidden_fraction(rounds: int) -> dict[str, Any]:
     return {
         "milliseconds": {name: series.median * 1e3 for name, series in found.items()},
         "hidden": {name: hidden(found, name) for name in ("ours", "raw")},
+        "hidden at the 10th percentile": {name: hidden_at_best(found, name) for name in ("ours", "raw")},
     }
 
 
@@ -109,6 +110,12 @@ def hidden(found: dict[str, Series], name: str) -> float:
     return statistics.median(
         (compute + alone - both) / min(compute, alone) for compute, alone, both in rounds
     )
+
+
+def hidden_at_best(found: dict[str, Series], name: str) -> float:
+    """The same of the tenth percentiles: where other programs interfere, what is left without them."""
+    compute, alone, both = (found[key].low for key in ("compute", name, f"{name} behind compute"))
+    return (compute + alone - both) / min(compute, alone)
 
 
 # A training step
@@ -356,8 +363,9 @@ def report(place: str, found: dict[str, Any]) -> None:
     print(f"\n{place}: an all_reduce of 16 MiB behind compute of about the same time")
     for name, took in one["milliseconds"].items():
         print(f"  {name:<34} {took:8.1f} ms")
-    ours, raw = one["hidden"]["ours"], one["hidden"]["raw"]
-    print(f"  hidden: ours {ours:.3f}, raw gloo {raw:.3f}, ratio {ours / raw:.3f}")
+    for key in ("hidden", "hidden at the 10th percentile"):
+        ours, raw = one[key]["ours"], one[key]["raw"]
+        print(f"  {key}: ours {ours:.3f}, raw gloo {raw:.3f}, ratio {ours / raw:.3f}")
     ratios = [key for key in step if key.startswith("ratio")]
     print(f"{place}: a training step ({', '.join(ratios)})")
     for name, took in step["milliseconds"].items():

@@ -166,6 +166,7 @@ class ShardedOptimizer:
         for bucket in reversed(self.gradients.buckets):
             own = bucket.shard.detach().clone()  # not of the memory that is written to
             bucket.gathering = all_gather(own, out=bucket.values, **self._tail)
+            bucket.gathering.detach()  # after the last step nobody need wait
         self._reduced = False
 
     async def gathered(self) -> None:
@@ -223,10 +224,7 @@ class ShardedOptimizer:
         if kind is None:
             self.close()
             return
-        for bucket in self.gradients.buckets:  # the block has an error of its own: wait for nothing
-            if bucket.gathering is not None:
-                bucket.gathering.detach()
-        self._unhook()
+        self._unhook()  # the block has an error of its own: wait for nothing
         self.gradients.close()
 
 

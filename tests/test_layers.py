@@ -1,0 +1,30 @@
+"""Who may know whom: what sits on top of the operations uses what users have."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asynccoll as ac
+
+PACKAGE = Path(ac.__file__).parent
+
+
+def imported(source: Path) -> Iterator[tuple[str, str]]:
+    """Each name that a module takes from the package, with where it takes it from."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asynccoll"):
+            for name in node.names:
+                yield str(node.module), name.name
+
+
+@pytest.mark.parametrize("source", sorted(PACKAGE.glob("overlap/*.py")), ids=lambda path: path.stem)
+def test_overlap_uses_public_names_alone(source: Path) -> None:
+    """All of it could be written outside of the package."""
+    others = [
+        (module, name) for module, name in imported(source) if not module.startswith("asynccoll.overlap")
+    ]
+    assert [pair for pair in others if pair[1] not in ac.__all__] == []
