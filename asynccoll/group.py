@@ -38,7 +38,8 @@ class Group:
         self.context = context
         self.ranks = ranks
         self.size = len(ranks)
-        self.rank = ranks.index(context.rank) if context.rank in ranks else -1
+        self._indices = {rank: index for index, rank in enumerate(ranks)}
+        self.rank = self._indices.get(context.rank, -1)
         self.is_world = self.size == context.world_size
         self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}
@@ -53,7 +54,7 @@ class Group:
         return self.size
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self.ranks
+        return rank in self._indices
 
     @property
     def key(self) -> str:
@@ -145,12 +146,13 @@ class Group:
         """The position in the group of the global ``rank``, which the call names as its ``role``."""
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise PayloadTypeError(f"{role} must be a global rank (int), got {rank!r}")
-        if rank not in self.ranks:
+        index = self._indices.get(rank)
+        if index is None:
             allowed = (
                 f"0 to {self.size - 1}" if self.is_world else f"one of {list(self.ranks)} (global ranks)"
             )
             raise InvalidArgumentError(f"{role}={rank} is not in the group; expected {allowed}")
-        return self.ranks.index(rank)
+        return index
 
 
 def resolve_group(context: Context, group: Any) -> Group:

@@ -18,6 +18,8 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from asynccoll.store import Clients
 
 __all__ = ["Liveness"]
@@ -61,10 +63,11 @@ class Liveness:
         if self._clients is None or not unknown:
             return
         with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
-            for rank in unknown:
-                if store.check([_key(rank)]):
-                    host, port, name, pid = json.loads(store.get(_key(rank)))
-                    self._peers[rank] = (host, port, name, pid)
+            if not store.check([_key(rank) for rank in unknown]):
+                unknown = [rank for rank in unknown if store.check([_key(rank)])]
+            for rank, said in zip(unknown, _values(store, unknown), strict=True):
+                host, port, name, pid = json.loads(said)
+                self._peers[rank] = (host, port, name, pid)
 
     def lost(self, ranks: tuple[int, ...], *, patience: float = 0.0) -> tuple[int, ...]:
         """Those of ``ranks`` whose process is gone.
@@ -154,3 +157,11 @@ def _connect(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, socket.so
         for key in list(selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
     return lines
+
+
+def _values(store: dist.Store, ranks: list[int]) -> list[bytes]:
+    """What ``ranks`` have published, in one request where the store can: it serves a whole world."""
+    keys = [_key(rank) for rank in ranks]
+    if keys and store.has_extended_api():
+        return store.multi_get(keys)
+    return [store.get(key) for key in keys]

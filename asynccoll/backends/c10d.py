@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._C._distributed_c10d as _native
 import torch.distributed as dist
 
 from asynccoll.backends import interface as own_interface
@@ -206,7 +207,13 @@ class C10dBackend:
                 f"torch.distributed has no backend {native!r} in this build; available: "
                 f"{', '.join(sorted(dist.Backend.backend_list))}"
             )
-        return plugin.creator_fn(store, rank, size, self._timeout)
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, self._timeout)
+        described: Any = _native._DistributedBackendOptions()
+        described.store, described.timeout = store, self._timeout
+        described.group_rank, described.group_size = rank, size
+        described.global_ranks_in_group = []  # as for torch's default group: a world of its own
+        return plugin.creator_fn(described, None)
 
 
 def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], Any]:

@@ -1,0 +1,105 @@
+"""How long collectives take on more ranks than there are here: predicted from what two ranks take.
+
+A message of ``s`` bytes from one rank to another takes ``alpha + beta * s`` (the model of Hockney, 1994);
+an algorithm is a sum of messages, and a training step a line of buckets that become ready during backward.
+Pure arithmetic: what it leaves out (contention, stragglers, the sum itself) is said in docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+__all__ = ["AllReduce", "Link", "Step", "best_bucket_bytes", "hierarchical", "ring", "tree"]
+
+#: Seconds of one all_reduce of so many bytes.
+AllReduce = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message between two ranks costs: ``alpha`` seconds, and ``beta`` seconds a byte."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Of one message."""
+        return self.alpha + self.beta * size_bytes
+
+    @classmethod
+    def fit(cls, measured: Iterable[tuple[float, float]]) -> Link:
+        """From (bytes, seconds) of all_reduces on **two** ranks; at least two sizes.
+
+        There a ring is two messages of half the bytes: ``2 * alpha + beta * bytes``. The line is that of
+        least relative squares, or megabytes would drown what a small message says about alpha.
+        """
+        points = [(size_bytes, seconds) for size_bytes, seconds in measured]
+        if len({size_bytes for size_bytes, _ in points}) < 2:
+            raise ValueError(f"a line needs measurements of two sizes, got {points}")
+        weights = [1 / seconds**2 for _, seconds in points]
+        total = sum(weights)
+        x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+        y0 = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+        above = sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True))
+        beta = max(0.0, above / sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True)))
+        return cls(max(0.0, y0 - beta * x0) / 2, beta)
+
+
+# all_reduce on ``ranks`` ranks
+
+
+def ring(link: Link, ranks: int) -> AllReduce:
+    """Reduce-scatter and all-gather round a ring: ``2 (n - 1)`` messages of an n-th of the bytes."""
+    return lambda size_bytes: 2 * (ranks - 1) * link.seconds(size_bytes / ranks)
+
+
+def tree(link: Link, ranks: int) -> AllReduce:
+    """Up a binary tree and down again: ``2 ceil(log2 n)`` messages of all the bytes."""
+    return lambda size_bytes: 2 * math.ceil(math.log2(ranks)) * link.seconds(size_bytes)
+
+
+def hierarchical(local: Link, network: Link, ranks: int, ranks_per_node: int) -> AllReduce:
+    """Reduce-scatter within each node, all_reduce between nodes, all-gather within each node.
+
+    Every rank of a node sends its part over the network at once, so that they share its bandwidth: a
+    ring of nodes that carries all the bytes.
+    """
+    if ranks % ranks_per_node:
+        raise ValueError(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
+    nodes = ranks // ranks_per_node
+
+    def seconds(size_bytes: float) -> float:
+        inside = 2 * (ranks_per_node - 1) * local.seconds(size_bytes / ranks_per_node)
+        return inside + ring(network, nodes)(size_bytes)
+
+    return seconds
+
+
+# A training step
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a data-parallel step computes, and the gradients that it has to average."""
+
+    forward_seconds: float
+    backward_seconds: float
+    gradient_bytes: float
+
+    def seconds(self, all_reduce: AllReduce, bucket_bytes: float) -> float:
+        """With buckets that become ready evenly during backward and travel one after the other."""
+        now, left, seen = self.forward_seconds, self.gradient_bytes, 0.0
+        while left > 0:
+            size_bytes = min(bucket_bytes, left)
+            left, seen = left - size_bytes, seen + size_bytes
+            ready = self.forward_seconds + self.backward_seconds * seen / self.gradient_bytes
+            now = max(now, ready) + all_reduce(size_bytes)
+        return max(now, self.forward_seconds + self.backward_seconds)
+
+
+def best_bucket_bytes(step: Step, all_reduce: AllReduce) -> int:
+    """The power of two, from 64 KiB to 256 MiB, with which the step is over soonest; of equals the smallest."""
+    sizes = [1 << power for power in range(16, 29)]
+    return min(sizes, key=lambda size_bytes: (step.seconds(all_reduce, size_bytes), size_bytes))
