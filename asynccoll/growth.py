@@ -100,6 +100,9 @@ class Step:
 
 
 def best_bucket_bytes(step: Step, all_reduce: AllReduce) -> int:
-    """The power of two, from 64 KiB to 256 MiB, with which the step is over soonest; of equals the smallest."""
+    """The power of two, from 64 KiB to 256 MiB, with which the step is over soonest.
+
+    Of equally good ones the smallest.
+    """
     sizes = [1 << power for power in range(16, 29)]
     return min(sizes, key=lambda size_bytes: (step.seconds(all_reduce, size_bytes), size_bytes))

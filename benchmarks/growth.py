@@ -195,8 +195,8 @@ def predict(link: Link) -> dict[str, Any]:
 def report_prediction(two: dict[int, float], four: dict[int, float], link: Link) -> dict[str, Any]:
     print(f"\na message between two ranks: {link.alpha * 1e6:.0f} us + {link.beta * 2**20 * 1e6:.0f} us/MiB")
     print(f"{'all_reduce (ms)':>16} {'2 ranks':>9} {'model':>9} {'4 ranks':>9} {'model':>9}")
-    for size_bytes in two:
-        row = [two[size_bytes], ring(link, 2)(size_bytes), four[size_bytes], ring(link, 4)(size_bytes)]
+    for size_bytes, seconds_on_two in two.items():
+        row = [seconds_on_two, ring(link, 2)(size_bytes), four[size_bytes], ring(link, 4)(size_bytes)]
         print(f"{size_bytes:>14} B " + " ".join(f"{seconds * 1e3:9.3f}" for seconds in row))
     found = predict(link)
     print("\npredicted: a step of 150 ms of compute and 100 MB of gradients (ms, best bucket in MiB)")
