@@ -105,11 +105,12 @@ def compute(feeds: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> dict[str, A
 
 def metrics(me: Any, aliased: bool) -> dict[str, Any]:
     """What the ranks compute together."""
-    _choose(me, aliased)
+    choose(me, aliased)
     return compute([batches(me.rank)])
 
 
-def _choose(me: Any, aliased: bool) -> None:
+def choose(me: Any, aliased: bool) -> None:
+    """In this world it is the one or the other; both know the local rank."""
     if aliased and "ignite" not in sys.modules:
         alias()
     import ignite.distributed as idist
@@ -123,7 +124,7 @@ def _choose(me: Any, aliased: bool) -> None:
 
 def training(me: Any, aliased: bool, epochs: int = 4) -> dict[str, Any]:
     """A small model trained with ignite's engine, handlers and auto helpers; what came of it."""
-    _choose(me, aliased)
+    choose(me, aliased)
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.handlers import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ignite_handlers
 import ignite_on_sync
 import worlds
 
@@ -55,3 +56,14 @@ def test_training_with_handlers(pair):
         close(found, real[rank], f"rank {rank}")
     assert aliased[0]["files"]
     assert len({str(found["weights"]) for found in aliased}) == 1
+
+
+def test_handlers(pair):
+    real, aliased = (
+        world.run(ignite_handlers.handlers, flag, timeout=60.0)
+        for world, flag in zip(pair, (False, True), strict=True)
+    )
+    for rank, found in enumerate(aliased):
+        close(found, real[rank], f"rank {rank}")
+    assert len(aliased[0]["lr finder"]["loss"]) > 3
+    assert aliased[0]["files"] == [f"checkpoint_{epoch}.pt" for epoch in (1, 2, 3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ import worlds
 
 SIZES = [size for size in (1, 2, 4) if size in worlds.WORLD_SIZES]
 PLACES = [(backend, size) for backend in worlds.BACKENDS for size in SIZES]
-GROUPS = {1: [None, [0]], 2: [None, [0], [0, 1]], 4: [None, [1], [0, 1], [1, 3]]}
+GROUPS = {1: [None, [0]], 2: [None, [0], [1, 0]], 4: [None, [1], [0, 1], [3, 1]]}
 
 #: Made the same on every rank but for its values.
 TENSORS = {
@@ -24,7 +25,13 @@ TENSORS = {
     "bool": lambda r: torch.tensor([True, False, r % 2 == 0]),
     "float16": lambda r: torch.tensor([1.0, 2.0], dtype=torch.float16) + r,
     "bfloat16": lambda r: torch.tensor([1.0, 2.0], dtype=torch.bfloat16) + r,
+    "int8": lambda r: torch.tensor([1, -2], dtype=torch.int8) * (r + 1),
+    "complex64": lambda r: torch.tensor([1 + 2j, 3j]) * (r + 1),
     "0-d": lambda r: torch.tensor(2.5 + r),
+    "0-d int64": lambda r: torch.tensor(5 + r),
+    "transposed": lambda r: torch.arange(6.0).view(2, 3).t() + r,
+    "of a slice": lambda r: torch.arange(10.0)[2:8:2] + r,
+    "channels last": lambda r: torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last) + r,
     "empty": lambda r: torch.empty(0, 3),
     "needs a gradient": lambda r: torch.ones(2, requires_grad=True),
     "large": lambda r: torch.arange(300_000.0) % 50 + r,  # small: products are exact in any order
@@ -36,10 +43,16 @@ NUMBERS = {
     "float": lambda r: 0.1 + r,
     "large float": lambda r: 1e300,
     "bool": lambda r: r % 2 == 0,
+    "complex": lambda r: 1 + 2j * r,
+    "infinity": lambda r: float("inf"),
+    "of NumPy": lambda r: np.float64(1.5 + r),
+    "int of NumPy": lambda r: np.int64(3 + r),
 }
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 BITWISE = ("AND", "OR")
-WHOLE = ("int64", "int32", "uint8", "bool", "int", "negative", "large int")
+WHOLE = ("int64", "int32", "int8", "uint8", "0-d int64", "bool", "int", "negative", "large int")
+#: Those that are not in one piece arrive in ignite's broadcast(safe_mode=True) in another order.
+SCATTERED = ("transposed", "channels last")
 
 
 @pytest.fixture(params=PLACES, ids=lambda place: f"{place[0]}-{place[1]}", scope="module")
@@ -86,6 +99,8 @@ def reductions(me):
                     continue
                 if (name, op) == ("large int", "PRODUCT"):
                     continue  # overflows at ignite's
+                if name.startswith("complex") and op != "SUM":
+                    continue  # torch has no other of these; we multiply
                 parity.compare(
                     me, label, lambda i, x, op=op, g=group: i.all_reduce(x, op, group=g), make(me.rank)
                 )
@@ -118,13 +133,23 @@ def gatherings(me):
             parity.compare(me, label, lambda i, x, g=group: i.all_gather(x, group=g), make(me.rank))
         shapes = [[r + 1, 3 - r % 2] for r in range(me.size)]
         mine = torch.full(shapes[me.rank], float(me.rank))
-        members = shapes if group is None else [shapes[r] for r in group]
+        members = shapes if group is None else [shapes[r] for r in sorted(group)]
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            parity.compare(
+                me,
+                f"with shapes {group} {dtype}",
+                lambda i, x, s, g=group: i.all_gather_tensors_with_shapes(x, s, group=g),
+                mine.to(dtype),
+                members,
+            )
+    for name, shape in {"1-d": (me.rank + 1,), "empty": (me.rank, 2), "equal": (2, 2)}.items():
+        every = {"1-d": (lambda r: (r + 1,)), "empty": (lambda r: (r, 2)), "equal": (lambda r: (2, 2))}[name]
         parity.compare(
             me,
-            f"with shapes {group}",
-            lambda i, x, s, g=group: i.all_gather_tensors_with_shapes(x, s, group=g),
-            mine,
-            members,
+            f"with shapes, {name}",
+            lambda i, x, s: i.all_gather_tensors_with_shapes(x, s),
+            torch.full(shape, float(me.rank)),
+            tuple(every(r) for r in range(me.size)),
         )
 
 
@@ -139,7 +164,7 @@ def broadcasts(me):
             other = type(value)() if me.rank != src else value
             parity.compare(me, f"{name} {src}", lambda i, x, s=src: i.broadcast(x, src=s), other)
         for name, make in TENSORS.items():
-            if name != "needs a gradient":  # arrives as a leaf that needs one in neither
+            if name != "needs a gradient" and name not in SCATTERED:  # the one is a leaf in neither
                 mine = make(me.rank) if me.rank == src else None
                 parity.compare(
                     me, f"safe {name} {src}", lambda i, x, s=src: i.broadcast(x, s, safe_mode=True), mine
@@ -178,6 +203,10 @@ def made_groups(me):
                     lambda i, x, g=made: i.all_gather(x, group=g[i]),
                     make(me.rank),
                 )
+    world = torch.distributed.group.WORLD
+    if me.backend == "gloo":
+        parity.compare(me, "the world's", lambda i, x: i.all_reduce(x, group=world), torch.tensor([me.rank]))
+        parity.compare(me, "the world's", lambda i, x: i.all_gather(x, group=world), {"rank": me.rank})
     theirs.barrier()
     ours.barrier()
 
@@ -192,10 +221,19 @@ def errors(me):
         "group is a str": lambda i: i.all_reduce(torch.ones(2), group="abc"),
         "group is a list of str": lambda i: i.all_gather(torch.ones(2), group=["0"]),
         "group is an int": lambda i: i.all_gather({}, group=3),
+        "no op": lambda i: i.all_reduce(1.5, None),
+        "AVERAGE, which is Horovod's": lambda i: i.all_reduce(1.5, "AVERAGE"),
+        "all_reduce of an array": lambda i: i.all_reduce(np.arange(3)),
+        "group is a tuple": lambda i: i.all_reduce(torch.ones(2), group=(0,)),
+        "group is a range": lambda i: i.all_gather(torch.ones(2), group=range(1)),
         "broadcast of a list": lambda i: i.broadcast([1]),
+        "broadcast of bytes": lambda i: i.broadcast(b"abc"),
+        "broadcast of a dict, any": lambda i: i.broadcast({}, safe_mode=True),
         "broadcast of None": lambda i: i.broadcast(None),
         "broadcast of None, any": lambda i: i.broadcast(None, src=me.rank, safe_mode=True),
         "new_group of str": lambda i: i.new_group(["a"]),
+        "new_group of None": lambda i: i.new_group(None),
+        "new_group of nobody": lambda i: i.new_group([me.size]),
         "new_group of a tuple": lambda i: i.new_group((0,)),
         "one_rank_first of nobody": lambda i: i.one_rank_first(rank=me.size).__enter__(),
         "one_rank_first of -1": lambda i: i.one_rank_first(rank=-1, local=True).__enter__(),

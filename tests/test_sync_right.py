@@ -52,6 +52,55 @@ def strings(me):
             same(idist.broadcast(mine[me.rank], src=1), mine[1])
 
 
+def scattered(me):
+    """ignite's placeholder is contiguous, and gets the bytes as they lie in memory."""
+    x = torch.arange(6.0).view(2, 3).t()
+    for src in range(me.size):
+        got = idist.broadcast(x if me.rank == src else None, src=src, safe_mode=True)
+        assert got.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def shapes(me):
+    """ignite cuts or pads a tensor of another shape than it is said to have, or leaves the peers waiting."""
+    right = [[rank + 1, 2] for rank in range(me.size)]
+    mine = torch.ones(me.rank + 1, 2)
+    wrong = {
+        "another shape": (torch.ones(7, 7), right),
+        "too few": (mine, right[:-1]),
+        "too many dimensions": (mine, [[*shape, 1] for shape in right]),
+        "none": (mine, []),
+        "no tensor": ([1.0], right),
+    }
+    for name, (tensor, said) in wrong.items():
+        with me.case(name):
+            if me.rank == 0:
+                with raising((ValueError, TypeError), "shapes"):
+                    idist.all_gather_tensors_with_shapes(tensor, said)
+            else:
+                with raising(ac.PeerRefusedError, "rank 0 refused"):
+                    idist.all_gather_tensors_with_shapes(mine, right)
+    found = idist.all_gather_tensors_with_shapes(mine, right)
+    assert [list(one.shape) for one in found] == right
+
+
+def refused_in_a_group(me):
+    """The members are told; the others go on."""
+    members = [0, 1]
+    if me.rank == 0:
+        with raising(TypeError, "Unhandled input type"):
+            idist.all_reduce("abc", group=members)
+        with raising(ValueError, "Unsupported reduction operation"):
+            idist.all_reduce(1, "mean", group=members)
+    elif me.rank == 1:
+        for _ in range(2):
+            with raising(ac.PeerRefusedError, "rank 0 refused"):
+                idist.all_reduce(1, group=members)
+    elif me.rank > 1:
+        with raising(TypeError, "Unhandled input type"):
+            idist.all_reduce("abc", group=members)
+    same(idist.all_reduce(1), me.size)
+
+
 def _held():
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -126,7 +175,11 @@ def refused_by_one(me):
             same(idist.all_reduce(1), me.size)
 
 
-@pytest.mark.parametrize("case", [numbers, strings, groups, refused_by_one], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [numbers, strings, scattered, shapes, groups, refused_by_one, refused_in_a_group],
+    ids=lambda c: c.__name__,
+)
 def test_right(world, case):
     world.run(case, timeout=60.0)
 

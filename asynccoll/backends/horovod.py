@@ -194,14 +194,14 @@ def create(request: Request) -> Context:
     """Join the world that horovodrun made, or that the user has joined with ``hvd.init()``."""
     from asynccoll.context import Context
 
-    options = request.take_options("torch_group")
+    options = request.take_options("torch_group", "comm")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
             "backend 'horovod' meets through Horovod: start the ranks with horovodrun or `asynccoll run "
             "--backend horovod`, and pass neither store= nor init_method="
         )
     hvd = load()
-    start(hvd, request.launch)
+    start(hvd, request.launch, options.get("comm"))
     identity = _locate(hvd)
     _check_place(request, identity)
     timeout = timedelta(seconds=request.timeout)

@@ -43,8 +43,8 @@ def load() -> Any:
     return hvd
 
 
-def start(hvd: Any, launch: LaunchInfo | None) -> None:
-    """Initialise Horovod, unless the user did.
+def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None) -> None:
+    """Initialise Horovod, unless the user did; ``comm`` is that of ``hvd.init``.
 
     Raises:
         LaunchEnvironmentError: a launcher that Horovod does not know has started several ranks.
@@ -59,4 +59,4 @@ def start(hvd: Any, launch: LaunchInfo | None) -> None:
         )
     # Groups are process sets that are made while the job runs.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    hvd.init()
+    hvd.init(comm=comm)

@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Sequence
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 
 import asynccoll as ac
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
 from asynccoll.ops import refuse
 from asynccoll.stepping import waited_for
 from asynccoll.sync import compiled, horovod
@@ -57,17 +57,17 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[
     if now is SERIAL:
         return tensor
     if not isinstance(tensor, (torch.Tensor, *_NUMBERS)):
-        refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"))
+        _refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"), group)
     ours = now.ops.get(op)
     if ours is None:
-        refuse(InvalidArgumentError(f"Unsupported reduction operation: '{op}'"))
+        _refuse(InvalidArgumentError(f"Unsupported reduction operation: '{op}'"), group)
     if group is not None:
         group = _group(group)
         if _outside(group):
             # As torch does, of this function alone.
             where = f"global rank {ac.get_rank()} which does not belong to the given group."
             warnings.warn(f"Running all_reduce on {where}", stacklevel=2)
-            return tensor
+            return _plain(tensor)
     if ours == "adasum":
         return horovod.adasum(tensor)
     if isinstance(tensor, torch.Tensor):
@@ -98,7 +98,7 @@ def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] 
     if group is not None:
         group = _group(group)
         if _outside(group):
-            return [tensor] if isinstance(tensor, str) else tensor
+            return [tensor] if isinstance(tensor, str) else _plain(tensor)
     if isinstance(tensor, torch.Tensor):
         return waited_for(ac.all_gather, tensor.detach() if tensor.requires_grad else tensor, group=group)
     if isinstance(tensor, (str, *_NUMBERS)):
@@ -116,11 +116,15 @@ def all_gather_tensors_with_shapes(
 
     ``shapes`` has one shape for each rank of the group, all with as many dimensions. Outside of ``group``
     the result is ``[tensor]``.
+
+    Raises:
+        ValueError: shapes that cannot be those of the ranks, or this rank's is another.
     """
     if group is not None and model() is not SERIAL:
         group = _group(group)
         if _outside(group):
             return [tensor]
+    _check_shapes(tensor, shapes, group)
     largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     missing = [size - have for size, have in zip(largest, tensor.shape, strict=True)]
     padding = [amount for size in reversed(missing) for amount in (0, size)]
@@ -129,6 +133,22 @@ def all_gather_tensors_with_shapes(
     return [
         row[tuple(slice(size) for size in shape)] for row, shape in zip(rows.unbind(0), shapes, strict=True)
     ]
+
+
+def _check_shapes(tensor: Any, shapes: Sequence[Sequence[int]], group: Any) -> None:
+    """What does not hold would be padded or cut to another rank's shape, and arrive as something else."""
+    size, place = (1, 0) if model() is SERIAL else (ac.get_world_size(group), ac.get_rank(group))
+    if not isinstance(tensor, torch.Tensor):
+        _refuse(PayloadTypeError(f"all_gather_tensors_with_shapes got a {type(tensor).__name__}"), group)
+    given = [tuple(shape) for shape in shapes]
+    if len(given) != size or len({len(shape) for shape in given}) != 1 or given[place] != tensor.shape:
+        _refuse(
+            InvalidArgumentError(
+                f"shapes must be those of the tensors of {size} ranks, all with as many dimensions; here is "
+                f"rank {place} with a tensor of shape {tuple(tensor.shape)}, and shapes={given}"
+            ),
+            group,
+        )
 
 
 def broadcast(
@@ -208,6 +228,19 @@ def _group(group: Any) -> Any:
     raise InvalidArgumentError(
         f"Argument group should be list of int or ProcessGroup, got {type(group)}, group={group}"
     )
+
+
+def _plain(x: Any) -> Any:
+    """A number of NumPy as Python's; anything else as it is."""
+    return x.item() if isinstance(x, Number) and hasattr(x, "item") else x
+
+
+def _refuse(error: AsyncCollError, group: Any) -> NoReturn:
+    """Raise it, and tell the members of ``group`` who make the call; it need not be one of the forms."""
+    group = None if group is None else _group(group)
+    if model() is SERIAL or _outside(group):
+        raise error
+    refuse(error, group=group)
 
 
 def _outside(group: Any) -> bool:

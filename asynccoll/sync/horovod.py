@@ -1,4 +1,4 @@
-"""What of ignite's Horovod model is Horovod's alone: ``comm=``, ADASUM, process sets, and its context."""
+"""What of ignite's Horovod model is Horovod's alone: ADASUM, process sets, and its context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import asynccoll as ac
 
-__all__ = ["adasum", "initialize", "is_process_set", "joined_by_user", "new_group", "shutdown"]
+__all__ = ["adasum", "is_process_set", "joined_by_user", "new_group", "shutdown"]
 
 
 class _Sets:
@@ -34,15 +34,6 @@ def joined_by_user() -> bool:
     """Whether ``hvd.init()`` has been called."""
     hvd = _loaded()
     return hvd is not None and bool(hvd.is_initialized())
-
-
-def initialize(comm: Any = None, **kwargs: Any) -> None:
-    """``ac.initialize``, after ``hvd.init(comm=)`` if the caller passes one."""
-    if comm is not None:
-        import horovod.torch as hvd
-
-        hvd.init(comm=comm)
-    ac.initialize("horovod", **kwargs)
 
 
 def shutdown() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +86,7 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
     """Join the world on ``backend``."""
     in_seconds(kwargs)
     if by_backend(backend) is not NATIVE:
-        join_other = horovod.initialize if backend == "horovod" else partial(ac.initialize, backend)
-        join_other(**kwargs)
+        ac.initialize(backend, **kwargs)
         return
     if backend == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("Nccl backend is required but no cuda capable devices")
