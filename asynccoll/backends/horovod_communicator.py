@@ -26,7 +26,7 @@ __all__ = ["HorovodCommunicator", "Rounds"]
 
 #: Names of reductions. Loops of two, three, ... calls find under a name what they sent under it before:
 #: hence a number that many divide. Horovod remembers 1024 (``HOROVOD_CACHE_CAPACITY``).
-RING = 240
+RING = 120
 
 _OPS = {
     ReduceOp.SUM: mpi_ops.Sum,
