@@ -2,8 +2,9 @@
 
 Run it where Horovod is installed: ``asynccoll run --backend horovod -n 2 benchmarks/horovod_latency.py``.
 Every rank does the same; the peers take turns, in an order that changes from round to round, and are
-compared within a round, once the names of ours have been used for tensors of this shape (a training loop
-sends the same in every step; ``bare`` uses a new name each time, as Horovod does by itself). Measured are one tensor at a time and a hundred in flight:
+compared within a round, once our names have been used for tensors of this shape (a training loop sends
+the same in every step; ``bare`` uses a new name each time, as Horovod does by itself). Measured are one
+tensor at a time and a hundred in flight:
 
 - ``bare``: ``hvd.allreduce_async(x, op=hvd.Sum)`` and ``hvd.synchronize``;
 - ``wait``: ``ac.all_reduce(x).wait()``; ``await``: the same under asyncio;
