@@ -41,6 +41,8 @@ _PENDING = 0
 _FINISHING = 1
 _DONE = 2
 _FAILED = 3
+#: How often in a row ``as_completed`` waits in place for nothing before it asks to be woken.
+_PATIENCE = 4
 _claim = threading.Lock()
 #: Who waits for another thread to finish a work: hardly ever anybody.
 _finishing: dict[int, threading.Event] = {}
@@ -366,11 +368,22 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
         work._send()
     deadline = monotonic() + (math.inf if timeout is None else timeout)
     # Most often the first to start is the first to end, and soon: then nobody has to be woken.
-    while pending and await _Attending(pending[0]):
-        yield pending.popleft()
+    patience = _PATIENCE
+    while pending and patience and monotonic() < deadline:
+        first = pending[0] if await _Attending(pending[0]) else _any_done(pending)
+        if first is None:
+            patience -= 1
+            continue
+        patience = _PATIENCE
+        pending.remove(first)
+        yield first
     arrivals = _Arrivals(list(pending))
     for _ in pending:
         yield await arrivals.next(deadline)
+
+
+def _any_done(works: Iterable[Work[T]]) -> Work[T] | None:
+    return next((work for work in works if work.done()), None)
 
 
 class _Attending:

@@ -22,7 +22,7 @@ def checked(request: pytest.FixtureRequest) -> World:
 
 
 DTYPES = ("float32", "float16", "int16", "bool", "complex64", "uint64", "float64")
-SIZES = ((), (0,), (3, 2), (40_000,))
+SIZES = ((), (0,), (3, 2))
 
 
 async def reductions(me: Rank) -> None:
@@ -62,6 +62,12 @@ async def in_place(me: Rank) -> None:
             assert await me.get(prepared.start()) is x
             oracle.same(x, torch.full(shape, float(sum(rank + step for rank in range(me.size)))))
         out = torch.empty(shape)
+        for dtype in (torch.int16, torch.float16):  # sent wider, and larger than what is exchanged
+            y = torch.full(shape, me.rank + 1, dtype=dtype)
+            wider = ac.prepare("all_reduce", y)
+            for scale in (1, 2):
+                y.fill_(scale)
+                oracle.same(await me.get(wider.start()), torch.full(shape, scale * me.size, dtype=dtype))
         into = ac.prepare("all_reduce", like=x, out=out)
         x.fill_(1.0)
         assert await me.get(into.start()) is out
