@@ -33,8 +33,13 @@ MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_lau
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(MPI_TESTS)
 
+# Files with many cases that depend little on the number of ranks or on the event loop.
+TWO_RANKS := ASYNCCOLL_TEST_WORLD_SIZES=2 ASYNCCOLL_TEST_RUNNERS=asyncio
+IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing fusion prepare)
+
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
 	@$(MPICH) $(ON_MPI) $(MPI_CASES) $(ARGS)
+	@$(MPICH) $(ON_MPI) $(TWO_RANKS) python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(IN_PAIRS) $(ARGS)
 	@$(OMPI) $(ON_MPI) ASYNCCOLL_TEST_RUNNERS=asyncio $(MPI_CASES) $(ARGS)
 
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
@@ -53,6 +58,7 @@ horovod: ## the tests that run on any backend, on Horovod, which is compiled on 
 	@$(HVD) $(ON_HVD) $(HVD_TESTS) $(ARGS)
 	@$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
 		$(ON_HVD) $(HVD_RUN_TESTS) $(ARGS)
+	@$(HVD) env $(TWO_RANKS) $(ON_HVD) -k horovod $(IN_PAIRS) $(ARGS)
 
 # Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
 APART      := python $(CURDIR)/tools/apart.py --limit 240 --jobs 2 -q -c $(CURDIR)/pyproject.toml
@@ -67,6 +73,7 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))
 	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio \
 		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
+	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) -k xla $(ARGS) $(IN_PAIRS)
 	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
