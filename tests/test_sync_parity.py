@@ -233,12 +233,12 @@ def errors(me):
         "broadcast of None, any": lambda i: i.broadcast(None, src=me.rank, safe_mode=True),
         "new_group of str": lambda i: i.new_group(["a"]),
         "new_group of None": lambda i: i.new_group(None),
-        "new_group of nobody": lambda i: i.new_group([me.size]),
         "new_group of a tuple": lambda i: i.new_group((0,)),
         "one_rank_first of nobody": lambda i: i.one_rank_first(rank=me.size).__enter__(),
         "one_rank_first of -1": lambda i: i.one_rank_first(rank=-1, local=True).__enter__(),
     }
-    if me.backend == "gloo":  # the texts tell the backends
+    if me.backend == "gloo":  # the texts are torch's, or tell the backends
+        wrong["new_group of nobody"] = lambda i: i.new_group([me.size])
         wrong["unknown backend"] = lambda i: i.initialize("abc")
         wrong["spawn on an unknown backend"] = lambda i: i.spawn("abc", print, ())
     for label, call in wrong.items():
