@@ -90,12 +90,16 @@ def check(directory: Path) -> None:
     assert [one["host"] for one in found] == list(netns.NAMES)
 
 
-@pytest.mark.parametrize("address", [netns.ADDRESSES[0], netns.NAMES[0]], ids=["address", "name"])
-def test_parallel_with_a_script_on_each_host(hosts: netns.Hosts, tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "how"), [(netns.ADDRESSES[0], "sync"), (netns.NAMES[0], "parallel")], ids=["address", "name"]
+)
+def test_parallel_with_a_script_on_each_host(
+    hosts: netns.Hosts, tmp_path: Path, address: str, how: str
+) -> None:
     """`Parallel(nnodes=2, node_rank=...)`, as with ignite; the first host's own name will do."""
     where = {"nproc_per_node": 1, "nnodes": 2, "master_addr": address, "master_port": PORT}
     given = [json.dumps({**where, "node_rank": node}) for node in (0, 1)]
-    ended = both(hosts, sys.executable, TRAINING, "parallel", str(tmp_path), PARALLEL=given)
+    ended = both(hosts, sys.executable, TRAINING, how, str(tmp_path), PARALLEL=given)
     assert ended.codes == [0, 0], ended.said
     check(tmp_path)
 

@@ -54,7 +54,13 @@ ONE_HOST = {
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("launch", "bare"), ("launch", "parallel"), ("torchrun", "parallel"), ("asynccoll-run", "bare")],
+    [
+        ("launch", "bare"),
+        ("launch", "sync"),
+        ("torchrun", "parallel"),
+        ("torchrun", "sync"),
+        ("asynccoll-run", "bare"),
+    ],
 )
 def test_one_host(tmp_path: Path, name: str, how: str) -> None:
     """The ranks find each other by what the launcher says."""
@@ -76,16 +82,17 @@ def by_number(node: int, port: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "meeting"),
+    ("module", "meeting", "how"),
     [
-        ("asynccoll run", by_rendezvous),
-        ("asynccoll run", by_number),
-        ("torch.distributed.run", by_rendezvous),
+        ("asynccoll run", by_rendezvous, "parallel"),
+        ("asynccoll run", by_number, "parallel"),
+        ("torch.distributed.run", by_rendezvous, "parallel"),
+        ("torch.distributed.run", by_number, "sync"),
     ],
 )
-def test_two_agents(tmp_path: Path, module: str, meeting) -> None:
+def test_two_agents(tmp_path: Path, module: str, meeting, how: str) -> None:
     """One for each "host", with two ranks on it."""
     port = free_port()
     lines = [["-m", *module.split(), *meeting(node, port), "--nproc-per-node", "2"] for node in (0, 1)]
-    launch(*([*line, TRAINING, "parallel", str(tmp_path)] for line in lines))
+    launch(*([*line, TRAINING, how, str(tmp_path)] for line in lines))
     training.check(tmp_path, [(0, 0), (0, 1), (1, 0), (1, 1)], backend="gloo")

@@ -157,6 +157,7 @@ JOBS = {
     "one-each-bare": (["-N2", "--ntasks-per-node=1"], "bare", [(0, 0), (1, 0)]),
     "two-each-parallel": (["-N2", "--ntasks-per-node=2"], "parallel", [(0, 0), (0, 1), (1, 0), (1, 1)]),
     "uneven-parallel": (["-N2", "-n3"], "parallel", [(0, 0), (0, 1), (1, 0)]),
+    "two-each-sync": (["-N2", "--ntasks-per-node=2"], "sync", [(0, 0), (0, 1), (1, 0), (1, 1)]),
 }
 
 
@@ -184,18 +185,20 @@ def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.slow
-def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["parallel", "sync"])
+def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """One task, and the script starts the ranks itself."""
-    line = ["srun", "-N1", "-n1", sys.executable, TRAINING, "parallel", str(tmp_path)]
+    line = ["srun", "-N1", "-n1", sys.executable, TRAINING, how, str(tmp_path)]
     ended = cluster.call(*line, PARALLEL='{"nproc_per_node": 2}')
     assert ended.code == 0, ended.said
     training.check(tmp_path, [(0, 0), (0, 1)])
 
 
 @pytest.mark.slow
-def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["parallel", "sync"])
+def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """The recipe of the documentation."""
-    script = shlex.join(["srun", sys.executable, TRAINING, "parallel", str(tmp_path)])
+    script = shlex.join(["srun", sys.executable, TRAINING, how, str(tmp_path)])
     code, said = batch(cluster, tmp_path, script, "--nodes=2", "--ntasks-per-node=1")
     assert code == 0, said
     training.check(tmp_path, [(0, 0), (1, 0)])

@@ -1,6 +1,7 @@
 """A training script for launchers to start: data parallel, with a result known from one process.
 
     python training.py parallel DIRECTORY   through `ac.Parallel`, which joins what the launcher made
+    python training.py sync DIRECTORY       the same by `asynccoll.sync`, as a program written for ignite
     python training.py bare DIRECTORY       through `ac.initialize()`
 
 Each rank leaves a file of JSON there: where it finds itself, and the weights after the last step.
@@ -9,6 +10,7 @@ The variable PARALLEL holds further arguments for `Parallel`, as JSON.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -46,22 +48,36 @@ def expected() -> list[float]:
     return train(0, 1, lambda gradient: gradient)
 
 
-def main(local_rank: int, directory: str) -> None:
-    """One rank: train, and tell."""
-    weights = train(ac.get_rank(), ac.get_world_size(), lambda x: ac.all_reduce(x, op="avg").wait())
+def mean(x: torch.Tensor) -> torch.Tensor:
+    """By ``asynccoll``."""
+    return ac.all_reduce(x, op="avg").wait()
+
+
+def mean_by_sync(x: torch.Tensor) -> torch.Tensor:
+    """As programs for ignite do it."""
+    import asynccoll.sync as idist
+
+    return idist.all_reduce(x) / idist.get_world_size()
+
+
+def main(local_rank: int, directory: str, module: str = "asynccoll") -> None:
+    """One rank: train, and tell; by ``asynccoll`` or by ``asynccoll.sync``."""
+    world = importlib.import_module(module)
+    average = mean if world is ac else mean_by_sync
+    weights = train(world.get_rank(), world.get_world_size(), average)
     said = {
-        "rank": ac.get_rank(),
-        "size": ac.get_world_size(),
+        "rank": world.get_rank(),
+        "size": world.get_world_size(),
         "local": local_rank,
-        "per_node": ac.get_nproc_per_node(),
-        "node": ac.get_node_rank(),
-        "nodes": ac.get_nnodes(),
-        "backend": ac.backend(),
+        "per_node": world.get_nproc_per_node(),
+        "node": world.get_node_rank(),
+        "nodes": world.get_nnodes(),
+        "backend": world.backend(),
         "slurm_node": os.environ.get("SLURMD_NODENAME"),
-        "host": ac.hostname(),
+        "host": world.hostname(),
         "weights": weights,
     }
-    Path(directory, f"rank-{ac.get_rank()}").write_text(json.dumps(said))
+    Path(directory, f"rank-{world.get_rank()}").write_text(json.dumps(said))
 
 
 def ranks(directory: Path, size: int, **same: object) -> list[dict]:
@@ -91,5 +107,7 @@ if __name__ == "__main__":
         main(ac.get_local_rank(), sys.argv[2])
         ac.finalize()
     else:
-        with ac.Parallel(**{"backend": "gloo", **json.loads(os.environ.get("PARALLEL", "{}"))}) as parallel:
-            parallel.run(main, sys.argv[2])
+        name = "asynccoll.sync" if sys.argv[1] == "sync" else "asynccoll"
+        options = {"backend": "gloo", **json.loads(os.environ.get("PARALLEL", "{}"))}
+        with importlib.import_module(name).Parallel(**options) as started:
+            started.run(main, sys.argv[2], name)
