@@ -25,6 +25,10 @@ __all__ = ["CompiledWork", "renew"]
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 
 
+#: Whether they have gradients, which they got after torch 2.9; before, backward is silently wrong.
+GRADIENTS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::wait_tensor", "Autograd")
+
+
 class _Graphs:
     """Whether this process has made a graph with a collective in it."""
 
@@ -81,14 +85,23 @@ def _is_source(src: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
-def _require(plain: bool) -> None:
+def _require(plain: bool, tracked: bool) -> None:
     """Refuse what torch's functional ops cannot do, rather than do something else."""
+    if tracked and not GRADIENTS:
+        raise UnsupportedOpError(
+            f"the collectives of torch {torch.__version__} have no gradient inside torch.compile: call them "
+            "outside of the graph, detach the input, or take a newer torch"
+        )
     if not plain:
         raise UnsupportedOpError(
             "inside torch.compile collectives run over the world (group=None) and give a new tensor: "
             "leave out group=, out=, uneven=, safe_mode=, factors and compression=, or call them outside of "
             "the graph"
         )
+
+
+def _tracked(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _integers(x: torch.Tensor) -> bool:
@@ -117,16 +130,16 @@ def _work(tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 
 
 
 def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None, plain: bool = True) -> Work[Any]:
-    _require(group is None and out is None and plain)
+    _require(group is None and out is None and plain, _tracked(x))
     name, divisor = _reduction(op, _integers(x))
     reduce = torch.ops._c10d_functional.all_reduce
     return _work(reduce(x.contiguous(), name, _world()), divisor=divisor)
 
 
 def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Work[Any]:
-    _require(group is None and out is None and not safe_mode)
+    _require(group is None and out is None and not safe_mode, _tracked(x))
     ours = _is_source(src)
-    if x.requires_grad and torch.is_grad_enabled():
+    if _tracked(x):
         # torch's op has no gradient, and says so in a warning only. A sum of zeros and one has.
         silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
         return all_reduce(x.masked_fill(silent, 0), "sum", None)
@@ -134,7 +147,7 @@ def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Wor
 
 
 def all_gather(x: Any, dim: int, group: Any, *, uneven: bool, out: Any) -> Work[Any]:
-    _require(group is None and out is None and not uneven)
+    _require(group is None and out is None and not uneven, _tracked(x))
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
     if x.dim() == 0:
@@ -143,7 +156,7 @@ def all_gather(x: Any, dim: int, group: Any, *, uneven: bool, out: Any) -> Work[
 
 
 def reduce_scatter(x: Any, op: Any, dim: int, group: Any, *, out: Any) -> Work[Any]:
-    _require(group is None and out is None)
+    _require(group is None and out is None, _tracked(x))
     reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()
     name, divisor = _reduction(op, _integers(x))
@@ -155,7 +168,7 @@ def reduce_scatter(x: Any, op: Any, dim: int, group: Any, *, out: Any) -> Work[A
 def all_to_all(
     x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any, *, out: Any
 ) -> Work[Any]:
-    _require(group is None and out is None)
+    _require(group is None and out is None, _tracked(x))
     size = _size()
     even = [x.shape[0] // size] * size
     exchange = torch.ops._c10d_functional_autograd.all_to_all_single

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,10 @@ def run(
     return ended
 
 
+#: What older versions of torch print by themselves.
+_LIBRARY_SAYS = re.compile(r"^\[Gloo\].*\n", re.MULTILINE)
+
+
 def _listen_to_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -89,7 +94,7 @@ def _end(
         raise AssertionError(f"rank {rank} does not end:\n{said}\n{heard[-4000:]}") from None
     return Ended(
         code,
-        directory.joinpath(f"out-{rank}").read_text(),
+        _LIBRARY_SAYS.sub("", directory.joinpath(f"out-{rank}").read_text()),
         directory.joinpath(f"err-{rank}").read_text(),
         time.monotonic() - start,
     )
