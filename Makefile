@@ -67,7 +67,7 @@ ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_training xla_launch xla_replicas sync_xla
 XLA_TESTS  := $(XLA_ITSELF) $(filter-out faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
-OLD_TORCH  := all_gather all_reduce all_to_all autograd broadcast compiled lanes objects overlap p2p runtime trace work
+OLD_TORCH  := all_gather all_reduce autograd checks compiled lanes objects overlap runtime work
 
 xla: ## on torch_xla's CPU client: its own tests, and those that run on any backend; gloo on its torch
 	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))

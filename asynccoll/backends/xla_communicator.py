@@ -26,6 +26,7 @@ from asynccoll.backends.xla_collectives import (
     ReduceScatter,
     Scatter,
 )
+from asynccoll.backends.xla_device import is_settled
 from asynccoll.checks import mismatch
 from asynccoll.completion import Completion, Promise
 from asynccoll.errors import CollectiveMismatchError, PeerLostError
@@ -157,6 +158,9 @@ class XlaCommunicator:
     ) -> Completion:
         call = Call(self._replica, collective, x, deliver, splits)
         meet = self._meeting.enter(call)
+        if is_settled(x):
+            meet()
+            return call.promise
 
         def begin() -> None:
             try:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch_xla
 
-__all__ = ["Device", "compute"]
+__all__ = ["Device", "compute", "is_settled", "twin"]
 
 _native: Any = torch_xla._XLAC
 
@@ -76,6 +76,18 @@ class Device:
 def compute(x: torch.Tensor) -> None:
     """Launch what ``x`` still waits for: in the thread that made it, before others build on it."""
     _native._xla_sync_multi([x], [], wait=False, sync_xla_data=True)
+
+
+def twin(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of our own with the value of ``x``, which is computed: there is nothing to settle."""
+    copy = x.clone()
+    copy.asynccoll_settled = True  # type: ignore[attr-defined]  # for is_settled
+    return copy
+
+
+def is_settled(x: torch.Tensor) -> bool:
+    """Whether ``x`` is known to be data on the device, with no graph behind it."""
+    return getattr(x, "asynccoll_settled", False)
 
 
 def _guard_sync() -> None:

@@ -25,7 +25,10 @@ class Meeting(Protocol):
     """Where the calls of one communicator meet."""
 
     def enter(self, call: Call) -> Callable[[], object]:
-        """Give ``call`` its place in the order; what is returned runs once its input is there."""
+        """Give ``call`` its place in the order; what is returned is called once its input is there.
+
+        In any thread, for it only hands over.
+        """
         ...
 
     def give_up(self, error: CollectiveError) -> None:
@@ -49,12 +52,16 @@ class Together:
         return lambda: self._meet(place, call)
 
     def _meet(self, place: int, call: Call) -> None:
-        from asynccoll.backends.xla_communicator import launch
-
         calls = self._room.arrive(place, self._index, call)
         if calls is not None:
-            with self._launching:
-                launch(cast("list[Call]", calls), self._name)
+            together = cast("list[Call]", calls)
+            call.replica.progress.submit(lambda: self._launch(together))
+
+    def _launch(self, calls: list[Call]) -> None:
+        from asynccoll.backends.xla_communicator import launch
+
+        with self._launching:
+            launch(calls, self._name)
 
     def give_up(self, error: CollectiveError) -> None:
         self._room.give_up(error)
@@ -67,9 +74,15 @@ class Alone:
         self._ordered: Any = None
 
     def enter(self, call: Call) -> Callable[[], object]:
-        return lambda: self._launch(call)
+        return lambda: call.replica.progress.submit(lambda: self._launch(call))
 
     def _launch(self, call: Call) -> None:
+        try:
+            self._carry_out(call)
+        except BaseException as error:
+            call.fail(error)
+
+    def _carry_out(self, call: Call) -> None:
         if call.splits is not None:
             call.matrix = self._exchange(call)
         call.prepare()

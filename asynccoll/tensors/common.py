@@ -111,7 +111,8 @@ class Call:
         return self._begin(lane, timeout, self.refill)
 
     def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Work[Any]:
-        if fill is not None and not (self.wire.nbytes >= OFFLOAD_BYTES and in_loop()):
+        big = self.wire.nbytes >= OFFLOAD_BYTES and has_memory(self.wire)
+        if fill is not None and not (big and in_loop()):
             fill()
             fill = None
         operation = issue(
@@ -194,15 +195,24 @@ def physical(x: torch.Tensor) -> torch.Tensor:
 def computed(x: torch.Tensor) -> torch.Tensor:
     """``x``; the graph of a lazy tensor runs here, in its user's thread, where no other touches it."""
     if not has_memory(x):
-        from asynccoll.backends.xla_device import compute
+        from asynccoll.backends import xla_device
 
-        compute(x)
+        xla_device.compute(x)
     return x
+
+
+def _twin(x: torch.Tensor) -> torch.Tensor:
+    """A lazy tensor of our own with the value of ``x``, which is computed here."""
+    from asynccoll.backends import xla_device
+
+    return xla_device.twin(physical(x))
 
 
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x`` as memory holds it; of a plain tensor in a single tensor operation."""
-    if x.requires_grad or x.is_neg() or x.is_complex() or not has_memory(x):
+    if not has_memory(x):
+        return _twin(x)
+    if x.requires_grad or x.is_neg() or x.is_complex():
         x = physical(x)
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -267,10 +277,13 @@ def owned(
 
     See ``Call``: None is nothing to do.
     """
+    if not has_memory(x):
+        wire = _twin(x) if plan.direct else encode(physical(x), plan).clone()
+        return wire, None, encoding_again(wire, x, plan)
     source = physical(x)
     wire = encode(source, plan)
 
-    shared = not has_memory(wire) or (same_memory(wire, source) and wire.numel() > 0)
+    shared = same_memory(wire, source) and wire.numel() > 0
     if not shared and not (plan.direct and out is not None):
         return wire, None, encoding_again(wire, x, plan)
     buffer = target_for(out, wire, wire.shape)
@@ -283,7 +296,7 @@ def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[
     """How ``wire``, which is ``x`` encoded, follows what ``x`` holds later; None if it is its memory."""
     if same_memory(wire, x):
         return None
-    if plan.wire is Wire.SAME and not x.is_complex() and not x.is_neg():
+    if plan.wire is Wire.SAME and has_memory(x) and not x.is_complex() and not x.is_neg():
         return partial(wire.view(x.shape).copy_, x.detach())
     return lambda: wire.view(-1).copy_(encode(physical(x), plan).view(-1))
 
