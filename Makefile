@@ -14,7 +14,7 @@ BENCH  ?= latency
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi horovod xla quick lint types docs bench overlap fix lock clean clean-envs
+.PHONY: help demo test system mpi horovod xla soak quick lint types docs bench overlap fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,7 +64,7 @@ horovod: ## the tests that run on any backend, on Horovod, which is compiled on 
 APART      := python $(CURDIR)/tools/apart.py --limit 240 --jobs 2 -q -c $(CURDIR)/pyproject.toml
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
-XLA_ITSELF := xla xla_training xla_launch xla_replicas sync_xla
+XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
 XLA_TESTS  := $(XLA_ITSELF) $(filter-out faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled lanes objects overlap runtime work
@@ -75,6 +75,10 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
 	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) -k xla $(ARGS) $(IN_PAIRS)
 	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
+
+soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
+	@for run in 1 2 3 4 5; do \
+		$(XLA) env ASYNCCOLL_TEST_SOAK=2000 $(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
 	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)

@@ -27,17 +27,24 @@ class Call:
         self.error = error
 
 
-def test_the_last_to_come_gets_all_calls_by_rank() -> None:
-    """Each place of the order is a meeting of its own, complete in any order."""
+def taken(room: Room) -> list[Any]:
+    """What can be taken, in order."""
+    return list(iter(room.take, None))
+
+
+def test_who_comes_last_can_take_all_calls_by_rank() -> None:
+    """Each place of the order is a meeting of its own; a complete one waits for those before it."""
     room = Room(3)
-    calls = {(place, rank): Call() for place in (1, 2) for rank in range(3)}
-    arrivals = [(1, 2), (2, 0), (1, 0), (2, 2), (2, 1), (1, 1)]
-    got = {where: room.arrive(*where, calls[where]) for where in arrivals}
-    complete = {where: found for where, found in got.items() if found is not None}
-    assert complete == {
-        (2, 1): [calls[2, rank] for rank in range(3)],
-        (1, 1): [calls[1, rank] for rank in range(3)],
-    }
+    calls = {(place, rank): Call() for place in (1, 2, 3) for rank in range(3)}
+    arrivals = [(1, 2), (2, 0), (1, 0), (2, 2), (2, 1), (1, 1), (3, 1), (3, 0), (3, 2)]
+    got = []
+    for where in arrivals:
+        complete = room.arrive(*where, calls[where])
+        got.append((complete, taken(room)))
+    first, second, third = ([calls[place, rank] for rank in range(3)] for place in (1, 2, 3))
+    nothing = (False, [])
+    assert got[:4] == [nothing] * 4
+    assert got[4:] == [(True, []), (True, [first, second]), nothing, nothing, (True, [third])]
 
 
 def test_who_gives_up_fails_those_that_wait_and_those_that_come() -> None:
@@ -48,7 +55,8 @@ def test_who_gives_up_fails_those_that_wait_and_those_that_come() -> None:
     first = ac.PeerLostError("rank 1 is gone", (1,))
     room.give_up(first)
     room.give_up(ac.PeerLostError("again", (0,)))
-    assert room.arrive(2, 0, late) is None
+    assert not room.arrive(2, 0, late)
+    assert taken(room) == []
     assert (waiting.error, late.error) == (first, first)
 
 

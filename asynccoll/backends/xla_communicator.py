@@ -26,10 +26,10 @@ from asynccoll.backends.xla_collectives import (
     ReduceScatter,
     Scatter,
 )
-from asynccoll.backends.xla_device import is_settled
+from asynccoll.backends.xla_device import take_settled
 from asynccoll.checks import mismatch
 from asynccoll.completion import Completion, Promise
-from asynccoll.errors import CollectiveMismatchError, PeerLostError
+from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
 from asynccoll.spec import ReduceOp
 
 if TYPE_CHECKING:
@@ -44,7 +44,18 @@ Deliver = Callable[[torch.Tensor], object]
 class Call:
     """One rank's side of a collective, from the caller's hand to the result."""
 
-    __slots__ = ("collective", "deliver", "matrix", "promise", "replica", "result", "splits", "text", "x")
+    __slots__ = (
+        "collective",
+        "deliver",
+        "error",
+        "matrix",
+        "promise",
+        "replica",
+        "result",
+        "splits",
+        "text",
+        "x",
+    )
 
     def __init__(
         self,
@@ -62,6 +73,7 @@ class Call:
         self.matrix: Matrix = ()
         self.text = collective.text(x)
         self.result: torch.Tensor | None = None
+        self.error: BaseException | None = None  # of the computation of its input
         self.promise = Promise()
 
     def stage(self) -> None:
@@ -122,9 +134,14 @@ def launch(calls: Sequence[Call], where: str) -> None:
 
 
 def _agree(calls: Sequence[Call], where: str) -> None:
-    """Raise, before anything is launched, if the ranks called different things."""
+    """Raise, before anything is launched, if the ranks called different things or one has no input."""
     texts = [call.text for call in calls]
     ranks = calls[0].collective.members.ranks
+    for rank, call in zip(ranks, calls, strict=True):
+        if call.error is not None:
+            raise CollectiveError(
+                f"{call.collective.name} on {where}: rank {rank} has no input: {call.error}"
+            ) from call.error
     if any(text != texts[0] for text in texts):
         raise mismatch(where, ranks, texts)
     if not calls[0].collective.needs_matrix:
@@ -139,6 +156,14 @@ def _agree(calls: Sequence[Call], where: str) -> None:
                 f"all_to_all on {where}: rank {ranks[index]} expects {list(call.splits[1])} rows of the "
                 f"ranks {list(ranks)}, which send it {sent} (nothing was sent; the lane is still usable)"
             )
+
+
+def _bring(call: Call, meet: Callable[[], object]) -> None:
+    try:
+        call.stage()
+    except BaseException as error:
+        call.error = error  # the others are told when they come
+    meet()
 
 
 class XlaCommunicator:
@@ -158,18 +183,10 @@ class XlaCommunicator:
     ) -> Completion:
         call = Call(self._replica, collective, x, deliver, splits)
         meet = self._meeting.enter(call)
-        if is_settled(x):
+        if take_settled(x):
             meet()
-            return call.promise
-
-        def begin() -> None:
-            try:
-                call.stage()
-                meet()
-            except BaseException as error:
-                call.fail(error)
-
-        self._replica.progress.submit(begin)
+        else:
+            self._replica.progress.submit(partial(_bring, call, meet))
         return call.promise
 
     # Arithmetic

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch_xla
 
-__all__ = ["Device", "compute", "is_settled", "twin"]
+__all__ = ["Device", "compute", "settled", "take_settled"]
 
 _native: Any = torch_xla._XLAC
 
@@ -55,7 +55,7 @@ class Device:
 
         With the lock held, unless they are the calling user's own.
         """
-        _native._xla_sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
+        _compute(tensors)
 
     def wait(self) -> None:
         """Return when the device has done everything it was given; without the GIL."""
@@ -73,21 +73,29 @@ class Device:
         return result
 
 
+def _compute(tensors: Sequence[torch.Tensor]) -> None:
+    # sync_xla_data would let the program overwrite the memory that a tensor had before it was written
+    # in place, of which other tensors may be copies or functions that are still to be computed.
+    _native._xla_sync_multi(list(tensors), [], wait=False, sync_xla_data=False)
+
+
 def compute(x: torch.Tensor) -> None:
     """Launch what ``x`` still waits for: in the thread that made it, before others build on it."""
-    _native._xla_sync_multi([x], [], wait=False, sync_xla_data=True)
+    _compute([x])
 
 
-def twin(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of our own with the value of ``x``, which is computed: there is nothing to settle."""
-    copy = x.clone()
-    copy.asynccoll_settled = True  # type: ignore[attr-defined]  # for is_settled
-    return copy
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """``x``, a tensor of our own whose value is computed, marked as such."""
+    x.asynccoll_settled = True  # type: ignore[attr-defined]  # for take_settled
+    return x
 
 
-def is_settled(x: torch.Tensor) -> bool:
-    """Whether ``x`` is known to be data on the device, with no graph behind it."""
-    return getattr(x, "asynccoll_settled", False)
+def take_settled(x: torch.Tensor) -> bool:
+    """Whether ``x`` is marked: data on the device, with no graph behind it.
+
+    True once, for whoever asks goes on to write the result into it and gives it to the user.
+    """
+    return bool(x.__dict__.pop("asynccoll_settled", False))
 
 
 def _guard_sync() -> None:

@@ -52,16 +52,16 @@ class Together:
         return lambda: self._meet(place, call)
 
     def _meet(self, place: int, call: Call) -> None:
-        calls = self._room.arrive(place, self._index, call)
-        if calls is not None:
-            together = cast("list[Call]", calls)
-            call.replica.progress.submit(lambda: self._launch(together))
+        if self._room.arrive(place, self._index, call):
+            call.replica.progress.submit(self._launch)
 
-    def _launch(self, calls: list[Call]) -> None:
+    def _launch(self) -> None:
+        """Launch what is complete, in order; whoever came to it before may have done it already."""
         from asynccoll.backends.xla_communicator import launch
 
         with self._launching:
-            launch(calls, self._name)
+            while (calls := self._room.take()) is not None:
+                launch(cast("list[Call]", calls), self._name)
 
     def give_up(self, error: CollectiveError) -> None:
         self._room.give_up(error)
@@ -78,6 +78,8 @@ class Alone:
 
     def _launch(self, call: Call) -> None:
         try:
+            if call.error is not None:
+                raise call.error
             self._carry_out(call)
         except BaseException as error:
             call.fail(error)

@@ -52,21 +52,29 @@ class Room:
         self._size = size
         self._lock = threading.Lock()
         self._places: dict[int, dict[int, Arrival]] = {}
+        self._next = 1
         self._error: CollectiveError | None = None
 
-    def arrive(self, place: int, index: int, call: Arrival) -> list[Arrival] | None:
-        """The calls of all ranks if this is the last of them; else None, and it waits."""
+    def arrive(self, place: int, index: int, call: Arrival) -> bool:
+        """Wait for the others; whether all have come, so that there may be something to ``take``."""
         with self._lock:
             error = self._error
             if error is None:
                 here = self._places.setdefault(place, {})
                 here[index] = call
-                if len(here) < self._size:
-                    return None
-                del self._places[place]
-                return [here[i] for i in range(self._size)]
+                return len(here) == self._size
         call.fail(error)
-        return None
+        return False
+
+    def take(self) -> list[Arrival] | None:
+        """The calls of all ranks at the next place in the order, once they are complete."""
+        with self._lock:
+            here = self._places.get(self._next, {})
+            if len(here) < self._size:
+                return None
+            del self._places[self._next]
+            self._next += 1
+            return [here[index] for index in range(self._size)]
 
     def give_up(self, error: CollectiveError) -> None:
         """A rank will not come any more: those that wait for it fail, and those that come."""

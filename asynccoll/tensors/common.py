@@ -13,7 +13,7 @@ from asynccoll.backends.waiters import Waiters
 from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion, Promise
 from asynccoll.encoding import decode, encode
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
@@ -186,26 +186,32 @@ def in_thread(job: Callable[[], object]) -> Promise:
 
 def physical(x: torch.Tensor) -> torch.Tensor:
     """``x`` without autograd history, lazy conjugation or negation: what memory really holds."""
-    x = computed(x).detach()
     if x.is_complex() and x.is_conj():
         x = x.resolve_conj()
-    return x.resolve_neg() if x.is_neg() else x
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x.detach() if has_memory(x) else _computed(x)
 
 
-def computed(x: torch.Tensor) -> torch.Tensor:
-    """``x``; the graph of a lazy tensor runs here, in its user's thread, where no other touches it."""
-    if not has_memory(x):
-        from asynccoll.backends import xla_device
+def _computed(x: torch.Tensor) -> torch.Tensor:
+    """The value that a lazy tensor has now, as one of our own that its user cannot write into.
 
+    The graph runs here, in the user's thread, where no other touches it. No memory is copied yet.
+    """
+    from asynccoll.backends import xla_device
+
+    try:
         xla_device.compute(x)
-    return x
+    except RuntimeError as error:
+        raise CollectiveError(f"the input could not be computed on {x.device}: {error}") from error
+    return x.detach().clone()
 
 
 def _twin(x: torch.Tensor) -> torch.Tensor:
-    """A lazy tensor of our own with the value of ``x``, which is computed here."""
+    """``_computed``, ready to travel as it is."""
     from asynccoll.backends import xla_device
 
-    return xla_device.twin(physical(x))
+    return xla_device.settled(physical(x))
 
 
 def fresh(x: torch.Tensor) -> torch.Tensor:
