@@ -78,7 +78,8 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 
 soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
 	@for run in 1 2 3 4 5; do \
-		$(XLA) env ASYNCCOLL_TEST_SOAK=2000 $(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
+		$(XLA) env ASYNCCOLL_TEST_SOAK=2000 ASYNCCOLL_TEST_SEED=$$run \
+			$(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
 
 quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
 	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)

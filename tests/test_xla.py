@@ -310,10 +310,14 @@ def beside_sync(me: Rank) -> None:
     for turn in range(200):
         x = torch.full((4,), float(turn), device=device)
         works = [ac.all_reduce(x), ac.all_gather(x.cpu()), ac.all_reduce(x + 1, op="avg")]
+        # Those behind a number, which is two calls, are started by the thread that completes it.
+        number, behind = ac.all_gather(turn), [ac.broadcast(x), ac.all_to_all(x)]
         for _ in range(3):
             y = y * 0.5 + 1
             torch_xla.sync()
         total, gathered, mean = [work.wait().cpu() for work in works]
+        assert number.wait() == [turn] * me.size
+        assert [work.wait().cpu().tolist() for work in behind] == [x.cpu().tolist()] * 2
         assert total.tolist() == [turn * me.size] * 4
         assert gathered.tolist() == [turn] * 4 * me.size
         assert mean.tolist() == [turn + 1] * 4

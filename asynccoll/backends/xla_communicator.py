@@ -39,10 +39,15 @@ if TYPE_CHECKING:
 __all__ = ["Call", "XlaCommunicator"]
 
 Deliver = Callable[[torch.Tensor], object]
+#: Makes the input of a collective of what the caller gave.
+Shape = Callable[[Any], torch.Tensor]
 
 
 class Call:
-    """One rank's side of a collective, from the caller's hand to the result."""
+    """One rank's side of a collective, from the caller's hand to the result.
+
+    What it traces, it traces with the lock of its device held: lanes start calls in any thread.
+    """
 
     __slots__ = (
         "collective",
@@ -52,6 +57,7 @@ class Call:
         "promise",
         "replica",
         "result",
+        "shape",
         "splits",
         "text",
         "x",
@@ -61,17 +67,19 @@ class Call:
         self,
         replica: XlaBackend,
         collective: Collective,
-        x: torch.Tensor,
+        x: Any,
         deliver: Deliver,
+        shape: Shape | None,
         splits: tuple[Sequence[int], Sequence[int]] | None,
     ) -> None:
         self.replica = replica
         self.collective = collective
         self.x = x
         self.deliver = deliver
+        self.shape = shape
         self.splits = splits  # (rows to each rank, rows expected from each)
         self.matrix: Matrix = ()
-        self.text = collective.text(x)
+        self.text = collective.text(x) if shape is None else ""  # else once it has it
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None  # of the computation of its input
         self.promise = Promise()
@@ -80,8 +88,10 @@ class Call:
         """Bring the input onto the device, as it is to travel."""
         device = self.replica.xla
         with device.lock:
-            self.x = self.x.to(device.torch_device)
+            x = self.x if self.shape is None else self.shape(self.x)
+            self.x = x.to(device.torch_device)
             device.settle([self.x])
+        self.text = self.collective.text(self.x)
 
     def prepare(self) -> None:
         """What is done locally before the launch."""
@@ -177,13 +187,14 @@ class XlaCommunicator:
     def _start(
         self,
         collective: Collective,
-        x: torch.Tensor,
+        x: Any,
         deliver: Deliver,
+        shape: Shape | None = None,
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Completion:
-        call = Call(self._replica, collective, x, deliver, splits)
+        call = Call(self._replica, collective, x, deliver, shape, splits)
         meet = self._meeting.enter(call)
-        if take_settled(x):
+        if shape is None and take_settled(x):
             meet()
         else:
             self._replica.progress.submit(partial(_bring, call, meet))
@@ -200,30 +211,29 @@ class XlaCommunicator:
         return self._start(AllReduce(self._members, name, op), x, deliver)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        rows = x.view(self._members.size, -1)
-        return self._start(ReduceScatter(self._members, op), rows, partial(_put, out))
+        return self._start(ReduceScatter(self._members, op), x, partial(_put, out), self._rows)
 
     # Movement
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         deliver = _drop if self._members.index == src else partial(_put, x)
-        return self._start(Broadcast(self._members, src), x.view(-1), deliver)
+        return self._start(Broadcast(self._members, src), x, deliver, _flat)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
-        return self._start(AllGather(self._members, "all_gather"), x.view(-1), partial(_put, out))
+        return self._start(AllGather(self._members, "all_gather"), x, partial(_put, out), _flat)
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         name = f"gather dst={self._members.ranks[dst]}"
         deliver = partial(_put_rows, out) if out is not None else _drop
-        return self._start(AllGather(self._members, name), x.view(-1), deliver)
+        return self._start(AllGather(self._members, name), x, deliver, _flat)
 
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
-        rows = (
-            torch.stack([part.view(-1) for part in x])
-            if x is not None
-            else torch.zeros((self._members.size, out.numel()), dtype=out.dtype, device=out.device)
-        )
-        return self._start(Scatter(self._members, src), rows, partial(_put, out))
+        def rows(parts: Sequence[torch.Tensor] | None) -> torch.Tensor:
+            if parts is not None:
+                return torch.stack([part.view(-1) for part in parts])
+            return torch.zeros((self._members.size, out.numel()), dtype=out.dtype, device=out.device)
+
+        return self._start(Scatter(self._members, src), x, partial(_put, out), rows)
 
     def all_to_all(
         self,
@@ -232,9 +242,8 @@ class XlaCommunicator:
         out_splits: Sequence[int],
         in_splits: Sequence[int],
     ) -> Completion:
-        rows, received = (t.view(t.shape[0], -1) if t.dim() != 2 else t for t in (x, out))
         splits = (tuple(in_splits), tuple(out_splits))
-        return self._start(AllToAll(self._members), rows, partial(_put, received), splits)
+        return self._start(AllToAll(self._members), x, partial(_put, out), _as_matrix, splits)
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         raise AssertionError("XLA has no messages between two ranks: refused before")
@@ -249,6 +258,9 @@ class XlaCommunicator:
         one = torch.zeros(1, dtype=torch.int32)
         return self._start(Barrier(self._members), one, _drop)
 
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(self._members.size, -1)
+
     # The end
 
     def close(self) -> None:
@@ -257,6 +269,14 @@ class XlaCommunicator:
     def abort(self) -> None:
         rank = self._members.ranks[self._members.index]
         self._meeting.give_up(PeerLostError(f"replica {rank} has aborted", (rank,)))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)
+
+
+def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.view(x.shape[0], -1)
 
 
 def _put(into: torch.Tensor, result: torch.Tensor) -> None:

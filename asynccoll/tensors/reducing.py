@@ -117,9 +117,10 @@ def _all_reduce_gathered(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Ten
     wire = encode(physical(x), plan)
     size = lane.group.size
     rows = torch.empty((size, *wire.shape), dtype=wire.dtype, device=wire.device)
+    received, sent = rows.view(-1), wire.view(-1)
     return Call(
         plan,
-        lambda communicator: communicator.all_gather(rows.view(-1), wire.view(-1)),
+        lambda communicator: communicator.all_gather(received, sent),
         wire,
         lambda: deliver(_reduce_rows(rows.unbind(0), plan, x).view(x.shape), out),
         shape=x.shape,
@@ -243,9 +244,8 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
     wire_op = plan.wire_reduce or op
     if plan.via == "native":
         target = target_for(out, wire, wire.shape[1:])
-        start: Start = lambda communicator: communicator.reduce_scatter(  # noqa: E731
-            target.view(-1), wire.view(-1), wire_op
-        )
+        into, sent = target.view(-1), wire.view(-1)
+        start: Start = lambda communicator: communicator.reduce_scatter(into, sent, wire_op)  # noqa: E731
         total: Callable[[], torch.Tensor] = partial(reduced, target, plan, rows, size)
     else:
         received = torch.empty_like(wire)
