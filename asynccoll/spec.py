@@ -160,9 +160,9 @@ class Capabilities:
     #: Up to so many bytes sent by a rank, a reduction is faster as one exchange of everybody's data
     #: and a local sum than as the native call: the hops cost more than the bytes.
     exchange_bytes: int = 0
-    #: all_reduce also reads one tensor and fills another (``all_reduce_into``): a result of its own
-    #: costs no copy before
-    reduces_into: bool = False
+    #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
+    #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
+    keeps_input: frozenset[Op] = frozenset()
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         return any(op in ops for known, ops in self.reduce if known is dtype)

@@ -112,6 +112,7 @@ def block(operation: Operation, seconds: float | None) -> None:
     deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
     if deadline - now > _SLICE_SECONDS and completion.wait(_SLICE_SECONDS):
+        operation.over = completion.fine and operation.failure is None
         return
     watch = operation.lane.group.context.watch
     watch.add(operation)

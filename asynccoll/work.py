@@ -116,8 +116,13 @@ class Work(Generic[T]):
         """
         self._heard = True
         if self._state == _PENDING:
+            plain = self._finish is None
             for operation in self._operations:
                 block(operation, timeout)
+                plain = plain and operation.over
+            if plain and self._operations:
+                self._state = _DONE  # as in __await__
+                return self._value
         return self._outcome()
 
     async def on_host(self) -> T:

@@ -305,6 +305,14 @@ async def into_out(me: Rank) -> None:
         await me.get(ac.all_reduce(inputs[me.rank], out=store[:, 0]))
         oracle.same(store[:, 0], oracle.reduced(inputs, "sum"))
         oracle.same(store[:, 1], torch.zeros(4))
+    for offset in (0, 1, 7):
+        with me.case(f"out lies across the input, {offset} off"):
+            memory = torch.arange(20) + me.rank
+            inputs = [torch.arange(20 - offset) + rank for rank in range(me.size)]
+            out = memory[offset:]
+            got = await me.get(ac.all_reduce(memory[: 20 - offset], out=out))
+            assert got is out, "the result is not out"
+            oracle.same(out, oracle.reduced(inputs, "sum"))
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:

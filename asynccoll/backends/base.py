@@ -26,13 +26,16 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place.
 
-        Where the capabilities say ``reduces_into``, there is also ``all_reduce_into(out, x, op)``,
+        Where the capabilities' ``keeps_input`` has it, there is also ``all_reduce_into(out, x, op)``,
         which leaves ``x`` as it is.
         """
         ...
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
-        """Reduce ``x`` in place on ``dst``; elsewhere its content is undefined afterwards."""
+        """Reduce ``x`` in place on ``dst``; elsewhere its content is undefined afterwards.
+
+        It is what it was where the capabilities' ``keeps_input`` has it.
+        """
         ...
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:

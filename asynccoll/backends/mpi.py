@@ -63,7 +63,7 @@ _MOVED = frozenset(
 )
 
 
-def _row(devices: frozenset[str]) -> Capabilities:
+def _row(devices: tuple[str, ...], keeps_input: frozenset[Op]) -> Capabilities:
     return Capabilities(
         backend="mpi",
         ops=frozenset(Op),
@@ -73,13 +73,21 @@ def _row(devices: frozenset[str]) -> Capabilities:
             *((dtype, frozenset({ReduceOp.SUM, ReduceOp.PRODUCT})) for dtype in _COMPLEX),
         ),
         move=_MOVED,
-        devices=devices,
-        reduces_into=True,
+        devices=frozenset(devices),
+        keeps_input=keeps_input,
     )
 
 
-MPI = _row(frozenset({"cpu"}))
-CUDA_AWARE = _row(frozenset({"cpu", "cuda"}))
+#: By whether the library takes device memory, and whether it is quicker with an input and an output (Open
+#: MPI) than in place (MPICH, which would copy the input itself).
+_ROWS = {
+    (cuda_aware, apart): _row(
+        ("cpu", "cuda") if cuda_aware else ("cpu",),
+        frozenset({Op.REDUCE, Op.ALL_REDUCE} if apart else {Op.REDUCE}),
+    )
+    for cuda_aware in (False, True)
+    for apart in (False, True)
+}
 
 #: Names of communicators differ between one ``initialize`` and the next, on every rank alike.
 _worlds = count(1)
@@ -114,7 +122,7 @@ class MpiBackend:
         self._opener = Opener(library, base, f"asynccoll {next(_worlds)} ")
 
     def capabilities(self, device: str) -> Capabilities:
-        return CUDA_AWARE if self.library.cuda_aware else MPI
+        return _ROWS[self.library.cuda_aware, self.library.name.startswith("Open MPI")]
 
     def open(self, group: Group, lane: str, epoch: int) -> MpiCommunicator:
         from asynccoll.backends.mpi_communicator import MpiCommunicator
@@ -148,7 +156,7 @@ def capabilities(name: str, device: str) -> Capabilities:
         from asynccoll.backends import mpi_torch
 
         return mpi_torch.CAPABILITIES
-    return MPI
+    return _ROWS[False, False]
 
 
 def _torch_has_the_only_one() -> bool:

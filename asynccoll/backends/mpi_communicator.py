@@ -116,12 +116,13 @@ class MpiCommunicator:
         return self._all_reduce(out, x, op)
 
     def _all_reduce(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if x.numel() <= self._limit:
+            read = IN_PLACE if x is out else _typed(x)
+            return self._start(self._iallreduce, (read, _typed(out), OPS[op]), x, out)
         into = self._pieces(out)
-        read = [IN_PLACE] * len(into) if x is out else self._pieces(x)
-        parts = [(source, target, OPS[op]) for source, target in zip(read, into, strict=True)]
-        if len(parts) > 1:
-            return self._start_parts(self._iallreduce, parts, x, out)
-        return self._start(self._iallreduce, parts[0], x, out)
+        pieces = [IN_PLACE] * len(into) if x is out else self._pieces(x)
+        parts = [(source, target, OPS[op]) for source, target in zip(pieces, into, strict=True)]
+        return self._start_parts(self._iallreduce, parts, x, out)
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self.native.Ireduce

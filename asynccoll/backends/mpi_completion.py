@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -49,6 +49,7 @@ SMALL_BYTES = 64 << 10
 #: Tests in a row before the processor is offered to others: some 10 us where every rank has a core.
 BURST = 64
 BURST_WHERE_CROWDED = 4
+ONCE = range(1)
 
 _new_lock = threading.Lock
 watch = progress.watch
@@ -65,8 +66,8 @@ class Common:
     def __init__(self, burst: int) -> None:
         #: it is of no use any more; what is in flight there never ends
         self.abandoned = False
-        #: tests in a row before the processor is offered to others
-        self.burst = burst
+        #: to go through in as many tests in a row, before the processor is offered to others
+        self.burst = range(burst)
         #: the last large operation was left to itself for a while, so the next may be, too
         self.overlapped = True
         #: the call that was left to the thread; it goes before any other
@@ -112,26 +113,27 @@ class MpiCompletion(Completion):
         # Callbacks may take locks that the caller holds: with any, only poll() ends it.
         return self.finished or (self._callbacks is None and self._test())
 
-    def _test(self, times: int = 1) -> bool:
+    def _test(self, times: Iterable[int] = ONCE) -> bool:
         """Ask MPI, up to so often in a row, unless another thread is asking; whether it is over."""
         lock = self._lock
         if self.finished or not lock.acquire(False):
             return self.finished
         try:
-            if not self.finished:  # another thread may have asked between the two looks
+            if self._request is not None:  # else another thread has seen its end between the two looks
                 test = self._request.Test
-                for _ in range(times):
+                for _ in times:
                     if test():
-                        self._end()
-                        break
+                        self._request = self._buffers = None
+                        self.fine = self.finished = True
+                        return True
         except (MPI.Exception, CollectiveError) as error:
-            self._error = error if isinstance(error, CollectiveError) else typed(error)
-            self._end()
+            self._fail(error)
         finally:
             lock.release()
         return self.finished
 
-    def _end(self) -> None:
+    def _fail(self, error: Exception) -> None:
+        self._error = error if isinstance(error, CollectiveError) else typed(error)
         self._request = self._buffers = None
         self.finished = True
 
@@ -140,7 +142,7 @@ class MpiCompletion(Completion):
             _abandoned.append(self)
             return True
         # A transfer in many pieces needs many looks; each small, so that a waiter can take over.
-        looks = 1 if self._size_bytes <= SMALL_BYTES else self._common.burst
+        looks = 1 if self._size_bytes <= SMALL_BYTES else len(self._common.burst)
         while not self._test():
             looks -= 1
             if looks <= 0 or self.attended:
@@ -229,19 +231,19 @@ class LeftToThread(MpiCompletion):
     def make(self) -> None:
         """Make the call, if nobody has; on return it has been made."""
         with self._calling:
-            if self._call is None:
+            call, self._call = self._call, None  # first: whatever happens, it is not made twice
+            if call is None:
                 return
             try:
-                self._request = self._call()
+                self._request = call()
             except MPI.Exception as error:
-                self._error = typed(error)
-                self._end()
-            self._call = self._common.left = None
+                self._fail(error)
+            self._common.left = None
 
     def done(self) -> bool:
         return self._call is None and super().done()  # to ask is not to wait for the call
 
-    def _test(self, times: int = 1) -> bool:
+    def _test(self, times: Iterable[int] = ONCE) -> bool:
         if self._call is not None:
             self.make()
         return super()._test(times)

@@ -29,15 +29,15 @@ _copiers = Waiters("asynccoll-copy")
 class Route:
     """A plan, and what is known of the operations that follow it: looked up once for every call."""
 
-    __slots__ = ("_plain", "estimate", "into", "itemsize", "plan")
+    __slots__ = ("_plain", "estimate", "itemsize", "keeps_input", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
         policy = lane.group.context.policy
         topology = lane.group.topology(spec.device)
         self.plan = dispatch.plan(op, spec, topology, policy, reduce)
-        #: the native call can leave its input as it is
-        self.into = topology.capabilities.reduces_into and op is Op.ALL_REDUCE
+        #: the native call leaves its input as it is
+        self.keeps_input = op in topology.capabilities.keeps_input
         self.itemsize = spec.dtype.itemsize
         self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
         dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)
@@ -246,6 +246,11 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and has_memory(x)
 
 
+def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are views of one memory."""
+    return has_memory(x) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
 def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Memory for ``shape`` elements of the wire: the caller's ``out`` where it can serve as it is."""
     fits = out is not None and out.dtype is wire.dtype and out.device == wire.device and has_memory(out)
@@ -295,6 +300,9 @@ def owned(
     buffer = target_for(out, wire, wire.shape)
     if same_memory(buffer, wire) and wire.numel() > 0:
         return buffer, None, None
+    if out is not None and may_overlap(buffer, wire):
+        across = lambda: buffer.copy_(encode(physical(x), plan).clone())  # noqa: E731  # torch refuses without
+        return buffer, across, across
     return buffer, lambda: buffer.copy_(wire), encoding_again(buffer, x, plan)
 
 

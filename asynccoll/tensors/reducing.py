@@ -20,6 +20,7 @@ from asynccoll.tensors.common import (
     encoding_again,
     fresh,
     issue,
+    may_overlap,
     owned,
     physical,
     plan_for,
@@ -31,6 +32,9 @@ from asynccoll.tensors.common import (
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.work import Work
 
+#: Up to here a copy costs less than the longer way of a call that fills another tensor.
+_SMALL_BYTES = 64 << 10
+
 
 def start_all_reduce(
     lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
@@ -41,7 +45,7 @@ def start_all_reduce(
     if route.plain(x):
         # The common cases, with as little around the native call as there can be.
         size_bytes = numel * route.itemsize
-        if out is x or (out is None and size_bytes < OFFLOAD_BYTES and not route.into):
+        if out is x or (out is None and size_bytes < (_SMALL_BYTES if route.keeps_input else OFFLOAD_BYTES)):
             buffer = x if out is x else fresh(x)
             wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
@@ -53,7 +57,7 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
     """The all_reduce of ``x`` as one call, with its result in ``out`` or in memory of its own."""
     route = route_for(lane, Op.ALL_REDUCE, x, op, x.numel())
     check_out(out, x, x.shape)
-    if route.plain(x) and route.into and (out is None or not same_memory(out, x)):
+    if route.plain(x) and route.keeps_input and (out is None or not same_memory(out, x)):
         return _all_reduce_into(route, x, out)
     plan = route.plan
     if x.layout is not torch.strided:
@@ -139,8 +143,9 @@ def _all_reduce_exchanged(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Te
     splits[rank] = 0
     rows = [received] if size == 2 else list(received.chunk(size - 1))
     rows.insert(rank, own)
-    # The first two rows are read before anything is written: there ``out`` may be ``x`` itself.
-    reuses = out is not None and rank < 2
+    # The first two rows are read before anything is written: there ``out`` may be ``x`` itself, but torch
+    # refuses one that lies across it.
+    reuses = out is not None and rank < 2 and (same_memory(out, own) or not may_overlap(out, own))
 
     def total() -> torch.Tensor:
         into = target_for(out, own, own.shape) if reuses else None
@@ -191,7 +196,8 @@ def start_reduce(
     timeout: float | None,
 ) -> Work[torch.Tensor | None]:
     """The reduction on ``dst``, None elsewhere."""
-    plan = plan_for(lane, Op.REDUCE, x, op)
+    route = route_for(lane, Op.REDUCE, x, op, x.numel())
+    plan = route.plan
     check_out(out, x, x.shape)
     here = lane.group.rank == dst
     size = lane.group.size
@@ -213,7 +219,11 @@ def start_reduce(
             return Work((operation,), lambda: None)
         received = list(rows.unbind(0))
         return Work((operation,), lambda: deliver(_reduce_rows(received, plan, x).view(x.shape), out))
-    buffer, fill, refill = owned(x, plan, out if here else None)
+    if route.keeps_input and not here:
+        buffer = encode(physical(x), plan)
+        fill, refill = None, encoding_again(buffer, x, plan)
+    else:
+        buffer, fill, refill = owned(x, plan, out if here else None)
     call = Call(
         plan,
         lambda communicator: communicator.reduce(buffer, dst, plan.wire_reduce),
