@@ -14,7 +14,8 @@ BENCH  ?= latency
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi horovod xla soak quick lint types docs bench overlap fix lock clean clean-envs
+.PHONY: help demo test system mpi horovod xla soak quick lint types docs bench overlap pictures fix lock clean \
+	clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,11 +99,14 @@ types: ## mypy, strict
 docs: ## build the documentation into build/docs, warnings are errors
 	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs
 
-bench: ## measure ourselves beside the peers (BENCH=latency, fusion or objects, RANKS=2, ARGS=...)
+bench: ## measure ourselves beside the peers (BENCH=latency, collectives, responsiveness, fusion, objects; RANKS=2)
 	@$(TEST) python -m asynccoll run -n $(RANKS) benchmarks/$(BENCH).py $(ARGS)
 
 overlap: ## measure what overlap hides, beside DDP and Horovod; as root also over a link of 1 Gbit/s (ARGS=...)
 	@$(ENVS) exec horovod -- python benchmarks/overlap.py $(ARGS)
+
+pictures: ## run the benchmarks of latency, fusion and growth, and draw them into docs/images
+	@$(TEST) python benchmarks/pictures.py $(ARGS)
 
 lock: ## resolve the newest versions of all tools into tools/requirements/constraints.txt
 	@$(ENVS) lock

@@ -1,0 +1,170 @@
+"""Run the benchmarks and draw what they found: ``make pictures``.
+
+    python benchmarks/pictures.py            run latency, fusion and growth, then draw
+    python benchmarks/pictures.py --draw     draw again from the data of the last run
+
+Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG. The
+timeline there comes from ``examples/train_digits.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "build" / "bench"
+IMAGES = ROOT / "docs" / "images"
+
+#: Of Okabe and Ito, as in the timeline: ours in blue and green, the peers in other colours.
+COLOURS = ("#0072B2", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#222222")
+GRID = "#e4e4e4"
+MIB = 1 << 20
+
+RUNS = {
+    "latency": ["-m", "asynccoll", "run", "-n", "2", "benchmarks/latency.py", "--rounds", "20"],
+    "fusion": [
+        "-m",
+        "asynccoll",
+        "run",
+        "-n",
+        "2",
+        "benchmarks/fusion.py",
+        "--only",
+        "trees",
+        "--rounds",
+        "12",
+    ],
+    "growth": ["benchmarks/growth.py", "--rounds", "5"],
+}
+
+
+def measure(name: str) -> None:
+    DATA.mkdir(parents=True, exist_ok=True)
+    line = [sys.executable, *RUNS[name], "--data", str(DATA / f"{name}.json")]
+    subprocess.run(line, check=True, cwd=ROOT)
+
+
+# Pictures, each from the data of one benchmark
+
+
+def latency(found: dict[str, Any]) -> Figure:
+    """Time and bandwidth of an all_reduce over its size, all peers, both axes logarithmic."""
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    order = sorted(found, key=lambda name: not name.startswith("ours"))
+    for name, colour in zip(order, COLOURS, strict=False):
+        ours = name.startswith("ours")
+        look: dict[str, Any] = {"color": colour, "marker": "o" if ours else "s", "markersize": 4}
+        look |= {"linestyle": "-" if ours else "--", "linewidth": 1.8 if ours else 1.2, "label": name}
+        sizes = [int(size) for size in found[name]]
+        medians = [median for median, *_ in found[name].values()]
+        left.plot(sizes, [median * 1e6 for median in medians], **look)
+        right.plot(sizes, [size / s / MIB for size, s in zip(sizes, medians, strict=True)], **look)
+    ticks = [4, 4 << 10, 64 << 10, MIB, 16 * MIB]
+    for axes, title in ((left, "microseconds"), (right, "MiB of tensor per second")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, ["4 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB"])
+        axes.set_xlabel("size of the tensor")
+        plain(axes, f"all_reduce, 2 ranks on gloo: {title}")
+    left.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def fusion(found: dict[str, Any]) -> Figure:
+    """How many times longer a loop of raw calls, and each other way, takes than ours."""
+    trees = found["trees"]
+    figure = Figure(figsize=(10.5, 1.2 + 2.6), layout="constrained")
+    for axes, (tree, ways) in zip(figure.subplots(1, len(trees)), trees.items(), strict=True):
+        own = ways["ours"]["median"]
+        speed = {name: way["median"] / own for name, way in ways.items() if isinstance(way, dict)}
+        speed = {"a loop of raw calls": ways["loop over ours"], **speed}
+        names = sorted(speed, key=lambda name: speed[name])
+        colours = [COLOURS[0] if name.startswith("ours") else COLOURS[3] for name in names]
+        bars = axes.barh(names, [speed[name] for name in names], color=colours, height=0.7)
+        axes.bar_label(bars, [f"{speed[name]:.2g}" for name in names], padding=3, fontsize=8)
+        axes.set_xscale("log")
+        axes.set_xlim(min(speed.values()) / 2, max(speed.values()) * 3)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.set_xlabel("time, in times that of ours")
+        plain(axes, tree)
+    return figure
+
+
+def scaling(found: dict[str, Any]) -> Figure:
+    """Own overhead over the number of ranks (measured), and the time of a step (predicted)."""
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    worlds = [int(ranks) for ranks in found["overhead"]]
+    calls = [name for name, one in found["overhead"][str(worlds[0])].items() if isinstance(one, dict)]
+    shown = [name for name in calls if found["overhead"][str(worlds[0])][name]["raw"] is not None]
+    for name, colour in zip(shown, COLOURS, strict=False):
+        at = [found["overhead"][str(ranks)][name] for ranks in worlds]
+        own = [one["ours"] for one in at]
+        left.plot(worlds, own, color=colour, marker="o", markersize=4, label=name)
+        left.plot(worlds, [one["raw"] for one in at], color=colour, linestyle=":", linewidth=1.2)
+    for (name, steps), colour in zip(found["predicted"].items(), COLOURS, strict=False):
+        seconds = [one["seconds"] * 1e3 for one in steps.values()]
+        right.plot([int(ranks) for ranks in steps], seconds, color=colour, linestyle="--", label=name)
+    left.set_yscale("log")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([8, *worlds] if axes is right else worlds)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("ranks")
+        axes.legend(frameon=False, fontsize=8)
+    plain(left, "Python per call in us, simulated (dotted: raw call)")
+    plain(right, "a step in ms: predicted, not verified")
+    return figure
+
+
+def plain(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "latency": latency,
+    "fusion": fusion,
+    "growth": scaling,
+}
+
+
+def draw(name: str, data: Path, images: Path) -> Path:
+    """Draw what the benchmark ``name`` wrote to ``data``; the same figures give the same file."""
+    mpl.rcParams["svg.hashsalt"] = name
+    path = images / f"{name}.svg"
+    PICTURES[name](json.loads((data / f"{name}.json").read_text())).savefig(path, metadata={"Date": None})
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
+    parser.add_argument("--draw", action="store_true", help="draw again, without running anything")
+    parser.add_argument("--data", type=Path, default=DATA, help="where to draw from (default: build/bench)")
+    given = parser.parse_args()
+    for name in given.only:
+        if not given.draw:
+            measure(name)
+        print(draw(name, given.data, IMAGES).relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
