@@ -54,9 +54,10 @@ def join_simulated(ranks: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     here = dist.PrefixStore("asynccoll/1", dist.distributed_c10d._get_default_store())
-    for rank in range(1, ranks):  # the peers come to the meeting of the default lane
+    for rank in range(1, ranks):  # the peers come to the meeting of the default lane, and have left
         here.set(f"world/default@0/cpu/here/{rank}", "")
         here.set(f"left/{rank}", "")
+    ac.initialize("fake")
 
 
 def calls_of(ranks: int) -> dict[str, tuple[Call, Call | None]]:
