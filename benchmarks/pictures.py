@@ -85,7 +85,9 @@ def fusion(found: dict[str, Any]) -> Figure:
     """How many times longer a loop of raw calls, and each other way, takes than ours."""
     trees = found["trees"]
     figure = Figure(figsize=(10.5, 1.2 + 2.6), layout="constrained")
-    for axes, (tree, ways) in zip(figure.subplots(1, len(trees)), trees.items(), strict=True):
+    for axes, (tree, ways) in zip(
+        figure.subplots(1, len(trees), squeeze=False)[0], trees.items(), strict=True
+    ):
         own = ways["ours"]["median"]
         speed = {name: way["median"] / own for name, way in ways.items() if isinstance(way, dict)}
         speed = {"a loop of raw calls": ways["loop over ours"], **speed}
