@@ -48,19 +48,24 @@ def _value_and_gradient(step: Step, rank: int) -> tuple[torch.Tensor, torch.Tens
     return result.detach(), x.grad
 
 
+def _same_in_a_graph(step: Step, twin: Step, rank: int, compiler: str) -> None:
+    """Compiled, ``step`` gives the value and the gradient that ``twin`` has outside of a graph."""
+    torch._dynamo.reset()
+    expected = _value_and_gradient(twin, rank)
+    in_a_graph = torch.compile(step, fullgraph=True, backend=compiler)
+    if compiled.GRADIENTS:
+        oracle.same(list(_value_and_gradient(in_a_graph, rank)), list(expected))
+        return
+    with torch.no_grad():
+        oracle.same(in_a_graph(torch.arange(8.0).reshape(2, 4) + rank), expected[0])
+    with pytest.raises(Exception, match="take a newer torch"):  # dynamo's error; ours is its text
+        _value_and_gradient(in_a_graph, rank)
+
+
 async def same_in_a_graph(me: Rank, compiler: str) -> None:
     for name, step in STEPS.items():
         with me.case(f"{name} by {compiler}"):
-            torch._dynamo.reset()
-            expected = _value_and_gradient(step, me.rank)
-            in_a_graph = torch.compile(step, fullgraph=True, backend=compiler)
-            if compiled.GRADIENTS:
-                oracle.same(list(_value_and_gradient(in_a_graph, me.rank)), list(expected))
-                continue
-            with torch.no_grad():
-                oracle.same(in_a_graph(torch.arange(8.0).reshape(2, 4) + me.rank), expected[0])
-            with pytest.raises(Exception, match="take a newer torch"):  # dynamo's error; ours is its text
-                _value_and_gradient(in_a_graph, me.rank)
+            _same_in_a_graph(step, step, me.rank, compiler)
 
 
 def test_a_graph_gives_what_eager_gives(gloo_pair: World) -> None:
@@ -80,10 +85,6 @@ def test_inductor_gives_what_eager_gives(gloo_pair: World, tmp_path: Path) -> No
 #: A step with a blocking call, and the same with the call whose gradient it has inside of a graph.
 BLOCKING: dict[str, tuple[Step, Step]] = {
     "all_reduce": (lambda x: idist.all_reduce(x * x) * x, lambda x: ac.all_reduce(x * x).wait() * x),
-    "MAX": (
-        lambda x: idist.all_reduce((x * x).detach(), "MAX") * x,
-        lambda x: ac.all_reduce((x * x).detach(), op="max").wait() * x,
-    ),
     "broadcast": (
         lambda x: idist.broadcast(x * 2, src=1) * x,
         lambda x: ac.broadcast(x * 2, src=1).wait() * x,
@@ -95,12 +96,10 @@ BLOCKING: dict[str, tuple[Step, Step]] = {
 async def blocking_in_a_graph(me: Rank, compiler: str) -> None:
     for name, (step, twin) in BLOCKING.items():
         with me.case(f"{name} by {compiler}"):
-            torch._dynamo.reset()
-            expected = _value_and_gradient(twin, me.rank)
-            got = _value_and_gradient(torch.compile(step, fullgraph=True, backend=compiler), me.rank)
-            oracle.same(list(got), list(expected))
+            _same_in_a_graph(step, twin, me.rank, compiler)
     for name, call in {
         "all_reduce": idist.all_reduce,
+        "MAX": lambda x: idist.all_reduce(x, "MAX"),
         "broadcast": lambda x: idist.broadcast(x, src=1),
     }.items():
         with me.case(f"{name} overwrites its tensor as outside of a graph"):
