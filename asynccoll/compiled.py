@@ -8,6 +8,7 @@ result's ``wait()`` is what orders the graph; ``await`` is refused there, by dyn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,14 +20,18 @@ if TYPE_CHECKING:
     from asynccoll.context import Context
     from asynccoll.work import Work
 
-__all__ = ["CompiledWork", "renew"]
+__all__ = ["CompiledWork", "have_gradients", "renew"]
 
 #: Those that torch's functional ops know, under the same names.
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 
 
-#: Whether they have gradients, which they got after torch 2.9; before, backward is silently wrong.
-GRADIENTS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::wait_tensor", "Autograd")
+@cache
+def have_gradients() -> bool:
+    """Whether torch's ops have gradients, which they got after 2.9; before, backward is silently wrong."""
+    import torch.distributed._functional_collectives  # registers them
+
+    return torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::wait_tensor", "Autograd")
 
 
 class _Graphs:
@@ -87,7 +92,7 @@ def _is_source(src: Any) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
 def _require(plain: bool, tracked: bool) -> None:
     """Refuse what torch's functional ops cannot do, rather than do something else."""
-    if tracked and not GRADIENTS:
+    if tracked and not have_gradients():
         raise UnsupportedOpError(
             f"the collectives of torch {torch.__version__} have no gradient inside torch.compile: call them "
             "outside of the graph, detach the input, or take a newer torch"
