@@ -13,6 +13,10 @@ RANKS  ?= 2
 BENCH  ?= latency
 ARGS   ?=
 
+# Tests of processes have deadlines, and a crowded machine can miss one: what failed runs once more, by
+# itself, with both results printed. A second failure is one.
+TWICE = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test system mpi horovod xla soak quick lint types docs bench overlap pictures fix lock clean \
 	clean-envs
@@ -24,7 +28,7 @@ demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS
 	@$(ENVS) exec demo -- python -m asynccoll run -n $(RANKS) examples/train_digits.py $(ARGS)
 
 test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel
-	@$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS)
+	@$(call TWICE,$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS))
 	@$(MAKE) --no-print-directory mpi horovod xla
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
@@ -32,16 +36,16 @@ EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast che
 	objects p2p reduce reduce_scatter scaling scatter sync_parity work
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_launch spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
-MPI_CASES := python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(MPI_TESTS)
+MPI_CASES := python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml
 
 # Files with many cases that depend little on the number of ranks or on the event loop.
 TWO_RANKS := ASYNCCOLL_TEST_WORLD_SIZES=2 ASYNCCOLL_TEST_RUNNERS=asyncio
 IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing fusion prepare)
 
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
-	@$(MPICH) $(ON_MPI) $(MPI_CASES) $(ARGS)
-	@$(MPICH) $(ON_MPI) $(TWO_RANKS) python -m pytest -q -k mpi -c $(CURDIR)/pyproject.toml $(IN_PAIRS) $(ARGS)
-	@$(OMPI) $(ON_MPI) ASYNCCOLL_TEST_RUNNERS=asyncio $(MPI_CASES) $(ARGS)
+	@$(call TWICE,$(MPICH) $(ON_MPI) $(MPI_CASES) $(MPI_TESTS) $(ARGS))
+	@$(call TWICE,$(MPICH) $(ON_MPI) $(TWO_RANKS) $(MPI_CASES) $(IN_PAIRS) $(ARGS))
+	@$(call TWICE,$(OMPI) $(ON_MPI) ASYNCCOLL_TEST_RUNNERS=asyncio $(MPI_CASES) $(MPI_TESTS) $(ARGS))
 
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
 	@$(PYTHON) $(CURDIR)/tools/system.py
@@ -56,10 +60,10 @@ ON_HVD := python -m pytest -q -c $(CURDIR)/pyproject.toml
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
-	@$(HVD) $(ON_HVD) $(HVD_TESTS) $(ARGS)
-	@$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(ON_HVD) $(HVD_RUN_TESTS) $(ARGS)
-	@$(HVD) env $(TWO_RANKS) $(ON_HVD) -k horovod $(IN_PAIRS) $(ARGS)
+	@$(call TWICE,$(HVD) $(ON_HVD) $(HVD_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
+		$(ON_HVD) $(HVD_RUN_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(ON_HVD) -k horovod $(IN_PAIRS) $(ARGS))
 
 # Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
 APART      := python $(CURDIR)/tools/apart.py --limit 240 --jobs 2 -q -c $(CURDIR)/pyproject.toml

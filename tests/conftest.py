@@ -36,6 +36,12 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the programs under test where a shell started us in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that hangs in this process fails where it stands."""

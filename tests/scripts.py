@@ -61,8 +61,6 @@ def run(
                 stdout=(directory / f"out-{rank}").open("wb"),
                 stderr=(directory / f"err-{rank}").open("wb"),
                 start_new_session=True,
-                # A test run in the background ignores Ctrl-C, and its children would inherit that.
-                preexec_fn=_listen_to_ctrl_c,  # noqa: PLW1509  # one system call, no lock
             )
         )
     try:
@@ -77,10 +75,6 @@ def run(
 
 #: What older versions of torch print by themselves.
 _LIBRARY_SAYS = re.compile(r"^\[Gloo\].*\n", re.MULTILINE)
-
-
-def _listen_to_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(

@@ -14,7 +14,6 @@ import os
 import pwd
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -116,8 +115,6 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            # Tests run in the background ignore Ctrl-C, and their children would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no lock
         )
 
     def jobs(self) -> list[str]:

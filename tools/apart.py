@@ -3,7 +3,8 @@
 
     python tools/apart.py [--limit SECONDS] [--jobs N] [PYTEST ARGUMENTS] FILES...
 
-Prints a line for each file that passed and all of those that did not; ends with 1 if any did.
+Prints a line for each file that passed and all of those that did not. What failed runs once more when
+nothing else does, for a crowded machine can miss a deadline; ends with 1 if a file failed twice.
 """
 
 from __future__ import annotations
@@ -52,18 +53,27 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     files = [word for word in rest if word.endswith(".py")]
     others = [word for word in rest if not word.endswith(".py")]
-    failed = []
+    pytest = [sys.executable, "-m", "pytest", *others]
     began = time.monotonic()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        commands = [[sys.executable, "-m", "pytest", *others, file] for file in files]
-        results = pool.map(lambda command: run(command, options.limit), commands)
+    failed = report(files, pytest, options.limit, options.jobs)
+    if failed:
+        print("=== once more, by itself, what failed ===", flush=True)
+        failed = report(list(failed), pytest, options.limit, jobs=1)
+    print(f"{len(files)} files in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+    if failed:
+        raise SystemExit("\n".join(f"{file} {how}" for file, how in failed.items()))
+
+
+def report(files: list[str], pytest: list[str], limit: float, jobs: int) -> dict[str, str]:
+    """Run some files and say how each ended; those that did not pass, with how."""
+    failed = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        results = pool.map(lambda file: run([*pytest, file], limit), files)
         for file, (printed, how) in zip(files, results, strict=True):
             print(f"{Path(file).name}: {printed.strip() if how else last_line(printed)}", flush=True)
             if how:
-                failed.append(f"{file} {how}")
-    print(f"{len(files)} files in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
-    if failed:
-        raise SystemExit("\n".join(failed))
+                failed[file] = how
+    return failed
 
 
 def last_line(printed: str) -> str:
