@@ -215,6 +215,70 @@ def test_a_parameter_that_nobody_waited_for(pair: World, runner: str) -> None:
     pair.run(used_elsewhere, runner=runner)
 
 
+class Late(nn.Module):
+    """Reads one layer's weight by itself, then calls another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(nn.functional.linear(x, self.read.weight))
+
+
+async def waited_for_too_late(me: Rank) -> None:
+    model = Late()
+    alike(model)
+    with ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        assert len(optimizer.gradients.buckets) == 1
+        model(torch.ones(1, 4)).sum().backward()
+        await step(me, optimizer)
+        with raising(ac.InvalidArgumentError, "[4, 4]", "gathered()"):
+            model(torch.ones(1, 4)).sum().backward()
+        await gathered(me, optimizer)
+
+
+def test_a_parameter_that_is_read_before_its_bucket_is_waited_for(pair: World, runner: str) -> None:
+    """Refused also where another module waits for the same bucket afterwards."""
+    pair.run(waited_for_too_late, runner=runner)
+
+
+def transformer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = alike(nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.0, batch_first=True))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+async def attending(me: Rank, bucket_bytes: int) -> None:
+    (ours, own), (twin, whole) = transformer(), transformer()
+    sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+    with ac.overlap.shard_optimizer(ours, own, **sizes) as optimizer:
+        buckets = optimizer.gradients.buckets
+        assert len(buckets) > 1
+
+        def in_attention(*_: object) -> None:
+            read = {id(x) for x in ours.self_attn.parameters()}
+            for bucket in buckets:
+                assert bucket.gathering is None or not read & {id(x) for x in bucket.parameters}
+
+        ours.self_attn.register_forward_pre_hook(in_attention)
+        for turn in range(3):
+            x = batch(me.rank, turn)
+            optimizer.zero_grad()
+            loss_of(ours, x).backward()
+            await step(me, optimizer)
+            whole.zero_grad()
+            loss_of(twin, x).backward()
+            average(twin)
+            whole.step()
+    same_parameters(me, ours, twin)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 700], ids=["apart", "shared"])
+def test_attention_waits_for_its_output_projection(pair: World, bucket_bytes: int) -> None:
+    """Whose weight it reads without calling it."""
+    pair.run(attending, bucket_bytes, runner="asyncio")
+
+
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(batch(0, 0)).sum().backward()

@@ -46,6 +46,8 @@ class ShardBucket(Bucket):
         self.shard = nn.Parameter(self.values.chunk(size)[rank])
         self.reduced = torch.zeros_like(self.shard)
         self.gathering: Work[torch.Tensor] | None = None
+        #: indices of the parameters that nobody has waited for since they were sent
+        self.stale: set[int] = set()
 
     def adopt(self) -> None:
         self.shard.grad = self.reduced
@@ -84,7 +86,7 @@ class ShardReducer(GradientReducer):
         )
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
-        if isinstance(bucket, ShardBucket) and bucket.gathering is not None:
+        if isinstance(bucket, ShardBucket) and index in bucket.stale:
             raise InvalidArgumentError(
                 f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
                 "it had come back from the last step. The forward of the module that it belongs to waits for "
@@ -167,6 +169,7 @@ class ShardedOptimizer:
             own = bucket.shard.detach().clone()  # not of the memory that is written to
             bucket.gathering = all_gather(own, out=bucket.values, **self._tail)
             bucket.gathering.detach()  # after the last step nobody need wait
+            bucket.stale = set(range(len(bucket.parameters)))
         self._reduced = False
 
     async def gathered(self) -> None:
@@ -174,11 +177,13 @@ class ShardedOptimizer:
         for bucket in reversed(self.gradients.buckets):
             for work in bucket.gathered():
                 await work
+            bucket.stale.clear()
 
     def wait_gathered(self) -> None:
         """The same without an event loop."""
         for bucket in reversed(self.gradients.buckets):
             _wait(bucket)
+            bucket.stale.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, or make them zeros."""
@@ -273,18 +278,21 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[Any]:
-    """Have the forward of every module wait for the buckets that its own parameters are in."""
-    where = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
+    """Have the forward of every module wait for the buckets that the parameters it reads are in."""
+    where = {id(x): (bucket, index) for bucket in buckets for index, x in enumerate(bucket.parameters)}
     for module in model.modules():
-        own = {id(where[id(x)]): where[id(x)] for x in module.parameters(recurse=False) if id(x) in where}
+        # Attention reads the weight of its output projection, whose own forward it never calls.
+        reads = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+        own = [where[id(x)] for x in reads if id(x) in where]
         if own:
-            yield module.register_forward_pre_hook(_waiting(list(own.values())))
+            yield module.register_forward_pre_hook(_waiting(own))
 
 
-def _waiting(buckets: list[ShardBucket]) -> Callable[..., None]:
+def _waiting(own: list[tuple[ShardBucket, int]]) -> Callable[..., None]:
     def before_forward(*_: Any) -> None:
-        for bucket in buckets:
+        for bucket, index in own:
             _wait(bucket)
+            bucket.stale.discard(index)
 
     return before_forward
 
