@@ -111,6 +111,17 @@ def test_a_loop_that_is_left_early(pair: World) -> None:
     pair.run(left_early, runner="asyncio")
 
 
+def test_training_and_evaluation_are_the_layers_too() -> None:
+    """In place of the layers in a model, whose `eval()` reaches them."""
+    layers = ac.overlap.shard_layers([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))])
+    x = torch.ones(64, 4)
+    model = nn.Sequential(layers).eval()
+    (layer,) = layers
+    oracle.same(layer(x).detach(), layer(x).detach())
+    model.train()
+    assert not torch.equal(layer(x), layer(x))
+
+
 def test_refused() -> None:
     """Before anything is sent or taken over."""
     tied = nn.Linear(2, 2)

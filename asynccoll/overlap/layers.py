@@ -85,7 +85,7 @@ class ShardedLayers(nn.Module):
     ``async for layer in layers:`` (or ``for``) yields each with all of its parameters, in order, while the
     next ``ahead`` are gathered; ``reversed(layers)`` goes from the last to the first. ``parameters()`` are
     this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB), and
-    for ``state_dict()``.
+    for ``state_dict()``; buffers stay in the layers. ``train()`` and ``eval()`` are the layers' as well.
     """
 
     def __init__(self, layers: Iterable[nn.Module], *, ahead: int, group: Any, lane: str) -> None:
@@ -100,6 +100,12 @@ class ShardedLayers(nn.Module):
         self._layers = [_Layer(module, rank, size) for module in modules]
         self.shards = nn.ParameterList([shard.own for layer in self._layers for shard in layer.shards])
         self._ahead, self._group, self._lane = ahead, group, lane
+
+    def train(self, mode: bool = True) -> ShardedLayers:
+        """Switch the layers to training or, with ``mode=False``, to evaluation."""
+        for layer in self._layers:
+            layer.module.train(mode)
+        return super().train(mode)
 
     def __len__(self) -> int:
         return len(self._layers)
