@@ -56,7 +56,7 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Mod
         kwargs: for the class that wraps the model.
 
     Raises:
-        ValueError: ``device_ids`` among ``kwargs`` on a machine with GPUs.
+        ValueError: ``device_ids`` among ``kwargs`` where this rank's device is a GPU.
         UnsupportedOpError: apex is in the model.
     """
     return model_for(here(), model, sync_bn, kwargs)
@@ -84,11 +84,11 @@ def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
     if sync_bn:
         place.log.info("Convert batch norm to sync batch norm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
-    if torch.cuda.is_available():
+    if place.device.type == "cuda":
         if "device_ids" in kwargs:
             raise InvalidArgumentError(f"Argument kwargs should not contain 'device_ids', but got {kwargs}")
-        place.log.info("Apply torch DistributedDataParallel on model, device id: %s", place.local_rank)
-        kwargs["device_ids"] = [place.local_rank]
+        place.log.info("Apply torch DistributedDataParallel on model, device id: %s", place.device.index)
+        kwargs["device_ids"] = [place.device.index]
     else:
         place.log.info("Apply torch DistributedDataParallel on model")
     return nn.parallel.DistributedDataParallel(model, **kwargs)

@@ -51,7 +51,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
             before = len(drawn)
             drawn += list(self.sampler)
             if len(drawn) == before:
-                raise RuntimeError(f"{self.sampler!r} draws nothing, although its length is {len(self)}")
+                raise RuntimeError(f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}")
         mine = drawn[self.rank : self.total_size : self.num_replicas]
         if len(mine) != self.num_samples:
             raise RuntimeError(f"{len(mine)} vs {self.num_samples}")

@@ -188,6 +188,19 @@ def test_models_as_ignite(world):
     world.run(models)
 
 
+def on_the_cpu_of_a_machine_with_gpus(me):
+    from unittest import mock
+
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        model = ac.auto_model(network())
+    assert model.device_ids is None
+
+
+def test_gloo_leaves_gpus_alone(two):
+    """What counts is the device of the rank, not what else there is."""
+    two.run(on_the_cpu_of_a_machine_with_gpus)
+
+
 def _batch(rank):
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
