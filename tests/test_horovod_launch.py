@@ -99,6 +99,13 @@ def test_without_horovodrun_it_is_a_world_of_one(tmp_path: Path) -> None:
     assert ended.lines == wanted(1)
 
 
+def test_spawn_on_hosts(tmp_path: Path) -> None:
+    """Two names of this one stand for two, of which each has a rank."""
+    ac.spawn("horovod", spawned.tell, (str(tmp_path),), nproc_per_node=2, hosts="localhost:1,127.0.0.1:1")
+    told = [(one["rank"], one["local"], one["per node"]) for one in spawned.told(tmp_path)]
+    assert told == [(0, 0, 1), (1, 0, 1)]
+
+
 def test_another_launchers_ranks_are_refused(tmp_path: Path) -> None:
     """Under torchrun Horovod would see a world of one, and every rank compute alone."""
     place = {

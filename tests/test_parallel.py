@@ -57,6 +57,18 @@ def test_without_a_backend_it_just_calls() -> None:
     assert not ac.is_initialized()
 
 
+def test_backends_that_torch_was_told_of_are_taken() -> None:
+    """As by `initialize`; of what is not here the error says how to get it."""
+    from torch.testing._internal.distributed import fake_pg
+
+    assert fake_pg  # it has registered "fake"
+    assert ac.Parallel("FAKE").backend == "fake"
+    missing = {"mpi", "horovod", "xla-tpu"} - {*ac.available_backends()}
+    for name in missing:
+        with pytest.raises(ac.BackendNotFoundError, match=rf"'{name}' is not usable here; it needs"):
+            ac.Parallel(name)
+
+
 def test_serial_is_a_world_of_one() -> None:
     """It is there inside the block and gone after it."""
     with ac.Parallel("serial") as parallel:
@@ -98,8 +110,8 @@ def wanted(backend: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [{}, {"nproc_per_node": 2}])
-def test_it_joins_what_asynccoll_run_started(backend: str, given: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [{}, {"nproc_per_node": 2, "start_method": "fork", "daemon": True}])
+def test_it_joins_what_asynccoll_run_started(backend: str, given: dict[str, Any], tmp_path: Path) -> None:
     """The same script spawns alone and joins under a launcher; it never spawns twice."""
     launcher = ("-m", "asynccoll", "run", "-n", "2", "--backend", backend)
     ended = launch(tmp_path, backend, *launcher, **given)

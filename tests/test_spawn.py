@@ -191,8 +191,9 @@ def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
             pass
 
 
-def test_no_rank_outlives_the_one_that_spawned_it(tmp_path: Path) -> None:
-    """A parent that is killed takes its ranks with it."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda n: n.name)
+def test_no_rank_outlives_the_one_that_spawned_it(number: signal.Signals, tmp_path: Path) -> None:
+    """A parent that is killed takes its ranks with it, and so does one that alone gets a Ctrl-C."""
     code = (
         "import sys, asynccoll as ac, spawned\n"
         "if __name__ == '__main__':\n"
@@ -213,7 +214,11 @@ def test_no_rank_outlives_the_one_that_spawned_it(tmp_path: Path) -> None:
         while len(pids := [int(path.read_text() or 0) for path in said.glob("here-*")]) < 2 or 0 in pids:
             assert time.monotonic() < deadline, "the ranks do not start"
             time.sleep(0.01)
-        parent.send_signal(signal.SIGKILL)
+        parent.send_signal(number)
+        try:
+            assert parent.wait(20) == -number
+        finally:
+            parent.kill()
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, f"{pids} outlive their parent"
         time.sleep(0.01)

@@ -107,7 +107,7 @@ def test_parallel_joins_what_a_launcher_started(tmp_path, monkeypatch):
 
 def test_parallel_without_a_backend_calls():
     seen = []
-    with idist.Parallel() as parallel:
+    with idist.Parallel(start_method="fork") as parallel:  # which says nothing, as in ignite
         parallel.run(lambda *args, **kwargs: seen.append((args, kwargs)), 1, b=2)
     assert seen == [((0, 1), {"b": 2})]
 

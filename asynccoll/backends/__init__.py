@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asynccoll.context import Context
     from asynccoll.spec import Capabilities
 
-__all__ = ["Request", "adopt", "available", "capabilities_of", "create"]
+__all__ = ["Request", "adopt", "available", "capabilities_of", "check_usable", "create"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +164,25 @@ def _normal(backend: Any) -> str:
     return backend.strip().lower()
 
 
-def _factory(name: str) -> Callable[[Request], Context]:
-    if ":" in name or name.upper() in dist.Backend._plugins:  # torch's "cpu:gloo,cuda:nccl", or a plugin
-        return _load("asynccoll.backends.c10d:create")
-    entry = _entry(name)
-    if not entry.present():
+def check_usable(name: str) -> None:
+    """Raise ``BackendNotFoundError`` unless the backend's parts are all here."""
+    if not _is_of_torch(name) and not (entry := _entry(name)).present():
         raise BackendNotFoundError(
             f"backend {name!r} is not usable here; it needs {entry.install}. Available: "
             f"{', '.join(available())}"
         )
+
+
+def _is_of_torch(name: str) -> bool:
+    """Whether it is of the form ``cpu:gloo,cuda:nccl``, or a backend that a package registered with torch."""
+    return ":" in name or name.upper() in dist.Backend._plugins
+
+
+def _factory(name: str) -> Callable[[Request], Context]:
+    check_usable(name)
+    if _is_of_torch(name):
+        return _load("asynccoll.backends.c10d:create")
+    entry = _entry(name)
     try:
         return _load(entry.factory)
     except (ImportError, AttributeError) as error:

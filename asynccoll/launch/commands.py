@@ -43,37 +43,24 @@ def _run_horovodrun(request: RunRequest) -> int:
     return run_horovod(request)
 
 
+def _refuse_xla(request: RunRequest) -> int:
+    raise UnsupportedOpError(
+        "`asynccoll run` starts processes, but on the CPU the ranks of xla-tpu are threads of one, and "
+        "on TPU torch_xla starts them: start the script with plain python, and the ranks in it with "
+        "ac.Parallel('xla-tpu', nproc_per_node=n) or ac.spawn"
+    )
+
+
 Engine = Callable[[RunRequest], int]
 
-#: Engines by name; each starts all ranks, waits for them and returns the exit code.
-ENGINES: dict[str, Engine] = {
-    "elastic": _run_elastic,
-    "mpiexec": _run_mpiexec,
-    "horovodrun": _run_horovodrun,
-}
-
-#: Backends whose ranks something other than torch elastic has to start.
-ENGINE_OF_BACKEND = {"mpi": "mpiexec", "horovod": "horovodrun"}
+#: What starts the ranks of a backend and returns the exit code, where that is not torch elastic.
+ENGINES: dict[str, Engine] = {"mpi": _run_mpiexec, "horovod": _run_horovodrun, "xla-tpu": _refuse_xla}
 
 
 def run(request: RunRequest) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed.
 
     Raises:
-        UnsupportedOpError: no engine can start ranks of the backend asked for.
+        UnsupportedOpError: nothing starts ranks of the backend asked for.
     """
-    if (request.backend or "").lower() == "xla-tpu":
-        raise UnsupportedOpError(
-            "`asynccoll run` starts processes, but on the CPU the ranks of xla-tpu are threads of one, and "
-            "on TPU torch_xla starts them: start the script with plain python, and the ranks in it with "
-            "ac.Parallel('xla-tpu', nproc_per_node=n) or ac.spawn"
-        )
-    name = ENGINE_OF_BACKEND.get((request.backend or "").lower(), "elastic")
-    engine = ENGINES.get(name)
-    if engine is None:
-        raise UnsupportedOpError(
-            f"`asynccoll run` cannot start ranks of backend {request.backend!r}: that needs the"
-            f" engine {name!r}, and there are {', '.join(ENGINES)}. Start the script with"
-            f" `{name}` itself"
-        )
-    return engine(request)
+    return ENGINES.get((request.backend or "").lower(), _run_elastic)(request)

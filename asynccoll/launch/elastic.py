@@ -33,9 +33,6 @@ from asynccoll.launch.report import Failure, exit_code, first_failure, read_fail
 
 __all__ = ["run"]
 
-#: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
-INTERRUPT_GRACE_S = 3.0
-
 
 def run(request: RunRequest) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
@@ -58,7 +55,6 @@ def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path
     processes.adopt_orphans()
     processes.on_stop_signals(
         _raise_stop,
-        escalate_after_s=INTERRUPT_GRACE_S,
         stuck=lambda number: _give_up(number, logs if temporary else None),
     )
     try:

@@ -1,4 +1,4 @@
-"""The program of one rank that ``spawn`` starts under mpiexec or by ``horovod.run``: ``mpi_rank.py PLAN``.
+"""The program of one rank that ``spawn`` starts under mpiexec (``mpi_rank.py PLAN``) or by ``horovod.run``.
 
 The plan holds two pickles: how to prepare this interpreter, as multiprocessing does it, and the job.
 Started by its path, it imports the standard library only until the parent's import path is in place.
@@ -6,6 +6,7 @@ Started by its path, it imports the standard library only until the parent's imp
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -13,15 +14,15 @@ from multiprocessing import spawn as preparing
 from pathlib import Path
 
 
-def main(plan: str) -> None:
+def main(plan: bytes) -> None:
     """Carry the job out; an error is in the job's records, and the launcher is told by the exit code."""
-    with Path(plan).open("rb") as file:
-        preparing.prepare(pickle.load(file))  # noqa: S301 - written by the process that started us
-        from asynccoll.launch import child
+    pickles = io.BytesIO(plan)
+    preparing.prepare(pickle.load(pickles))  # noqa: S301 - written by the process that started us
+    from asynccoll.launch import child
 
-        child.die_with_launcher()
-        rank, local_rank = _place()
-        task = pickle.load(file)  # noqa: S301
+    child.die_with_launcher()
+    rank, local_rank = _place()
+    task = pickle.load(pickles)  # noqa: S301
     try:
         task.carry_out(rank, local_rank)
     except BaseException as error:
@@ -38,4 +39,4 @@ def _place() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]).read_bytes())

@@ -31,7 +31,6 @@ __all__ = ["run_horovod", "run_mpi"]
 
 #: The options that mean something here; torchrun's others are about engines that these are not.
 _TAKEN = {"--nproc-per-node", "--nnodes", "--standalone", "--no-python"}
-INTERRUPT_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,7 @@ def _run(request: RunRequest, engine: _Engine) -> int:
         stopped: list[signal.Signals] = []
         witness = Witness(Path(errors), ranks)
         with subprocess.Popen(guarded, env=environ) as running:
-            processes.on_stop_signals(
-                lambda number: _stop(running, number, stopped), escalate_after_s=INTERRUPT_GRACE_S
-            )
+            processes.on_stop_signals(lambda number: _stop(running, number, stopped))
             code = running.wait()
         first = witness.ended()
         processes.kill_children()

@@ -17,7 +17,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch.env import LaunchInfo, detect
 from asynccoll.launch.nodes import Nodes
 from asynccoll.launch.slurm import expand_with_scontrol
-from asynccoll.launch.spawn import known_backend, spawn
+from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
 from asynccoll.runtime import finalize, get_local_rank, get_world_size, initialize
 
 __all__ = ["Parallel"]
@@ -82,6 +82,8 @@ class Parallel:
             Nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
             if not _launched(nproc_per_node):
                 self._spawned = said
+        if self._spawned is None:  # nothing is left to say about how the ranks start
+            self._options = {name: x for name, x in spawn_kwargs.items() if name not in ABOUT_STARTING}
 
     def __enter__(self) -> Parallel:
         if self.backend is not None and self._spawned is None:

@@ -13,11 +13,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["adopt_orphans", "children", "kill_children", "on_stop_signals", "signal_children"]
+__all__ = ["adopt_orphans", "children", "end", "kill_children", "on_stop_signals", "signal_children"]
+
+#: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
+_INTERRUPT_GRACE_S = 3.0
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
@@ -66,15 +70,33 @@ def kill_children() -> None:
         time.sleep(_REAP_INTERVAL_S)
 
 
+def end(started: Sequence[BaseProcess]) -> None:
+    """Return when all have ended: by themselves if Ctrl-C reached them too, else by SIGTERM, else killed."""
+    try:
+        _join(started)
+        for process in started:
+            process.terminate()
+        _join(started)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def _join(started: Sequence[BaseProcess]) -> None:
+    deadline = time.monotonic() + _INTERRUPT_GRACE_S
+    for process in started:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
 def on_stop_signals(
     first: Callable[[signal.Signals], None],
     *,
-    escalate_after_s: float,
     stuck: Callable[[signal.Signals], None] | None = None,
 ) -> None:
     """Call ``first`` for the first Ctrl-C or SIGTERM; kill all children at the second.
 
-    A rank that waits in native code does not notice SIGINT, so after ``escalate_after_s`` what
+    A rank that waits in native code does not notice SIGINT, so after three seconds what
     is left gets SIGTERM. And if it is this process that waits in native code, so that ``first`` cannot
     be called by then, ``stuck`` is called on another thread.
     """
@@ -85,7 +107,7 @@ def on_stop_signals(
             signal_children(signal.SIGKILL)
             return
         noticed.set()
-        escalation = threading.Timer(escalate_after_s, signal_children, [signal.SIGTERM])
+        escalation = threading.Timer(_INTERRUPT_GRACE_S, signal_children, [signal.SIGTERM])
         escalation.daemon = True
         escalation.start()
         first(signal.Signals(number))
@@ -93,13 +115,11 @@ def on_stop_signals(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
     if stuck is not None:
-        _watch_for_signals(noticed, escalate_after_s, stuck)
+        _watch_for_signals(noticed, stuck)
 
 
-def _watch_for_signals(
-    noticed: threading.Event, seconds: float, stuck: Callable[[signal.Signals], None]
-) -> None:
-    """Have ``stuck`` called if a stop signal has come and is not ``noticed`` within ``seconds``."""
+def _watch_for_signals(noticed: threading.Event, stuck: Callable[[signal.Signals], None]) -> None:
+    """Have ``stuck`` called if a stop signal has come and is not ``noticed`` in time."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -107,7 +127,7 @@ def _watch_for_signals(
     def watch() -> None:
         while True:
             (number,) = os.read(reader, 1)
-            if number in (signal.SIGINT, signal.SIGTERM) and not noticed.wait(seconds):
+            if number in (signal.SIGINT, signal.SIGTERM) and not noticed.wait(_INTERRUPT_GRACE_S):
                 stuck(signal.Signals(number))
 
     threading.Thread(target=watch, name="asynccoll-signals", daemon=True).start()

@@ -22,16 +22,19 @@ from multiprocessing import spawn as preparing
 from pathlib import Path
 from typing import Any
 
-from asynccoll.backends import available, xla_threads
-from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.backends import check_usable, xla_threads
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch import child, horovodrun, mpi_rank, mpiexec, xla_rank
 from asynccoll.launch.job import Job, failed, portable
 from asynccoll.launch.nodes import Nodes
+from asynccoll.launch.processes import end
 from asynccoll.runtime import finalize, initialize
 
-__all__ = ["known_backend", "spawn"]
+__all__ = ["ABOUT_STARTING", "known_backend", "spawn"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
+#: Arguments of ``spawn`` that ``initialize`` does not take.
+ABOUT_STARTING = frozenset({"start_method", "daemon", "join", "hosts"})
 _NODES = ("nnodes", "node_rank", "master_addr", "master_port", "init_method")
 
 
@@ -60,7 +63,8 @@ def spawn(
         kwargs: for gloo, nccl and other backends of torch: ``nnodes``, ``node_rank``, ``master_addr``,
             ``master_port``, ``init_method``, ``start_method`` (``"spawn"``, the default, ``"fork"`` or
             ``"forkserver"``), ``daemon``, and ``join`` (with ``join=False`` torch's process context comes
-            back at once). All others go to ``ac.initialize``: ``timeout``, ``check``, ...
+            back at once); for horovod ``hosts``, as ``horovod.run`` takes it (``"host1:2,host2:2"``, of
+            ``nproc_per_node`` ranks in all). All others go to ``ac.initialize``: ``timeout``, ``check``, ...
 
     Raises:
         SpawnError: a rank failed; the text has the traceback of the first that did.
@@ -78,10 +82,7 @@ def known_backend(backend: Any) -> str:
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a name, got {backend!r}")
     name = backend.strip().lower()
-    if ":" not in name and name not in available():
-        raise BackendNotFoundError(
-            f"backend {backend!r} is not usable here; available: {', '.join(available())}"
-        )
+    check_usable(name)
     return name
 
 
@@ -141,6 +142,9 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
             codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
             here = range(nodes.first, nodes.first + ranks)
             raise failed(told, here, codes, str(error)) from None
+        except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
+            end(context.processes)
+            raise
     return None
 
 
@@ -234,8 +238,13 @@ def _planned(task: Job) -> Iterator[tuple[Job, str]]:
     """The job, and the file in which its ranks find it."""
     with _reporting(replace(task, function=portable(task.function))) as told:
         plan = Path(told.directory, "job")
-        plan.write_bytes(pickle.dumps(_preparation()) + pickle.dumps(told))
+        plan.write_bytes(_plan(told))
         yield told, str(plan)
+
+
+def _plan(task: Job) -> bytes:
+    """Two pickles: how to prepare an interpreter for the job, and the job."""
+    return pickle.dumps(_preparation()) + pickle.dumps(task)
 
 
 def _preparation() -> dict[str, Any]:
@@ -249,16 +258,18 @@ def _preparation() -> dict[str, Any]:
 
 
 def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+    hosts = kwargs.pop("hosts", None)
     _one_node(task, kwargs)
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgumentError("Horovod starts ranks from the main thread only; call ac.spawn there")
     import horovod
 
-    with _planned(replace(task, options=kwargs)) as (told, plan):
+    with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
         environ = horovodrun.without_place(os.environ)
         try:
             with _environment(environ):
-                horovod.run(mpi_rank.main, (plan,), num_proc=ranks, use_gloo=True)
+                # As bytes: other hosts do not see our files.
+                horovod.run(mpi_rank.main, (_plan(told),), num_proc=ranks, hosts=hosts, use_gloo=True)
         except RuntimeError as error:
             raise failed(told, range(ranks), {}, str(error)) from None
 

@@ -46,6 +46,7 @@ class Parallel(ac.Parallel):
         }
         if backend is None:
             _check_nothing(given)
+            init_method, spawn_kwargs = None, {}
         elif backend not in idist.available_backends():
             raise InvalidArgumentError(
                 f"Unknown backend '{backend}'. Available backends: {idist.available_backends()}"
