@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from asynccoll.errors import InvalidArgumentError
+
 __all__ = ["AllReduce", "Link", "Step", "best_bucket_bytes", "hierarchical", "ring", "tree"]
 
 #: Seconds of one all_reduce of so many bytes.
@@ -37,7 +39,7 @@ class Link:
         """
         points = [(size_bytes, seconds) for size_bytes, seconds in measured]
         if len({size_bytes for size_bytes, _ in points}) < 2:
-            raise ValueError(f"a line needs measurements of two sizes, got {points}")
+            raise InvalidArgumentError(f"a line needs measurements of two sizes, got {points}")
         weights = [1 / seconds**2 for _, seconds in points]
         total = sum(weights)
         x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -67,7 +69,7 @@ def hierarchical(local: Link, network: Link, ranks: int, ranks_per_node: int) ->
     ring of nodes that carries all the bytes.
     """
     if ranks % ranks_per_node:
-        raise ValueError(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
+        raise InvalidArgumentError(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
     nodes = ranks // ranks_per_node
 
     def seconds(size_bytes: float) -> float:
@@ -90,6 +92,8 @@ class Step:
 
     def seconds(self, all_reduce: AllReduce, bucket_bytes: float) -> float:
         """With buckets that become ready evenly during backward and travel one after the other."""
+        if not bucket_bytes > 0:
+            raise InvalidArgumentError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
         now, left, seen = self.forward_seconds, self.gradient_bytes, 0.0
         while left > 0:
             size_bytes = min(bucket_bytes, left)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import asynccoll as ac
 import scripts
 from asynccoll.growth import Link, Step, best_bucket_bytes, hierarchical, ring, tree
 
@@ -61,7 +62,7 @@ def test_hierarchical() -> None:
     assert seconds(64) == pytest.approx(6 * (0.5 + 0.125 * 16) + 2 * (1 + 0.25 * 32))
     assert hierarchical(FAST, SLOW, ranks=8, ranks_per_node=1)(64) == pytest.approx(ring(SLOW, 8)(64))
     assert hierarchical(FAST, SLOW, ranks=4, ranks_per_node=4)(64) == pytest.approx(ring(FAST, 4)(64))
-    with pytest.raises(ValueError, match="nodes of 3"):
+    with pytest.raises(ac.InvalidArgumentError, match="nodes of 3"):
         hierarchical(FAST, SLOW, ranks=8, ranks_per_node=3)
 
 
@@ -73,6 +74,8 @@ def test_a_step() -> None:
     assert step.seconds(lambda _: 3.0, 100) == 18 + 3  # one bucket, and nothing is hidden
     assert step.seconds(lambda _: 3.0, 12) == 19 + 3  # 12 are ready at 16 and sent at 19, then the other 4
     assert Step(10, 8, 0).seconds(lambda _: 3.0, 8) == 18
+    with pytest.raises(ac.InvalidArgumentError, match="bucket_bytes"):
+        step.seconds(lambda _: 3.0, 0)
 
 
 def test_the_best_bucket_grows_with_the_latency() -> None:
