@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asynccoll import __version__
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.launch.commands import RunRequest, run
 
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Awaitable collectives for PyTorch.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"asynccoll {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_info(commands)

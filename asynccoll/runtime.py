@@ -176,8 +176,9 @@ def initialize(
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"serial"``, ... (in any case), or torch's
-            ``"cpu:gloo,cuda:nccl"``. None chooses: mpi under mpiexec; else nccl with a GPU for each local
-            rank, else gloo.
+            ``"cpu:gloo,cuda:nccl"``. None chooses: serial without a launcher, mpi under mpiexec, horovod
+            under horovodrun, xla-tpu on a TPU; else nccl with a GPU for each local rank, else gloo. (The
+            environment variable ``ASYNCCOLL_BACKEND`` says otherwise.)
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``, as in
             ``torch.distributed.init_process_group``.
         store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a

@@ -4,8 +4,8 @@
         with timeline.span("backward"):
             loss.backward()
         await gradients
-    timeline.plot("timeline.png")          # a picture; needs matplotlib
-    timeline.to_chrome("timeline.json")    # for ui.perfetto.dev or chrome://tracing
+    timeline.plot(f"timeline-{ac.get_rank()}.png")          # a picture; needs matplotlib
+    timeline.to_chrome(f"timeline-{ac.get_rank()}.json")    # for ui.perfetto.dev or chrome://tracing
 
 An operation is recorded from the moment it is accepted to the moment it is done, stamped by the
 completing thread. Nothing is recorded, and nothing but one look at an empty tuple paid, outside of

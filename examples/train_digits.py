@@ -35,6 +35,7 @@ from reporting import Advance, Step, progress, table, time_steps
 Mark = Callable[[str], AbstractContextManager[None]]  # a span of the timeline, or nothing
 
 BUCKETS = {"bucket_bytes": 256 << 10, "first_bucket_bytes": 64 << 10}  # a small model, small buckets
+EPOCHS = 8
 RECORDED_STEPS = 3
 TOLERANCE = 1e-3  # of parameters after a hundred steps: more than two ranks add up in another order
 
@@ -188,7 +189,7 @@ async def main(arguments: argparse.Namespace) -> None:
             tasks.start_soon(training.train, overlapped, advance, name="training")
             tasks.start_soon(training.validate, *data.test, advance, name="validation")
     say(f"test accuracy {training.accuracy:.2%} after {arguments.epochs} epochs")
-    assert training.accuracy >= 0.95, training.accuracy
+    assert training.accuracy >= 0.95 or arguments.epochs < EPOCHS, "that is less than 95 %"
     assert await same_on_all_ranks(overlapped.model), "the ranks have drifted apart"
     say(f"the ranks ({ac.get_world_size()}) hold the same parameters, bit for bit")
 
@@ -215,7 +216,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on handwritten digits, communication hidden.")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--batch", type=int, default=128, help="samples of a step, on all ranks")
     parser.add_argument("--steps", type=int, default=30, help="how many steps to time each way")
     parser.add_argument("--picture", type=Path, default=Path("build/timeline.png"))

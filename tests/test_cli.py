@@ -20,7 +20,7 @@ import pytest
 
 import asynccoll
 from asynccoll.cli import main
-from asynccoll.launch import commands, report
+from asynccoll.launch import report
 from asynccoll.launch.report import Failure
 
 #: Seconds after which a job of this file is killed, and its test fails.
@@ -582,6 +582,13 @@ def test_help_tells_the_flags_in_one_spelling(capsys):
     assert "--nproc_per_node" not in output
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"asynccoll {asynccoll.__version__}\n"
+
+
 @pytest.fixture
 def unlaunched(monkeypatch):
     """This process without any launcher's variables."""
@@ -647,10 +654,3 @@ def test_an_unknown_signal_and_long_messages_are_told_all_the_same():
     text = report.report(failures[::-1])
     assert "rank 0 failed on h (pid 1): killed by signal 99" in text or "rank 2" in text
     assert max(map(len, text.splitlines())) < 250
-
-
-def test_every_engine_named_for_a_backend_is_no_silent_fallback():
-    for backend, engine in commands.ENGINE_OF_BACKEND.items():
-        if engine not in commands.ENGINES:
-            with pytest.raises(asynccoll.errors.UnsupportedOpError, match=engine):
-                commands.run(commands.RunRequest("x.py", backend=backend.upper()))

@@ -1,15 +1,26 @@
-"""What is public is documented: on the API page, and where it is defined."""
+"""What is public is documented, and what the documents say can be typed: names, arguments, commands."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
+import shlex
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import asynccoll
+import asynccoll.sync
+from asynccoll import cli
 
-API = Path(__file__).parent.parent / "docs" / "api.md"
+ROOT = Path(__file__).parent.parent
+API = ROOT / "docs" / "api.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def test_every_public_name_is_on_the_api_page():
@@ -26,3 +37,100 @@ def test_every_public_name_says_what_it_is(name):
     text = getattr(asynccoll, name).__doc__
     assert text
     assert text.split("\n\n")[0].strip().endswith((".", ":", "``"))
+
+
+# Code
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    fences = re.findall(r"^( *)```(\w+)\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for _, language, text in fences if language in languages]
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks in the text, on one line or two."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def parsed(code: str) -> ast.AST | None:
+    """As in the body of a coroutine; None if it is no Python."""
+    try:
+        return ast.parse("async def example():\n" + textwrap.indent(code, "    "))
+    except SyntaxError:
+        return None
+
+
+def meant(node: ast.AST, known: dict[str, Any]) -> Any:
+    """What a dotted name stands for, if it begins with one of ours."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := meant(node.value, known)) is not None:
+        return getattr(owner, node.attr)
+    return None
+
+
+def wrong(tree: ast.AST) -> Iterator[str]:
+    """Names of ours that do not exist, and calls that they do not take."""
+    known: dict[str, Any] = {"ac": asynccoll, "asynccoll": asynccoll, "idist": asynccoll.sync}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("asynccoll"):
+            module = importlib.import_module(str(node.module))
+            known |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
+    for node in ast.walk(tree):
+        try:
+            if isinstance(node, ast.Attribute):
+                meant(node, known)
+            if isinstance(node, ast.Call) and callable(called := meant(node.func, known)):
+                keywords = {one.arg: None for one in node.keywords if one.arg is not None}
+                signature = inspect.signature(called)
+                if not any(isinstance(argument, ast.Starred) for argument in node.args):
+                    signature.bind(*node.args, **keywords)
+        except (AttributeError, TypeError) as error:
+            yield f"{ast.unparse(node)}: {error}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_names_what_there_is(page):
+    """Every block is Python; every name of ours in it, and in the text, exists and takes what it is given."""
+    found = []
+    for code in blocks(page, "python"):
+        tree = parsed(code)
+        assert tree is not None, code
+        found += wrong(tree)
+    for span in spans(page):
+        tree = parsed(span) if re.match(r"(await )?(ac|idist)\.", span) else None
+        found += wrong(tree) if tree is not None else []
+    assert found == []
+
+
+def test_wrong_code_would_be_found():
+    for code in ("ac.all_reduse(x)", "ac.all_reduce(x, dim=0)", "from asynccoll.growth import Link\nLink(1)"):
+        assert list(wrong(parsed(code))), code
+
+
+# Commands
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command line that a page tells to type."""
+    for text in blocks(page, "console", "bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            yield shlex.split(line.removeprefix("$ "), comments=True)
+    for span in spans(page):
+        if span.startswith("make ") or re.match(r"python (tools|benchmarks|examples)/", span):
+            yield span.split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_can_be_typed(page):
+    """Targets of make, programs of this repository, and command lines of asynccoll."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(page):
+        if words[:1] == ["make"] and len(words) > 1:
+            assert words[1] in targets, words
+        for word in words:
+            if re.match(r"(tools|benchmarks|examples)/.*\.(py|txt)$", word):
+                assert (ROOT / word).is_file(), words
+        if "asynccoll" in words and "pip" not in words:
+            cli._parser().parse_args(words[words.index("asynccoll") + 1 :])
