@@ -49,6 +49,9 @@ class Completion:
     def synchronize(self) -> None:
         """Order the current device stream after the operation (nothing to do on the CPU)."""
 
+    def abandon(self) -> None:
+        """It may never end, and whoever waited has been told: nobody need look at it any more."""
+
 
 class Ready(Completion):
     """Done from the start: the world of one, and what was refused while it waited in a queue."""
@@ -187,3 +190,7 @@ class AllOf(Completion):
     def synchronize(self) -> None:
         for part in self.parts:
             part.synchronize()
+
+    def abandon(self) -> None:
+        for part in self.parts:
+            part.abandon()

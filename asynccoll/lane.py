@@ -409,7 +409,9 @@ class Lane:
         """
         with self._lock:
             self._queue = deque(job for job in self._queue if job.unopened)
-            self._active = None
+            active, self._active = self._active, None
+        if active is not None and active.step is not None:
+            active.step.abandon()
         self.reopen()
 
     def take_place(self) -> int:
@@ -444,6 +446,8 @@ class Lane:
                 queued.append(self._active)
                 self._active = None
         for job in queued:
+            if job.step is not None:
+                job.step.abandon()
             job.promise.settle(error)
         for operation in self.outstanding():
             operation.fail(error)

@@ -127,6 +127,7 @@ class Operation:
         """Stop the waiting with ``error``, although the native operation may still be out."""
         if self.failure is None and not self.completion.done():
             self.failure = error
+            self.completion.abandon()
             self._wake()
 
     def error(self) -> CollectiveError | None:

@@ -2,8 +2,9 @@
 
 An operation is *watched* from its issue on. The thread looks at it after a short grace, so that what
 a waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
-same. It polls tightly for as long as the operation is expected to take, then backs off; with nothing
-to watch it sleeps until something comes.
+same. It polls tightly for as long as the operation is expected to take, then backs off; what is out for
+long (a peer is late, or will never come) is looked at now and then, so that it delays nothing else; with
+nothing to watch it sleeps until something comes.
 
 It must not know what it polls, nor who waits for it.
 """
@@ -35,6 +36,9 @@ LONGEST_CALM_SECONDS = 8e-3
 #: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
 #: wake it for each.
 LINGER_SECONDS = 50e-3
+#: What is out for so long, and a hundred times as long as expected, is looked at only every so often.
+LONG_SECONDS = 0.5
+REST_SECONDS = 10e-3
 
 give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -65,17 +69,22 @@ class Pollable(Protocol):
 class _Watched:
     """One operation as the thread sees it."""
 
-    __slots__ = ("_ripe", "_since", "item", "tight")
+    __slots__ = ("_long", "_rests", "_ripe", "_since", "item", "tight")
 
     def __init__(self, item: Pollable, now: float) -> None:
         self.item = item
         self._since = now
         self._ripe = now + GRACE_SECONDS
+        expected = item.expected()
         #: until when to look again at once
-        self.tight = now + item.expected()
+        self.tight = now + expected
+        self._long = now + max(LONG_SECONDS, 100 * expected)  # from then on it is out for long
+        self._rests = -math.inf  # until when it is left alone
 
     def left(self, now: float) -> float:
-        """Seconds for which it is left to its waiter."""
+        """Seconds for which it is left to its waiter, or alone."""
+        if now < self._rests:
+            return self._rests - now
         return 0.0 if self.item.urgent else self._ripe - now
 
     def late(self, now: float) -> float:
@@ -87,7 +96,11 @@ class _Watched:
         item = self.item
         if item.attended or self.left(now) > 0:
             return item.finished
-        return item.poll()
+        if item.poll():
+            return True
+        if now >= self._long:
+            self._rests = now + REST_SECONDS
+        return False
 
 
 class _Pace:

@@ -6,8 +6,8 @@ the completing thread wakes it.
 
 *Soon* is a millisecond. It belongs to the turn of the loop, not to the operation: once the loop has had no
 turn for that long, and something there is ready to run, the await yields, so that a stream of small
-operations does not starve the other tasks. On a loop that can be asked, and that has nothing to do, the
-turn is prolonged a millisecond at a time, and *soon* is a few of them.
+operations does not starve the other tasks. A loop that can be asked gets its turn as soon as a timer is
+due; while it has nothing to do, the turn is prolonged a millisecond at a time, and *soon* is a few of them.
 
 Cancelling a waiter stops the waiting, never the operation.
 """
@@ -55,17 +55,27 @@ class _Turn:
         self.ends = -math.inf
 
     def over(self, now: float) -> bool:
-        """Whether the loop is to be given a turn: its time has come, and there may be something to run."""
-        return now >= self.ends and not self._prolong(now, now)
+        """Whether the loop is to be given a turn: a timer is due, or it is time and there may be work."""
+        loop = self._asked()
+        if loop is None:
+            return now >= self.ends
+        timers = loop._scheduled
+        if timers and timers[0]._when <= now:
+            return True
+        return now >= self.ends and not self._prolong(loop, now, now)
 
     def may_last(self, now: float) -> bool:
         """Whether the loop is known to have nothing to do for another millisecond."""
-        return self._prolong(now, now + INLINE_SECONDS)
+        loop = self._asked()
+        return loop is not None and self._prolong(loop, now, now + INLINE_SECONDS)
 
-    def _prolong(self, now: float, until: float) -> bool:
-        """Let the turn last if the loop can be asked, and has nothing that is ready by ``until``."""
-        loop: Any = self._loop() if self._loop is not None else None
-        if loop is None or _wanted(loop, until):
+    def _asked(self) -> Any:
+        """The loop, if it can be asked what it has to do."""
+        return self._loop() if self._loop is not None else None
+
+    def _prolong(self, loop: Any, now: float, until: float) -> bool:
+        """Let the turn last if nothing of the loop's is ready by ``until``."""
+        if _wanted(loop, until):
             return False
         self.ends = now + INLINE_SECONDS
         return True

@@ -15,6 +15,7 @@ from asynccoll.progress import (
     LINGER_SECONDS,
     LONGEST_CALM_SECONDS,
     LONGEST_NAP_SECONDS,
+    REST_SECONDS,
     SHORTEST_NAP_SECONDS,
     Progress,
     _Pace,
@@ -176,6 +177,18 @@ def test_who_may_be_told_late_is_looked_at_seldom() -> None:
     assert pace.nap(watched, 10.0) == SHORTEST_NAP_SECONDS
     assert pace.nap(watched, 20.0) == LONGEST_NAP_SECONDS
     assert pace.nap([*watched, _Watched(eager, 10.0)], 20.0) == 0.0
+
+
+def test_what_is_out_for_long_delays_nothing_else() -> None:
+    """Past half a second it is looked at now and then, whatever else there is to look at."""
+    stale, fresh = Item(urgent=True), Item(urgent=True, expected=60.0)
+    long_out = _Watched(stale, 10.0)
+    for now, looks in ((10.1, 1), (10.2, 2), (10.6, 3), (10.605, 3), (10.611, 4), (10.62, 4), (10.63, 5)):
+        assert not long_out.over(now)
+        assert stale.polled == looks, now
+    pace = _Pace()
+    assert 0.0 < pace.nap([long_out], 10.635) <= REST_SECONDS
+    assert pace.nap([long_out, _Watched(fresh, 10.63)], 10.635) == 0.0
 
 
 def test_where_waiters_see_to_everything_looks_become_rare() -> None:

@@ -55,7 +55,7 @@ _new_lock = threading.Lock
 watch = progress.watch
 
 #: Requests that will never end, with the memory that MPI may still write to.
-_abandoned: list[Any] = []
+_never_ending: list[Any] = []
 
 
 class Common:
@@ -84,6 +84,7 @@ class MpiCompletion(Completion):
     attended = False
     urgent = False
     lateness: float | None = None
+    _abandoned = False
     _since = 0.0  # when a large one was issued
     _callbacks: list[Callback] | None = None
     _error: CollectiveError | None = None
@@ -138,8 +139,8 @@ class MpiCompletion(Completion):
         self.finished = True
 
     def poll(self) -> bool:
-        if not self.finished and self._common.abandoned:
-            _abandoned.append(self)
+        if not self.finished and (self._abandoned or self._common.abandoned):
+            _never_ending.append(self)
             return True
         # A transfer in many pieces needs many looks; each small, so that a waiter can take over.
         looks = 1 if self._size_bytes <= SMALL_BYTES else len(self._common.burst)
@@ -212,6 +213,9 @@ class MpiCompletion(Completion):
 
     def error(self) -> CollectiveError | None:
         return self._error
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
 
 class LeftToThread(MpiCompletion):
