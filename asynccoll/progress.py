@@ -36,9 +36,11 @@ LONGEST_CALM_SECONDS = 8e-3
 #: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
 #: wake it for each.
 LINGER_SECONDS = 50e-3
-#: What is out for so long, and a hundred times as long as expected, is looked at only every so often.
+#: What is out for so long, and a hundred times as long as expected, is looked at only every so often: up to
+#: a hundredth of its time may go by unnoticed, within bounds.
 LONG_SECONDS = 0.5
-REST_SECONDS = 10e-3
+SHORTEST_REST_SECONDS = 10e-3
+LONGEST_REST_SECONDS = 100e-3
 
 give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -99,7 +101,8 @@ class _Watched:
         if item.poll():
             return True
         if now >= self._long:
-            self._rests = now + REST_SECONDS
+            rest = max(SHORTEST_REST_SECONDS, (now - self._since) / 100)
+            self._rests = now + min(rest, LONGEST_REST_SECONDS)
         return False
 
 

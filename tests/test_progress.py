@@ -15,8 +15,9 @@ from asynccoll.progress import (
     LINGER_SECONDS,
     LONGEST_CALM_SECONDS,
     LONGEST_NAP_SECONDS,
-    REST_SECONDS,
+    LONGEST_REST_SECONDS,
     SHORTEST_NAP_SECONDS,
+    SHORTEST_REST_SECONDS,
     Progress,
     _Pace,
     _Watched,
@@ -187,8 +188,12 @@ def test_what_is_out_for_long_delays_nothing_else() -> None:
         assert not long_out.over(now)
         assert stale.polled == looks, now
     pace = _Pace()
-    assert 0.0 < pace.nap([long_out], 10.635) <= REST_SECONDS
+    assert 0.0 < pace.nap([long_out], 10.635) <= SHORTEST_REST_SECONDS
     assert pace.nap([long_out, _Watched(fresh, 10.63)], 10.635) == 0.0
+    assert not long_out.over(15.0)
+    assert long_out.left(15.0) == pytest.approx(0.05)
+    assert not long_out.over(1000.0)
+    assert long_out.left(1000.0) == pytest.approx(LONGEST_REST_SECONDS)
 
 
 def test_where_waiters_see_to_everything_looks_become_rare() -> None:
