@@ -8,6 +8,7 @@ average) runs once, at whoever waits first.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import math
 import threading
 import warnings
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Work", "as_completed", "wait_all"]
 
 _NOTHING: Any = None
+_log = logging.getLogger("asynccoll.work")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -187,10 +189,11 @@ class Work(Generic[T]):
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """Call ``callback(work)`` once the work is done: at once if it is.
 
-        Else on the completing thread, where it must not block or wait for other works.
+        Else on the completing thread, where it must not block or wait for other works. What it raises
+        is logged (``asynccoll.work``): that thread completes other works, too.
         """
         if not self._operations:
-            callback(self)
+            _call_back(callback, self)
             return
         left = len(self._operations)
 
@@ -200,7 +203,7 @@ class Work(Generic[T]):
                 left -= 1
                 if left:
                     return
-            callback(self)
+            _call_back(callback, self)
 
         for operation in self._operations:
             operation.add_waker(one_done)
@@ -407,6 +410,14 @@ class _Attending:
             if not (yield from attend(operation)):
                 return False
         return True
+
+
+def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
+    """Call it, like ``concurrent.futures``: the caller has others to call, and other works to complete."""
+    try:
+        callback(work)
+    except Exception:
+        _log.exception("the done-callback %r of %r raised", callback, work)
 
 
 class _Arrivals(Generic[T]):

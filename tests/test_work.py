@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 import pickle
 import threading
 import time
@@ -253,6 +254,48 @@ async def called_back(me: Rank) -> None:
 def test_done_callbacks(pair: World, runner: str) -> None:
     """A callback is called once, with the work, when it is done; at once if it is."""
     pair.run(called_back, runner=runner)
+
+
+async def bad_callback(me: Rank) -> None:
+    told, logged = threading.Event(), _Kept()
+    log = logging.getLogger("asynccoll.work")
+    log.addHandler(logged)
+    log.propagate = False
+    try:
+        work = pending(me)
+        work.add_done_callback(_raising)
+        work.add_done_callback(lambda _: told.set())
+        me.show("go")
+        assert told.wait(10), "the callback behind one that raised is never called"
+        oracle.same(await me.get(work), TWO)
+        work.add_done_callback(_raising)
+        assert [str(record.exc_info[1]) for record in logged.records] == ["of the callback"] * 2
+    finally:
+        log.removeHandler(logged)
+        log.propagate = True
+    after = ac.all_reduce(me.rank)
+    told.clear()
+    after.add_done_callback(lambda _: told.set())
+    assert told.wait(10), "the completing thread has ended"
+    assert await me.get(after) == 1
+
+
+def _raising(_: Any) -> None:
+    raise LookupError("of the callback")
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: Any) -> None:
+        self.records.append(record)
+
+
+def test_a_callback_that_raises_is_logged_and_harms_nobody(pair: World) -> None:
+    """The other callbacks are called, and the thread that completes works goes on."""
+    pair.run(bad_callback)
 
 
 async def as_future(me: Rank) -> None:
