@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -30,6 +31,7 @@ class Ended:
             line.partition("<stdout>:") for line in done.stdout.splitlines() if "with status code" not in line
         )
         self.lines = sorted(text or before for before, _, text in said)
+        self.out = done.stdout
         self.err = done.stderr
         self.said = f"code {self.code}\n{done.stdout}\n{done.stderr}"
 
@@ -56,7 +58,7 @@ def call(line: list[str], **variables: str) -> Ended:
 
 def by_hand(directory: Path, source: str, ranks: int = 2) -> Ended:
     """`horovodrun -np RANKS python script.py`."""
-    return call(horovodrun.find().command(ranks, [sys.executable, write(directory, source)]))
+    return call([horovodrun.find().path, "-np", str(ranks), sys.executable, write(directory, source)])
 
 
 def run(directory: Path, source: str, ranks: int = 2) -> Ended:
@@ -158,6 +160,40 @@ def test_the_first_failure_is_told(tmp_path: Path) -> None:
     assert ended.code != 0
     assert "asynccoll run: rank 1 failed" in ended.err, ended.said
     assert ended.err.count("LookupError: of my own") == 1, ended.said
+    assert ended.err.count("Traceback") == 1, "horovodrun has none of its own to show"
+    assert ended.out == "", "nor a word on the program's standard output"
+
+
+STUCK = """
+    import os, asynccoll as ac
+    ac.initialize()
+    ac.barrier().wait()
+    print("pid", os.getpid())
+    if ac.get_rank() == 0:
+        ac.all_reduce(1).wait()
+    ac.all_reduce(1, lane="never").wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C at `asynccoll run`: one line, the code a shell expects, no traceback, and nobody is left."""
+    line = [sys.executable, "-m", "asynccoll", "run", "--backend", "horovod", "-n", "2"]
+    with subprocess.Popen(
+        [*line, write(tmp_path, STUCK)],
+        env=rank_environment() | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        ranks = [int(job.stdout.readline().split()[-1]) for _ in range(2)]
+        job.send_signal(number)
+        _, said = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 128 + number, said
+    assert "asynccoll run: " in said
+    assert "Traceback" not in said, said
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "a rank lives on"
 
 
 # ---------------------------------------------------------------- spawn

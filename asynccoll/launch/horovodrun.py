@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +15,21 @@ from pathlib import Path
 
 from asynccoll.backends.horovod_library import INSTALL
 from asynccoll.errors import BackendNotFoundError
+from asynccoll.launch import horovodrun_quiet
 
 __all__ = ["Horovodrun", "find", "without_place"]
 
 
 @dataclass(frozen=True, slots=True)
 class Horovodrun:
-    """The program."""
+    """The program, and how it is started so that it ends without a traceback of its own."""
 
     path: str
+    start: tuple[str, ...]
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         """The command line that starts ``ranks`` ranks of ``program`` on this host."""
-        return [self.path, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *program]
+        return [*self.start, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *program]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """``environ`` as this launcher needs it."""
@@ -40,12 +43,14 @@ def find() -> Horovodrun:
         BackendNotFoundError: there is none.
     """
     beside_python = Path(sysconfig.get_path("scripts"), "horovodrun")
-    found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which("horovodrun")
+    if os.access(beside_python, os.X_OK):
+        return Horovodrun(str(beside_python), (sys.executable, horovodrun_quiet.__file__))
+    found = shutil.which("horovodrun")
     if found is None:
         raise BackendNotFoundError(
             f"there is no horovodrun in this Python environment or on the path; it comes with {INSTALL}"
         )
-    return Horovodrun(found)
+    return Horovodrun(found, (found,))  # of another Python
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
