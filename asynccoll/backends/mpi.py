@@ -130,10 +130,7 @@ class MpiBackend:
         native = self._opener.open(f"{group.key}/{lane}@{epoch}", group.ranks, group.context)
         # All members are here, so all beacons are in the store: from now on the dead can be named.
         group.context.liveness.learn(group.ranks)
-        library = self.library
-        return MpiCommunicator(
-            native, gate=library.gate, limit=library.limit, on_device=library.cuda_aware, burst=self._burst
-        )
+        return MpiCommunicator(native, self.library, group.rank, group.size, self._burst)
 
     def native_group(self, group: Group) -> Any:
         """The group's mpi4py communicator, once it is open; torch has no group of ours."""
@@ -145,7 +142,7 @@ class MpiBackend:
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-        if not abort:
+        if not (abort or self.library.MPI.Is_finalized()):
             with contextlib.suppress(self.library.MPI.Exception):
                 self._base.Free()
 

@@ -7,7 +7,6 @@ library cannot take are reached by datatypes of many bytes (movement) or by seve
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -19,6 +18,7 @@ from mpi4py import MPI
 from asynccoll.backends.mpi_completion import (
     LARGE_BYTES,
     Common,
+    Funneled,
     Guarded,
     LeftToThread,
     Many,
@@ -26,6 +26,7 @@ from asynccoll.backends.mpi_completion import (
     Received,
 )
 from asynccoll.backends.mpi_errors import typed
+from asynccoll.backends.mpi_library import Library
 from asynccoll.backends.mpi_types import (
     BYTE,
     OPS,
@@ -51,20 +52,18 @@ NO_BYTES = (None, 0, BYTE)
 class MpiCommunicator:
     """A communicator of our own: of one group, lane and epoch."""
 
-    def __init__(
-        self, native: Any, *, gate: threading.Lock | None, limit: int, on_device: bool, burst: int
-    ) -> None:
+    def __init__(self, native: Any, library: Library, rank: int, size: int, burst: int) -> None:
         self.native = native
-        self._gate = gate
-        self._limit = limit
-        self._on_device = on_device
-        self._guarded = gate is not None or on_device
+        self._library = library
+        self._gate = library.gate
+        self._limit = library.limit
+        self._on_device = library.cuda_aware
+        self._guarded = self._on_device or (library.gate or library.funnel) is not None
         self._large = 0 if self._guarded else LARGE_BYTES
         self._iallreduce = native.Iallreduce
         self._common = Common(burst)
-        self._rank: int = native.Get_rank()
-        self._size: int = native.Get_size()
-        self._highest_tag: int = native.Get_attr(MPI.TAG_UB)
+        self._rank = rank
+        self._size = size
         self._dropping: list[Any] = []  # in place of receives that were refused
 
     def _start(
@@ -78,6 +77,8 @@ class MpiCommunicator:
             return LeftToThread(partial(call, *arguments), (x, keep), size, common)
         if self._on_device:
             _settle_stream(x)
+        if self._library.funnel is not None:
+            return Funneled(partial(call, *arguments), (x, keep), size, common, self._library.funnel)
         try:
             if self._gate is None:
                 request = call(*arguments)
@@ -228,19 +229,33 @@ class MpiCommunicator:
         return self._start(lambda *to: Received(self.native.Irecv(*to), x.nbytes, tag), arguments, x)
 
     def _tag(self, tag: int) -> int:
-        if tag > self._highest_tag:
-            raise InvalidArgumentError(
-                f"tag {tag} is above {self._highest_tag}, the highest that this MPI library has"
-            )
+        highest = self._library.highest_tag
+        if tag > highest:
+            raise InvalidArgumentError(f"tag {tag} is above {highest}, the highest that this MPI library has")
         return tag
 
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
         """In place of a send, an empty message; of a recv, one without room, which drops what comes."""
-        with contextlib.suppress(MPI.Exception), self._gate or contextlib.nullcontext():
-            if role == "send":
-                self.native.Isend(NO_BYTES, peer, self._tag(tag)).Free()
-            else:
-                self._dropping.append(self.native.Irecv(NO_BYTES, peer, self._tag(tag)))
+        self._soon(self._refuse_send if role == "send" else self._refuse_recv, peer, tag)
+
+    def _refuse_send(self, peer: int, tag: int) -> None:
+        self.native.Isend(NO_BYTES, peer, self._tag(tag)).Free()
+
+    def _refuse_recv(self, peer: int, tag: int) -> None:
+        self._dropping.append(self.native.Irecv(NO_BYTES, peer, self._tag(tag)))
+
+    def _soon(self, call: Callable[..., object], *arguments: Any) -> None:
+        """``call(*arguments)``, which may fail: now, or when the thread that may call MPI comes to it."""
+
+        def attempt() -> None:
+            with contextlib.suppress(MPI.Exception):
+                call(*arguments)
+
+        funnel = self._library.funnel
+        if funnel is None or funnel.here():
+            self._library.call(attempt)
+        else:
+            funnel.hand_over(attempt)
 
     def barrier(self) -> Completion:
         return self._start(self.native.Ibarrier, (), _NOTHING)
@@ -249,13 +264,14 @@ class MpiCommunicator:
 
     def close(self) -> None:
         """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
-        if self._common.abandoned:
-            return
-        with contextlib.suppress(MPI.Exception), self._gate or contextlib.nullcontext():
-            for request in self._dropping:
-                request.Cancel()
-                request.Free()
-            self.native.Free()
+        if not self._common.abandoned and not MPI.Is_finalized():
+            self._soon(self._free)
+
+    def _free(self) -> None:
+        for request in self._dropping:
+            request.Cancel()
+            request.Free()
+        self.native.Free()
 
     def abort(self) -> None:
         """Give up what is in flight. MPI cannot take a collective back: its memory is kept for good."""

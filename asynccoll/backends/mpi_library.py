@@ -14,16 +14,20 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.funnel import Funnel
 
 __all__ = ["INSTALL", "Library", "load"]
+
+T = TypeVar("T")
 
 INSTALL = "pip install asynccoll[mpi]"
 _INT_MAX = 2**31 - 1
@@ -36,21 +40,34 @@ class Library:
 
     MPI: Any
     name: str
-    #: taken around every call where the library wants one at a time, else None
+    #: taken around every call where the library wants one at a time (MPI_THREAD_SERIALIZED), else None
     gate: threading.Lock | None
+    #: the thread that makes all calls where the library takes none of others (FUNNELED, SINGLE), else None
+    funnel: Funnel | None
     #: it can make communicators out of a group and a name (MPI-4)
     by_name: bool
     #: the largest count of a call
     limit: int
+    highest_tag: int
     cuda_aware: bool
+
+    def call(self, call: Callable[..., T], *arguments: Any) -> T:
+        """``call(*arguments)``, in the thread and at a time that suit the library; waits for it."""
+        if self.funnel is not None:
+            return self.funnel.run(call, *arguments)
+        if self.gate is not None:
+            with self.gate:
+                return call(*arguments)
+        return call(*arguments)
 
 
 def load() -> Library:
     """The library, initialised.
 
     Raises:
-        BackendNotFoundError: mpi4py or an MPI library is missing, or it allows one thread only.
-        InvalidArgumentError: MPI was finalized already, which it can be once in a process.
+        BackendNotFoundError: mpi4py or an MPI library is missing.
+        InvalidArgumentError: MPI was finalized already, which it can be once in a process; or it takes calls
+            from the thread that initialised it alone, and this is another.
     """
     mpi = _import()
     if mpi.Is_finalized():
@@ -58,7 +75,10 @@ def load() -> Library:
             "MPI was finalized in this process and cannot be initialised again; call "
             "ac.initialize('mpi') before MPI.Finalize()"
         )
-    return _examine(mpi)
+    library = _examine(mpi)
+    if library.funnel is not None and not library.funnel.here():
+        raise _other_thread()
+    return library
 
 
 @lru_cache(maxsize=1)
@@ -71,9 +91,11 @@ def _examine(mpi: Any) -> Library:
     return Library(
         mpi,
         _name(mpi),
-        _gate(mpi),
+        gate=threading.Lock() if mpi.Query_thread() == mpi.THREAD_SERIALIZED else None,
+        funnel=_funnel(mpi),
         by_name=mpi.Get_version() >= (4, 0),
         limit=_COUNT_MAX if mpi.Get_version() >= (4, 0) else _INT_MAX,
+        highest_tag=mpi.COMM_WORLD.Get_attr(mpi.TAG_UB),
         cuda_aware=_cuda_aware(mpi),
     )
 
@@ -99,18 +121,19 @@ def _name(mpi: Any) -> str:
     return text.split(",")[0].replace("MPICH Version:", "MPICH")
 
 
-def _gate(mpi: Any) -> threading.Lock | None:
-    """A lock where the library wants one call at a time."""
-    level = mpi.Query_thread()
-    if level >= mpi.THREAD_MULTIPLE:
+def _funnel(mpi: Any) -> Funnel | None:
+    """The calling thread, where the library takes calls from the one alone that initialised it."""
+    if mpi.Query_thread() >= mpi.THREAD_SERIALIZED:
         return None
-    if level == mpi.THREAD_SERIALIZED:
-        return threading.Lock()
-    raise BackendNotFoundError(
-        "backend 'mpi' calls MPI from more than one thread, and MPI was initialised with "
-        f"{'MPI_THREAD_FUNNELED' if level == mpi.THREAD_FUNNELED else 'MPI_THREAD_SINGLE'}; initialise "
-        "it with MPI.Init_thread(MPI.THREAD_MULTIPLE) (or SERIALIZED), which is what mpi4py does by itself "
-        "unless mpi4py.rc.threads or mpi4py.rc.thread_level say otherwise"
+    if not mpi.Is_thread_main():
+        raise _other_thread()
+    return Funnel()
+
+
+def _other_thread() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "MPI was initialised with MPI_THREAD_FUNNELED or MPI_THREAD_SINGLE, and so takes calls only from the "
+        "thread that did it; call ac.initialize('mpi') there, or initialise MPI with MPI_THREAD_MULTIPLE"
     )
 
 

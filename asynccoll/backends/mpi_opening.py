@@ -52,7 +52,7 @@ class Opener:
     def open(self, name: str, ranks: tuple[int, ...], context: Context) -> Any:
         """The communicator of ``ranks`` called ``name``; waits for all of them."""
         if len(ranks) == 1:
-            return self._gated(self._library.MPI.COMM_SELF.Dup)
+            return self._library.call(self._library.MPI.COMM_SELF.Dup)
         assert context.clients is not None
         store = Waiting(context.clients, context.timeout, lambda: context.closed)
         _announce(store, name, ranks, self._rank)
@@ -86,7 +86,7 @@ class Opener:
             name, members = json.loads(store.get(_entry(self._read)))
             if self._rank in members:
                 try:
-                    self._made[name] = self._make(name, members)
+                    self._made[name] = self._library.call(self._make, name, members)
                 except BaseException as error:  # belongs to whoever asked for that name
                     self._made[name] = error
 
@@ -97,24 +97,19 @@ class Opener:
             if self._library.by_name:
                 tag = self._prefix + _short(name)
                 create = mpi.Intracomm.Create_from_group
-                made = self._gated(create, group, tag, mpi.INFO_NULL, mpi.ERRORS_RETURN)
+                made = create(group, tag, mpi.INFO_NULL, mpi.ERRORS_RETURN)
             else:
-                made = self._gated(self._base.Create_group, group, 0)
+                made = self._base.Create_group(group, 0)
         finally:
             group.Free()
         made.Set_errhandler(mpi.ERRORS_RETURN)
         return made
 
-    def _gated(self, call: Any, *arguments: Any) -> Any:
-        if self._library.gate is None:
-            return call(*arguments)
-        with self._library.gate:
-            return call(*arguments)
-
     def close(self) -> None:
         """Nothing is being made any more, or the interpreter could end under it."""
         self._making.wait(_CLOSE_SECONDS)
-        self._world.Free()
+        if not self._library.MPI.Is_finalized():  # by the user, before us
+            self._world.Free()
 
 
 def _announce(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int) -> None:

@@ -1,0 +1,134 @@
+"""The mpi backend on a library that gives less than `MPI_THREAD_MULTIPLE`: slower to move, never wrong.
+
+Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+import asynccoll as ac
+import worlds
+from ranks import Rank, raising
+
+pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
+
+LEVELS = ["serialized", "funneled", "single"]
+
+
+def join(level: str) -> None:
+    """`initialize` in a process whose MPI was started with this level."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = level
+    from mpi4py import MPI
+
+    wanted = {"single": MPI.THREAD_SINGLE, "funneled": MPI.THREAD_FUNNELED}.get(level, MPI.THREAD_SERIALIZED)
+    assert MPI.Query_thread() == wanted
+    ac.initialize("mpi", timeout=30.0)
+
+
+async def collectives(me: Rank, get: Callable[[Any], Awaitable[Any]], kind: str) -> None:
+    """Small, large, of several calls, of a group, on lanes in opposite order, messages."""
+    total = sum(range(me.size))
+    assert await get(ac.all_reduce(me.rank)) == total
+    x = torch.full((2 << 20,), float(me.rank))
+    large = ac.all_reduce(x)
+    assert await get(ac.all_gather({"a": x[:3], "n": str(me.rank)})) is not None
+    assert float((await get(large))[-1]) == total
+    assert await get(ac.all_gather_object({"rank": me.rank})) == [{"rank": r} for r in range(me.size)]
+    lanes = [f"{kind} {index}" for index in range(4)]
+    works = {
+        name: ac.all_reduce(torch.tensor([float(index)]), lane=name)
+        for index, name in (list(enumerate(lanes)) if me.rank else list(enumerate(lanes))[::-1])
+    }
+    for index, name in enumerate(lanes):
+        assert (await get(works[name])).tolist() == [float(index * me.size)]
+    pair = ac.new_group([0, 1])
+    if me.rank < 2:
+        assert await get(ac.all_reduce(10**me.rank, group=pair)) == 11
+        sent = ac.send(torch.full((3,), float(me.rank)), dst=1 - me.rank)
+        got = await get(ac.recv(torch.empty(3), src=1 - me.rank))
+        await get(sent)
+        assert got.tolist() == [1.0 - me.rank] * 3
+    works_of_turns = [ac.all_reduce(turn) for turn in range(20)]
+    assert [await get(work) for work in works_of_turns] == [turn * me.size for turn in range(20)]
+    await get(ac.barrier())
+
+
+async def blocked(work: Any) -> Any:
+    return work.wait()
+
+
+async def awaited(work: Any) -> Any:
+    return await work
+
+
+async def beside_a_thread(me: Rank) -> None:
+    """Operations of a worker thread, started and waited for there, while this one sleeps in its loop."""
+    await ac.barrier()
+    for _ in range(3):
+        got = await asyncio.to_thread(lambda: ac.all_gather_object(me.rank, lane="of a thread").wait())
+        assert got == list(range(me.size))
+    first = ac.all_reduce(1)
+    second = ac.all_reduce(2, lane="another")
+    done, _ = await asyncio.wait([first.as_future(), second.as_future()])
+    assert sorted(one.result() for one in done) == [me.size, 2 * me.size]
+    got = [await work async for work in ac.as_completed([ac.all_reduce(3), ac.all_reduce(3)])]
+    assert got == [3 * me.size] * 2
+
+
+def everything(me: Rank, level: str) -> None:
+    for life in range(2):
+        join(level)
+        coroutine = collectives(me, blocked, f"blocking {life}")
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+        asyncio.run(collectives(me, awaited, f"asyncio {life}"))
+        trio.run(collectives, me, awaited, f"trio {life}")
+        asyncio.run(beside_a_thread(me))
+        ac.all_reduce(1).detach()
+        ac.finalize()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_kind_of_call_where_mpi_takes_fewer_threads(level: str) -> None:
+    """On asyncio, on trio, blocking and from another thread; lanes in whatever order."""
+    with worlds.fresh("mpi", 3, bare=True) as world:
+        world.run(everything, level, timeout=60)
+
+
+def elsewhere(me: Rank) -> None:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    assert MPI.Is_thread_main()
+    join("funneled")
+    ac.finalize()
+    heard: list[BaseException] = []
+
+    def initialize() -> None:
+        with raising(ac.InvalidArgumentError, "MPI_THREAD_FUNNELED", "MPI_THREAD_MULTIPLE") as caught:
+            ac.initialize("mpi")
+        assert caught.error is not None
+        heard.append(caught.error)
+
+    thread = threading.Thread(target=initialize)
+    thread.start()
+    thread.join(10.0)
+    assert heard, "another thread than MPI's own may not join"
+
+
+def test_another_thread_than_the_one_that_may_call_mpi_is_refused() -> None:
+    """Before it calls MPI."""
+    with worlds.fresh("mpi", 2, bare=True) as world:
+        world.run(elsewhere)
