@@ -250,7 +250,8 @@ ELASTIC = """
         print("world of", size, "from", state.batch)
         while state.batch < 12:
             assert ac.all_reduce(torch.ones(1)).wait().item() == size
-            if state.batch == 7 and size == 3 and ac.get_rank() == 2:
+            # Horovod gives up a worker's host with it: the one that has no other worker.
+            if state.batch == 7 and size == 3 and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             state.batch += 1

@@ -275,6 +275,7 @@ class Funneled(MpiCompletion):
         self._queue.append(self)
         super().__init__(None, buffers, size_bytes, common)
         if funnel.here():
+            funnel.notice()  # the next call may be another thread's, which this one's loop must hear of
             self._make_all()
         else:
             funnel.hand_over(self._make_all)
