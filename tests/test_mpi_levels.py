@@ -20,7 +20,7 @@ from ranks import Rank, raising
 
 pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
 
-LEVELS = ["serialized", "funneled", "single"]
+LEVELS = ["serialized", "funneled"]  # for us, single is as funneled; the launcher's tests have it
 
 
 def join(level: str) -> None:

@@ -272,8 +272,8 @@ class Funneled(MpiCompletion):
         self._funnel = funnel
         self._asked = False
         self._queue = common.unmade
-        self._queue.append(self)
         super().__init__(None, buffers, size_bytes, common)
+        self._queue.append(self)  # now whole: that thread may take it at once
         if funnel.here():
             funnel.notice()  # the next call may be another thread's, which this one's loop must hear of
             self._make_all()
