@@ -195,6 +195,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--reduce-op", "--op", default="sum", metavar="NAME", help="default sum")
     parser.add_argument("--backend", default="gloo", metavar="NAME", help="default gloo")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="default 2")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of equally many ranks, default 1")
     parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, else cpu")
     parser.add_argument("--check", action="store_true", help="with check='full'")
     parser.set_defaults(carry_out=_explain)
@@ -206,12 +207,13 @@ def _explain(given: argparse.Namespace) -> int:
     plan = explain_offline(
         given.operation,
         backend=given.backend,
-        world_size=_at_least_one(given.world_size),
+        world_size=_at_least_one(given.world_size, "world size"),
         shape=_shape(given.shape),
         dtype=given.dtype,
         device=given.device or ("cuda" if given.backend.lower() == "nccl" else "cpu"),
         op=given.reduce_op,
         check=given.check,
+        nodes=_at_least_one(given.nodes, "a number of nodes of"),
     )
     print(plan)
     return 0
@@ -230,7 +232,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _at_least_one(world_size: int) -> int:
-    if world_size < 1:
-        raise InvalidArgumentError(f"world size {world_size} is not possible; it is at least 1")
-    return world_size
+def _at_least_one(count: int, what: str) -> int:
+    if count < 1:
+        raise InvalidArgumentError(f"{what} {count} is not possible; it is at least 1")
+    return count

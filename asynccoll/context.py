@@ -61,14 +61,18 @@ class Context:
         timeout: float = 1800.0,
         check: str = "local",
         thread_rank: bool = False,
+        nodes: tuple[int, ...] = (),
+        by_node: bool | None = None,
     ) -> None:
+        """``nodes``: that of each rank, as every rank knows them, if they do; ``by_node``: see ``Policy``."""
         self.backend = backend
         self.identity = identity
         self.rank = identity.rank
         self.world_size = identity.world_size
         self.timeout = timeout
         self.checks_order = check != "off" and identity.world_size > 1
-        self.policy = Policy(check=check == "full" and identity.world_size > 1)
+        self.policy = Policy(check == "full" and identity.world_size > 1, by_node)
+        self.nodes = nodes
         self.thread_rank = thread_rank
         self.closed = False
         #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)

@@ -86,7 +86,7 @@ def plan(
     _refuse_meaningless(op, spec, reduce)
     _refuse_sparse(op, spec, topology.capabilities, reduce)
     chosen = (
-        _plan_reduction(op, spec, topology, reduce or ReduceOp.SUM)
+        _plan_reduction(op, spec, topology, policy, reduce or ReduceOp.SUM)
         if op.reduces
         else _plan_movement(op, spec, topology)
     )
@@ -155,7 +155,7 @@ def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:
     return other, f"{known.backend} has no {op.value} of its own: it is made of {other}"
 
 
-def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: ReduceOp) -> Plan:
+def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy, reduce: ReduceOp) -> Plan:
     known = topology.capabilities
     if reduce is ReduceOp.ADASUM and not (op is Op.ALL_REDUCE and known.reduces(spec.dtype, reduce)):
         raise UnsupportedOpError(
@@ -166,8 +166,11 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
     native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
         native = False  # the product of complex numbers is not that of their parts
-    small = op is Op.ALL_REDUCE and not spec.sparse and topology.exchanges(spec.numel, spec.dtype.itemsize)
+    dense = op is Op.ALL_REDUCE and not spec.sparse
+    size = (spec.numel, spec.dtype.itemsize)
+    small = dense and topology.exchanges(*size)
     native = native and not small
+    by_node = dense and native and topology.sums_nodes_first(*size, policy.by_node)
     transport = op if native else Op.ALL_TO_ALL if small else _EXCHANGE[op]
     if transport not in known.ops:
         raise UnsupportedOpError(
@@ -178,6 +181,8 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
     if native:
         call, has = _native_call(op, known)
         why = (f"{has} with {on_wire.value}", *why)
+        if by_node:
+            why = (_nodes_first(topology, policy), *why)
     else:
         if small:
             lacks = f"for so few bytes the hops of an all_reduce on {known.backend} cost more than the data"
@@ -190,13 +195,25 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, reduce: Reduce
         op,
         known.backend,
         call,
-        via="native" if native else transport.value,
+        via="nodes" if by_node else "native" if native else transport.value,
         wire=wire,
         wire_dtype=None if wire is Wire.SAME else dtype,
         reduce=reduce,
         wire_reduce=on_wire,
         divide=divide,
         why=why,
+    )
+
+
+def _nodes_first(topology: Topology, policy: Policy) -> str:
+    """How an all_reduce by node goes, and why."""
+    each = topology.world_size // topology.nodes
+    chosen = (
+        "as initialize was told" if policy.by_node else "at this size they cost more than is sent besides"
+    )
+    return (
+        f"{topology.nodes} nodes of {each} ranks: each part is reduced within the nodes, then between them, "
+        f"and shared within them, which saves hops of a ring of {topology.world_size} ({chosen})"
     )
 
 

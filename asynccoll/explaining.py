@@ -13,7 +13,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.fusion import BUCKET_BYTES, buckets
 from asynccoll.lane import Lane
 from asynccoll.payload.scaling import Scaling
-from asynccoll.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology
+from asynccoll.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology, equal_nodes
 from asynccoll.tensors.fusing import direct_buckets
 from asynccoll.trees import flatten, is_tree
 
@@ -62,12 +62,16 @@ def explain_offline(
     device: str = "cpu",
     op: str = "sum",
     check: bool = False,
+    nodes: int = 1,
 ) -> Plan:
     """The plan of a call that nobody makes: no process group, no data (``asynccoll explain``)."""
     parsed = Op.parse(name)
     found = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise InvalidArgumentError(f"unknown dtype {dtype!r}; expected a torch dtype such as 'float32'")
-    topology = Topology(capabilities_of(backend, device), world_size)
+    if world_size % nodes:
+        raise InvalidArgumentError(f"{world_size} ranks cannot be equally many on {nodes} nodes")
+    of_rank = [rank * nodes // world_size for rank in range(world_size)]
+    topology = Topology(capabilities_of(backend, device), world_size, equal_nodes(of_rank))
     reduce = ReduceOp.parse(op) if parsed.reduces else None
     return dispatch.plan(parsed, TensorSpec(found, shape, device), topology, Policy(check), reduce)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, LaneLimitError, PayloadTypeError, UnsupportedOpError
 from asynccoll.lane import BACKWARD, DEFAULT, Lane
-from asynccoll.spec import Topology
+from asynccoll.spec import Topology, equal_nodes, place_of
 from asynccoll.turnstile import Turnstile
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class Group:
         self._indices = {rank: index for index, rank in enumerate(ranks)}
         self.rank = self._indices.get(context.rank, -1)
         self.is_world = self.size == context.world_size
+        node_of = [context.nodes[rank] for rank in ranks] if context.nodes else []
+        #: How many equal nodes it is made of; 1 where that is not so, or not known to all ranks.
+        self.nodes = equal_nodes(node_of)
+        #: This member's node, and its index there.
+        self.place = place_of(self.rank, node_of) if self.nodes > 1 and self.rank >= 0 else (0, self.rank)
         self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
@@ -66,7 +71,7 @@ class Group:
         found = self._topologies.get(device)
         if found is None:
             known = self.context.backend.capabilities(device)
-            found = self._topologies[device] = Topology(known, self.size)
+            found = self._topologies[device] = Topology(known, self.size, self.nodes)
         return found
 
     def turnstile(self, lane: str) -> Turnstile | None:

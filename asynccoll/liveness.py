@@ -17,9 +17,9 @@ import threading
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from asynccoll.store import values
 
+if TYPE_CHECKING:
     from asynccoll.store import Clients
 
 __all__ = ["Liveness"]
@@ -65,7 +65,7 @@ class Liveness:
         with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
             if not store.check([_key(rank) for rank in unknown]):
                 unknown = [rank for rank in unknown if store.check([_key(rank)])]
-            for rank, said in zip(unknown, _values(store, unknown), strict=True):
+            for rank, said in zip(unknown, values(store, [_key(rank) for rank in unknown]), strict=True):
                 host, port, name, pid = json.loads(said)
                 self._peers[rank] = (host, port, name, pid)
 
@@ -157,11 +157,3 @@ def _connect(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, socket.so
         for key in list(selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
     return lines
-
-
-def _values(store: dist.Store, ranks: list[int]) -> list[bytes]:
-    """What ``ranks`` have published, in one request where the store can: it serves a whole world."""
-    keys = [_key(rank) for rank in ranks]
-    if keys and store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
-        return store.multi_get(keys)
-    return [store.get(key) for key in keys]

@@ -7,6 +7,8 @@ be cached and tested without a process group. Knows torch's dtypes and nothing e
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -24,6 +26,8 @@ __all__ = [
     "TensorSpec",
     "Topology",
     "Wire",
+    "equal_nodes",
+    "place_of",
     "reduce_op",
     "size_class",
 ]
@@ -160,6 +164,9 @@ class Capabilities:
     #: Up to so many bytes sent by a rank, a reduction is faster as one exchange of everybody's data
     #: and a local sum than as the native call: the hops cost more than the bytes.
     exchange_bytes: int = 0
+    #: What a hop of an all_reduce costs, as the bytes that travel within a node in that time. 0: it is not
+    #: composed by node; the backend knows nodes itself, or nothing of it was measured.
+    hop_bytes: int = 0
     #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
     #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()
@@ -173,12 +180,29 @@ def size_class(numel: int) -> int:
     return numel.bit_length()
 
 
+def equal_nodes(node_of: Sequence[int]) -> int:
+    """How many nodes a group has whose members are on the nodes ``node_of``.
+
+    Counted are nodes that can be summed up first: with equally many members, at least two. Any other group
+    is one node: ``1``.
+    """
+    sizes = set(Counter(node_of).values())
+    return len(set(node_of)) if len(sizes) == 1 and sizes != {1} else 1
+
+
+def place_of(index: int, node_of: Sequence[int]) -> tuple[int, int]:
+    """Which of the nodes the member number ``index`` is on, and which of the members there it is."""
+    mine = node_of[index]
+    return list(dict.fromkeys(node_of)).index(mine), list(node_of[:index]).count(mine)
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The backend's abilities and the size of the group."""
+    """The backend's abilities, the size of the group, and how many equal nodes it is made of."""
 
     capabilities: Capabilities
     world_size: int
+    nodes: int = 1
 
     @property
     def backend(self) -> str:
@@ -194,12 +218,31 @@ class Topology:
         sent = least * itemsize * (self.world_size - 1)
         return 0 < sent <= self.capabilities.exchange_bytes and least >= self.world_size
 
+    def sums_nodes_first(self, numel: int, itemsize: int, wished: bool | None = None) -> bool:
+        """Whether an all_reduce of so many elements is composed by node. The same on every rank.
+
+        A ring of n ranks has 2(n-1) hops; one in each node of k ranks and one of the N nodes have
+        2(k-1)(N-1) fewer, but carry 2(k-1)/k times the bytes within nodes once more. So it is worth it up to
+        k(N-1) = n-k hops' worth of bytes. ``wished`` is what the caller says of any size; a tensor of fewer
+        elements than ranks has not a part for each.
+        """
+        least = 1 << size_class(numel) >> 1
+        hop_bytes = self.capabilities.hop_bytes
+        if self.nodes == 1 or not hop_bytes or least < self.world_size:
+            return False
+        saved = self.world_size - self.world_size // self.nodes
+        return least * itemsize <= saved * hop_bytes if wished is None else wished
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Choices that are the caller's, not the backend's."""
+    """Choices that are the caller's, not the backend's.
+
+    ``by_node``: whether all_reduces sum up nodes first; None: where that is expected to be faster.
+    """
 
     check: bool = False
+    by_node: bool | None = None
 
 
 class Wire(str, enum.Enum):
@@ -218,8 +261,8 @@ class Plan:
     """What one call will do, and why. ``native`` is the backend's call, ``via`` how it is used.
 
     ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter, and a small all_reduce,
-    as an exchange and a local sum) or ``"all_gather"`` (reductions that no backend arithmetic has,
-    reduced locally in rank order).
+    as an exchange and a local sum), ``"all_gather"`` (reductions that no backend arithmetic has,
+    reduced locally in rank order) or ``"nodes"`` (an all_reduce that sums up each node first).
     """
 
     op: Op

@@ -239,15 +239,35 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(70)
 
 
+def as_launched(place: Place, nodes: Sequence[int]) -> dict[str, str]:
+    """What torchrun would say to a rank, with so many ranks on each of the nodes."""
+    node, before = 0, 0
+    while place.rank >= before + nodes[node]:
+        before += nodes[node]
+        node += 1
+    said = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.rank - before,
+        "LOCAL_WORLD_SIZE": nodes[node],
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": len(nodes),
+    }
+    return {name: str(value) for name, value in said.items()}
+
+
 def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None:
     """Join the world (unless it is to be bare), then run what is sent until told to close."""
     report = report_to(connection)
     watch.PATIENCE_SECONDS = 0.1  # or each refused call costs its peers a second of the suite
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
-    bare = options.pop("bare", False)
+    bare, nodes = options.pop("bare", False), options.pop("nodes", None)
     try:
-        if not bare:
+        if nodes is not None:
+            os.environ.update(as_launched(place, nodes))
+            ac.initialize(place.backend, **options)
+        elif not bare:
             ac.initialize(place.backend, rank=place.rank, world_size=place.size, **options)
     except BaseException:
         report("raised", traceback.format_exc())

@@ -21,7 +21,12 @@ __all__ = ["Backend", "Communicator"]
 
 
 class Communicator(Protocol):
-    """One native communicator: a group of ranks and one order. Roots are indices in the group."""
+    """One native communicator: a group of ranks and one order. Roots are indices in the group.
+
+    Where the capabilities have ``hop_bytes``, there are also ``parts``, None or two communicators, of the
+    ranks of this node and of those in the same place of every node; and ``open_parts()``, which opens them,
+    waiting for the others. They are closed and aborted with it.
+    """
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place.

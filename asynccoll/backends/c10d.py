@@ -25,21 +25,23 @@ import torch.distributed as dist
 from asynccoll.backends import interface as own_interface
 from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport
 from asynccoll.backends.c10d_completion import HostCompletion, StreamCompletion
-from asynccoll.backends.c10d_tables import GLOO, NCCL
+from asynccoll.backends.c10d_tables import GLOO, NCCL, OTHER
 from asynccoll.backends.channels import Channels
 from asynccoll.backends.published import publish, withdraw
 from asynccoll.backends.rendezvous import (
     LOOPBACK,
     announce,
+    announced,
     host_of,
     locate,
     matching_launch,
+    nodes_of,
     not_met,
     own_part,
     rendezvous,
 )
 from asynccoll.backends.waiters import InProgress
-from asynccoll.errors import BackendNotFoundError
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.spec import Capabilities
 from asynccoll.store import Waiting
 
@@ -92,23 +94,38 @@ class C10dBackend:
         self._lock = threading.Lock()
 
     def capabilities(self, device: str) -> Capabilities:
-        return NCCL if self.by_device.get(device) == "nccl" else GLOO
+        return _row(self.by_device, device)
 
     def open(self, group: Group, lane: str, epoch: int) -> C10dCommunicator:
         name = f"{group.key}/{lane}@{epoch}"
-        transports = {
-            device: self._transport(native, group.context, f"{name}/{device}", group.rank, group.size)
-            for device, native in self.by_device.items()
-        }
+        opened = self._communicator(group.context, name, group.rank, group.size, self.by_device)
         # All members are here, so all beacons are in the store: from now on the dead can be named.
         group.context.liveness.learn(group.ranks)
 
-        def open_pair(peer: int) -> Any:
-            low, high = sorted((group.rank, peer))
-            pair = f"{name}/p2p/{low}-{high}"
-            return self._native("gloo", group.context, pair, int(group.rank > peer), 2)
+        def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:
+            node, index = group.place
+            each, on_host = group.size // group.nodes, {"cpu": "gloo"}
+            within = self._communicator(group.context, f"{name}/node/{node}", index, each, on_host)
+            across = f"{name}/across/{index}"
+            return within, self._communicator(group.context, across, node, group.nodes, on_host)
 
-        return C10dCommunicator(transports, Channels(open_pair, group.rank), group.size)
+        opened.open_parts_with(open_parts)
+        return opened
+
+    def _communicator(
+        self, context: Context, name: str, rank: int, size: int, by_device: dict[str, str]
+    ) -> C10dCommunicator:
+        """The communicator of those who meet under ``name``."""
+        transports = {
+            device: self._transport(native, context, f"{name}/{device}", rank, size)
+            for device, native in by_device.items()
+        }
+
+        def open_pair(peer: int) -> Any:
+            low, high = sorted((rank, peer))
+            return self._native("gloo", context, f"{name}/p2p/{low}-{high}", int(rank > peer), 2)
+
+        return C10dCommunicator(transports, Channels(open_pair, rank), size)
 
     def _transport(self, native: str, context: Context, name: str, rank: int, size: int) -> Transport:
         stream_ordered = native == "nccl"
@@ -226,9 +243,17 @@ _CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], Any]] = {
 }
 
 
+#: What the native backends can do; others are taken to do what gloo does.
+_ROWS = {"gloo": GLOO, "nccl": NCCL}
+
+
+def _row(by_device: dict[str, str], device: str) -> Capabilities:
+    return _ROWS.get(by_device.get(device, "gloo"), OTHER)
+
+
 def capabilities(name: str, device: str) -> Capabilities:
     """The row for backend ``name`` and tensors on ``device``."""
-    return NCCL if parse_backend(name).get(device) == "nccl" else GLOO
+    return _row(parse_backend(name), device)
 
 
 # Making one
@@ -238,7 +263,7 @@ def create(request: Request) -> Context:
     """Join the world over c10d: torch's default group for everybody else, our own beside it."""
     from asynccoll.context import Context
 
-    options = request.take_options("interface")
+    options = request.take_options("interface", "by_node")
     native = _default_group() if request.store is None and request.init_method is None else None
     if native is not None:
         return adopt(*native, request.timeout, request.check)
@@ -248,7 +273,7 @@ def create(request: Request) -> Context:
     meeting_host = host_of(store)
     store = own_part(store, rank)
     hosts = dist.PrefixStore("hosts", store)
-    announce(hosts, rank)
+    announce(hosts, rank, world_size, request.launch, _wish(options.get("by_node")))
     identity = locate(request.launch, hosts, rank, world_size)
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
@@ -268,6 +293,7 @@ def create(request: Request) -> Context:
     except RuntimeError as error:  # from torch's store, or from gloo
         own_interface.take_back(exported)
         raise not_met(error, hosts, rank, world_size) from error
+    said = announced(hosts, rank, world_size)
     backend = C10dBackend(
         request.backend,
         timeout=request.timeout,
@@ -286,9 +312,21 @@ def create(request: Request) -> Context:
         timeout=request.timeout,
         check=request.check,
         thread_rank=threads,
+        nodes=nodes_of(said),
+        by_node=said[0].by_node,
     )
     context.world.lane().open()
     return context
+
+
+def _wish(by_node: object) -> bool | None:
+    """Whether all_reduces are to sum up nodes first, as ``initialize`` was told. The first rank's counts."""
+    if by_node is None or isinstance(by_node, bool):
+        return by_node
+    raise InvalidArgumentError(
+        "by_node must be True (all_reduces sum up each node first), False (never), or None (where that is "
+        f"expected to be faster), got {by_node!r}"
+    )
 
 
 def _default_group_ref() -> weakref.ref[Any]:

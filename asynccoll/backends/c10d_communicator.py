@@ -62,6 +62,11 @@ class Transport:
         self.exchange_bytes = exchange_bytes
 
 
+#: The communicators within the node and across nodes, and how they are opened.
+Parts = tuple["C10dCommunicator", "C10dCommunicator"]
+OpenParts = Callable[[], Parts]
+
+
 class C10dCommunicator:
     """The native groups of one (group, lane): one per device type."""
 
@@ -71,6 +76,21 @@ class C10dCommunicator:
         self._channels = channels
         # The common case, one transport, needs no look at the tensor's device.
         self._only = next(iter(transports.values())) if len(transports) == 1 else None
+        self._open_parts: OpenParts | None = None
+        self.parts: Parts | None = None
+
+    def open_parts_with(self, how: OpenParts) -> None:
+        """``open_parts`` will call ``how``."""
+        self._open_parts = how
+
+    def open_parts(self) -> None:
+        """Open ``parts``: one communicator of the ranks of this node, one across nodes. Waits for them."""
+        assert self._open_parts is not None
+        self.parts = self._open_parts()
+        if not self._transports:  # closed meanwhile
+            for part in self.parts:
+                part.abort()
+                part.close()
 
     def _for(self, x: torch.Tensor) -> Transport:
         return self._only or self._transports[x.device.type]
@@ -143,11 +163,15 @@ class C10dCommunicator:
         return to.complete(to.native.barrier(_BARRIER))
 
     def close(self) -> None:
+        for part in self.parts or ():
+            part.close()
         self._channels.close(_abort)
         self._transports = {}
         self._only = None
 
     def abort(self) -> None:
+        for part in self.parts or ():
+            part.abort()
         for pair in self._channels.natives():
             _abort(pair)
         for to in list(self._transports.values()):

@@ -1,12 +1,14 @@
-"""What gloo and nccl can do, as rows for the dispatcher."""
+"""What gloo, nccl and others can do, as rows for the dispatcher."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
-__all__ = ["GLOO", "NCCL"]
+__all__ = ["GLOO", "NCCL", "OTHER"]
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
@@ -28,7 +30,10 @@ GLOO = Capabilities(
     compose=frozenset({Op.REDUCE_SCATTER}),
     # Its all_reduce is a ring of 2(n-1) hops, each of which costs more than 100 KiB do.
     exchange_bytes=128 << 10,
+    hop_bytes=128 << 10,
 )
+#: Any other backend of torch's: as gloo, but it may know nodes itself.
+OTHER = replace(GLOO, hop_bytes=0)
 NCCL = Capabilities(
     backend="nccl",
     ops=frozenset(Op),

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -25,16 +26,20 @@ from asynccoll.errors import (
     PeerLostError,
 )
 from asynccoll.launch.env import LaunchInfo, detect
+from asynccoll.store import values
 
 if TYPE_CHECKING:
     from asynccoll.backends import Request
 
 __all__ = [
     "LOOPBACK",
+    "Announced",
     "announce",
+    "announced",
     "host_of",
     "locate",
     "matching_launch",
+    "nodes_of",
     "not_met",
     "own_part",
     "rendezvous",
@@ -126,9 +131,43 @@ def _meet_at(
     return store, rank, world_size
 
 
-def announce(store: dist.Store, rank: int) -> None:
-    """Say that this rank has come, and on which host it is."""
-    store.set(f"host/{rank}", json.dumps(socket.gethostname()))
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What each rank tells the others: its host, the node that its launcher says, what its user wishes."""
+
+    host: str
+    node: int | None = None
+    by_node: bool | None = None
+
+
+def announce(
+    store: dist.Store, rank: int, world_size: int, launch: LaunchInfo | None, by_node: bool | None
+) -> None:
+    """Say that this rank has come, and where it is."""
+    node = launch.node_rank if launch is not None and _speaks_of(launch, rank, world_size) else None
+    store.set(f"host/{rank}", json.dumps(asdict(Announced(socket.gethostname(), node, by_node))))
+
+
+def announced(store: dist.Store, rank: int, world_size: int) -> list[Announced]:
+    """What the ranks have announced; waits for all of them."""
+    try:
+        said = values(store, [f"host/{index}" for index in range(world_size)])
+    except RuntimeError as error:
+        raise not_met(error, store, rank, world_size) from error
+    return [Announced(**json.loads(one)) for one in said]
+
+
+def nodes_of(said: list[Announced]) -> tuple[int, ...]:
+    """The node of each rank: by the launcher if it told everybody, else by the hosts' names."""
+    told = [one.node for one in said if one.node is not None]
+    if len(told) == len(said):
+        return tuple(told)
+    hosts = list(dict.fromkeys(one.host for one in said))
+    return tuple(hosts.index(one.host) for one in said)
+
+
+def _speaks_of(launch: LaunchInfo, rank: int, world_size: int) -> bool:
+    return (launch.rank, launch.world_size) == (rank, world_size)
 
 
 def not_met(
@@ -149,7 +188,7 @@ def not_met(
 
 def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world_size: int) -> Identity:
     """Which node this rank is on: the launcher's word, else host names compared through the store."""
-    if launch is not None and launch.world_size == world_size and launch.rank == rank:
+    if launch is not None and _speaks_of(launch, rank, world_size):
         return Identity(
             rank,
             world_size,
@@ -160,10 +199,7 @@ def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world
         )
     if store is None or world_size == 1:
         return Identity(rank, world_size, rank, world_size)
-    try:
-        hosts = [json.loads(store.get(f"host/{index}")) for index in range(world_size)]
-    except RuntimeError as error:
-        raise not_met(error, store, rank, world_size) from error
+    hosts = [one.host for one in announced(store, rank, world_size)]
     nodes = list(dict.fromkeys(hosts))
     mine = [index for index in range(world_size) if hosts[index] == hosts[rank]]
     return Identity(rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes))
@@ -175,4 +211,4 @@ def matching_launch(rank: int, world_size: int) -> LaunchInfo | None:
         launch = detect(os.environ)
     except LaunchEnvironmentError:
         return None
-    return launch if (launch.rank, launch.world_size) == (rank, world_size) else None
+    return launch if _speaks_of(launch, rank, world_size) else None

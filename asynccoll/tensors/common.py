@@ -71,13 +71,14 @@ def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None
 
 
 class Call:
-    """One native call that is planned and has its memory, and what is left to do once it is over.
+    """One call that is planned and has its memory, and what is left to do once it is over.
 
-    ``fill`` puts what is to be sent where ``start`` reads it, before the first start, ``refill`` before
-    any later one (None: it is there). ``value``, or what ``finish`` returns, is the result.
+    ``start`` is the native call, unless ``program`` has several. ``fill`` puts what is to be sent where they
+    read it, before the first start, ``refill`` before any later one (None: it is there). ``value``, or what
+    ``finish`` returns, is the result.
     """
 
-    __slots__ = ("detail", "fill", "finish", "plan", "refill", "shape", "start", "value", "wire")
+    __slots__ = ("detail", "fill", "finish", "plan", "program", "refill", "shape", "start", "value", "wire")
 
     def __init__(
         self,
@@ -91,8 +92,10 @@ class Call:
         detail: object = "",
         fill: Callable[[], object] | None = None,
         refill: Callable[[], object] | None = None,
+        program: Program | None = None,
     ) -> None:
         self.plan = plan
+        self.program = program
         self.start = start
         self.wire = wire
         self.finish = finish
@@ -124,8 +127,15 @@ class Call:
             detail=self.detail,
             shape=self.shape,
             before=fill,
+            program=self.program,
         )
         return Work((operation,), self.finish, self.value)
+
+    def steps(self, communicator: Any) -> Generator[Completion, None, Completion]:
+        """It as a part of a larger program."""
+        if self.program is not None:
+            return (yield from self.program(communicator))
+        return self.start(communicator)
 
     def outcome(self) -> Any:
         """The result, once the native call is over."""
@@ -142,15 +152,15 @@ def issue(
     detail: object = "",
     shape: Sequence[int] | None = None,
     before: Callable[[], object] | None = None,
+    program: Program | None = None,
 ) -> Operation:
-    """Hand one native call to the lane: alone, or behind a big copy or a comparison of signatures."""
+    """Hand one call to the lane: alone, or behind a big copy or a comparison of signatures."""
     name = plan.name
     size_bytes = x.nbytes
-    if before is None and not lane.group.context.policy.check:
+    if before is None and program is None and not lane.group.context.policy.check:
         return lane.issue(lane.estimate(name, size_bytes), start, size_bytes, timeout)
-    program: Program | None = None
     if before is not None:
-        program = _after(before, start)
+        program = _after(before, start, program)
     if lane.group.context.policy.check:
         text = signature(name, dtype_name(x.dtype), shape, str(getattr(detail, "value", detail)))
         program = checked(lane, text, start, program)
@@ -158,14 +168,16 @@ def issue(
     return lane.run(name, program, size_bytes, timeout)
 
 
-def _after(before: Callable[[], object], start: Start) -> Program:
-    """``start``, once ``before`` has run in a thread of its own."""
+def _after(before: Callable[[], object], start: Start, program: Program | None) -> Program:
+    """``start``, or ``program``, once ``before`` has run in a thread of its own."""
 
-    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+    def copied(communicator: Any) -> Generator[Completion, None, Completion]:
         yield in_thread(before)
+        if program is not None:
+            return (yield from program(communicator))
         return start(communicator)
 
-    return program
+    return copied
 
 
 def in_thread(job: Callable[[], object]) -> Promise:

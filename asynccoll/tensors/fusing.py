@@ -197,7 +197,7 @@ def _sent(
             staged.append(parcel)
         yield from _filled(parcel, fuse)
         assert parcel.call is not None
-        parcel.started = parcel.call.start(communicator)
+        parcel.started = yield from parcel.call.steps(communicator)
     return AllOf([parcel.started for parcel in parcels if parcel.started is not None and parcel.call])
 
 

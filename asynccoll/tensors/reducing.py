@@ -30,6 +30,7 @@ from asynccoll.tensors.common import (
     target_for,
 )
 from asynccoll.tensors.fusing import Fuse
+from asynccoll.tensors.nodes import nodes_first
 from asynccoll.work import Work
 
 #: Up to here a copy costs less than the longer way of a call that fills another tensor.
@@ -62,7 +63,7 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
     plan = route.plan
     if x.layout is not torch.strided:
         return _all_reduce_sparse(plan, x)
-    if plan.via != "native":
+    if plan.via not in ("native", "nodes"):
         composed = _all_reduce_exchanged if plan.via == "all_to_all" else _all_reduce_gathered
         return composed(lane, plan, x, out)
     wire_op = plan.wire_reduce
@@ -79,6 +80,7 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
         detail=op,
         fill=fill,
         refill=refill,
+        program=nodes_first(lane, wire, wire_op or op) if plan.via == "nodes" else None,
     )
 
 

@@ -1,0 +1,463 @@
+"""An all_reduce that sums up each node first: when it is planned, and that it is right.
+
+The nodes of these worlds are what the launcher's variables say; all ranks are on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+import time
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asynccoll as ac
+import oracle
+import worlds
+from asynccoll import dispatch
+from asynccoll.backends import capabilities_of
+from asynccoll.backends.rendezvous import Announced, nodes_of
+from asynccoll.explaining import explain_offline
+from asynccoll.runtime import current
+from asynccoll.spec import (
+    Capabilities,
+    Op,
+    Plan,
+    Policy,
+    ReduceOp,
+    TensorSpec,
+    Topology,
+    equal_nodes,
+    place_of,
+)
+from ranks import Rank, raising
+from test_lanes import bad_avg
+from worlds import World
+
+GLOO = capabilities_of("gloo", "cpu")
+#: More than an exchange would carry, even of single bytes; divisible by nothing.
+NUMEL = 70_001
+PAIRS = {"nodes": (2, 2), "by_node": True}
+
+
+# --- which groups are nodes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("node_of", "nodes"),
+    [
+        ([0, 0, 1, 1], 2),
+        ([5, 5, 5, 2, 2, 2], 2),
+        ([0, 0, 1, 1, 2, 2, 3, 3], 4),
+        ([0, 0, 0, 0], 1),
+        ([0, 1, 2, 3], 1),  # nothing to sum up within them
+        ([0, 0, 1], 1),
+        ([0, 0, 1, 1, 1], 1),
+        ([0, 1, 0, 1], 2),  # dealt out in turn
+        ([0, 0, 1, 1, 0, 0], 1),
+        ([0], 1),
+        ([], 1),
+    ],
+)
+def test_equal_nodes(node_of: list[int], nodes: int) -> None:
+    """Several, of equally many ranks, at least two; and every rank has a place of its own there."""
+    assert equal_nodes(node_of) == nodes
+    places = [place_of(index, node_of) for index in range(len(node_of))]
+    assert len(set(places)) == len(node_of)
+    assert all(
+        (a[0] == b[0]) == (i == j)
+        for a, i in zip(places, node_of, strict=True)
+        for b, j in zip(places, node_of, strict=True)
+    )
+
+
+def test_the_launcher_knows_nodes_better_than_host_names() -> None:
+    """But only if every rank was told; names are compared otherwise."""
+    assert nodes_of([Announced("a", 0), Announced("a", 0), Announced("a", 1)]) == (0, 0, 1)
+    assert nodes_of([Announced("a", 0), Announced("b", 0), Announced("a", None)]) == (0, 1, 0)
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+def plan(
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    ranks: int = 4,
+    nodes: int = 2,
+    known: Capabilities = GLOO,
+    reduce: ReduceOp = ReduceOp.SUM,
+    by_node: bool | None = None,
+    op: Op = Op.ALL_REDUCE,
+) -> Plan:
+    spec = TensorSpec(dtype, (numel,))
+    return dispatch.plan(op, spec, Topology(known, ranks, nodes), Policy(by_node=by_node), reduce)
+
+
+def test_between_the_smallest_and_the_largest_nodes_come_first() -> None:
+    """What is exchanged stays so; where bandwidth counts, the ring carries less within a node."""
+    assert plan(1 << 10).via == "all_to_all"
+    assert plan(1 << 15).via == "nodes"
+    assert plan(1 << 24).via == "native"
+    assert plan(1 << 15, nodes=1).via == "native"
+    assert plan(3, ranks=64, nodes=8).via == "native"  # not a part for each rank
+
+
+@given(st.integers(2, 8), st.integers(2, 16), st.integers(1, 1 << 26))
+def test_the_larger_the_world_the_more_hops_are_saved(nodes: int, each: int, numel: int) -> None:
+    """Up to k(N-1) hops' worth of bytes; the same for every size of a class, by which ranks look plans up."""
+    ranks = nodes * each
+    chosen = plan(numel, ranks=ranks, nodes=nodes).via == "nodes"
+    least = 1 << int(math.log2(numel))
+    assert chosen == (plan(least, ranks=ranks, nodes=nodes).via == "nodes")
+    worth = 4 * least <= (ranks - each) * GLOO.hop_bytes
+    exchanged = 4 * least * (ranks - 1) <= GLOO.exchange_bytes
+    assert chosen == (worth and not exchanged and least >= ranks)
+
+
+def test_the_user_may_choose() -> None:
+    assert plan(1 << 24, by_node=True).via == "nodes"
+    assert plan(1 << 15, by_node=False).via == "native"
+    assert plan(1 << 15, nodes=1, by_node=True).via == "native"
+    assert plan(1 << 10, by_node=True).via == "all_to_all"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "mpi", "horovod", "serial", "xla-tpu"])
+def test_libraries_that_choose_themselves_are_left_alone(backend: str) -> None:
+    assert capabilities_of(backend, "cpu").hop_bytes == 0
+
+
+def test_only_what_the_wire_reduces() -> None:
+    """Everything else is composed as ever, and so are the other operations."""
+    assert plan(1 << 15, torch.complex64).via == "nodes"
+    assert plan(1 << 15, torch.complex64, reduce=ReduceOp.PRODUCT).via == "all_gather"
+    assert plan(1 << 15, op=Op.REDUCE).via == "native"
+    assert plan(1 << 15, op=Op.REDUCE_SCATTER).via == "all_to_all"
+    sparse = dataclasses.replace(TensorSpec(torch.float32, (1 << 15,)), sparse=True)
+    topology = Topology(GLOO, 4, 2)
+    assert dispatch.plan(Op.ALL_REDUCE, sparse, topology, Policy(), ReduceOp.SUM).via == "native"
+
+
+def test_it_is_explained() -> None:
+    said = str(explain_offline("all_reduce", backend="gloo", world_size=16, nodes=4, shape=(1 << 15,)))
+    assert "all_reduce on gloo: all_reduce (composed by nodes)" in said
+    assert "4 nodes of 4 ranks" in said
+    with pytest.raises(ac.InvalidArgumentError, match="16 ranks"):
+        explain_offline("all_reduce", backend="gloo", world_size=16, nodes=3)
+
+
+# --- two nodes of two ranks ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nodes() -> World:
+    """Two nodes of two ranks, where every all_reduce goes by node that is not exchanged."""
+    return worlds.world("gloo", 4, **PAIRS)
+
+
+def large(x: torch.Tensor, numel: int = NUMEL) -> torch.Tensor:
+    """The elements of ``x`` again and again."""
+    return x.repeat(numel // len(x) + 1)[:numel]
+
+
+def via(x: torch.Tensor, **call: Any) -> str:
+    return ac.explain("all_reduce", x, **call).via
+
+
+async def reductions(me: Rank) -> None:
+    assert (ac.get_nnodes(), ac.get_node_rank(), ac.get_local_rank()) == (2, me.rank // 2, me.rank % 2)
+    for name, dtype in oracle.DTYPES.items():
+        inputs = oracle.by_rank(oracle.counting, me.size, (1009,), dtype)
+        x = large(inputs[me.rank])
+        for op in oracle.reductions(dtype):
+            with me.case(f"the plan for {op} of {name}"):
+                natively = not (dtype.is_complex and op == "product")
+                assert via(x, op=op) == ("nodes" if natively else "all_gather")
+            await me.check(
+                f"{op} of {name}",
+                ac.all_reduce,
+                x,
+                op=op,
+                expect=large(oracle.reduced(inputs, op)),
+                value=True,
+                rtol=oracle.epsilon(dtype) if op == "avg" else 0.0,
+            )
+
+
+def test_every_dtype_and_reduction(nodes: World) -> None:
+    """Gives what NumPy gives; the input is as it was."""
+    nodes.run(reductions)
+
+
+async def sizes(me: Rank) -> None:
+    for shape in [(), (0,), (1,), (5,), (40_003,), (3, 33_334), (1 << 17,), (800_001,)]:
+        values = oracle.by_rank(oracle.counting, me.size, (7,), torch.float32)
+        inputs = [large(x, math.prod(shape)).reshape(shape) for x in values]
+        await me.check(f"{shape}", ac.all_reduce, inputs[me.rank], expect=oracle.reduced(inputs, "sum"))
+    inputs = [large(x, 300 * 200).reshape(300, 200).t() for x in values]
+    await me.check("transposed", ac.all_reduce, inputs[me.rank], expect=oracle.reduced(inputs, "sum"))
+    mine = values[me.rank].repeat(10_000).requires_grad_()
+    work = ac.all_reduce(mine, op="avg")
+    (await me.get(work)).sum().backward()
+    oracle.same(mine.grad, torch.ones_like(mine))
+
+
+def test_every_size(nodes: World, runner: str) -> None:
+    """0-d and empty, odd, in one piece and offloaded to a thread; with its gradient."""
+    nodes.run(sizes, runner=runner)
+
+
+async def outputs(me: Rank) -> None:
+    inputs = [large(x) for x in oracle.by_rank(oracle.counting, me.size, (1009,), torch.float32)]
+    x, expected = inputs[me.rank], oracle.reduced(inputs, "sum")
+    for _ in range(2):
+        out = torch.full_like(x, 7.0)
+        got = await me.get(ac.all_reduce(x, out=out))
+        assert got is out
+        oracle.same(out, expected)
+    strided = torch.zeros(NUMEL, 2)[:, 0]
+    oracle.same(await me.get(ac.all_reduce(x, out=strided)), expected)
+    memory = torch.cat([x, torch.zeros(1)])
+    assert await me.get(ac.all_reduce(memory[:-1], out=memory[1:])) is not None
+    oracle.same(memory[1:], expected)
+    oracle.same(x, inputs[me.rank])
+    same = x.clone()
+    assert await me.get(ac.all_reduce(same, out=same)) is same
+    oracle.same(same, expected)
+
+
+def test_out(nodes: World) -> None:
+    """Filled, also where it lies across the input, is strided, or is the input."""
+    nodes.run(outputs)
+
+
+async def real_values(me: Rank) -> list[bytes]:
+    generator = torch.Generator().manual_seed(me.rank)
+    bits = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for op in ("sum", "avg", "product"):
+            x = torch.randn(NUMEL, generator=generator).to(dtype)
+            got = await me.get(ac.all_reduce(x, op=op))
+            bits.append(oracle.to_bytes(got).tobytes())
+    return bits
+
+
+def test_all_ranks_get_the_same_bits(nodes: World) -> None:
+    """However it is rounded."""
+    results = nodes.run(real_values)
+    assert all(one == results[0] for one in results)
+
+
+async def close_to_exact(me: Rank) -> None:
+    rows = [torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(me.size)]
+    exact = torch.stack(rows).double().sum(0)
+    got = await me.get(ac.all_reduce(rows[me.rank]))
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    huge = torch.full((NUMEL,), 30_000.0, dtype=torch.float16)
+    share = huge if me.rank == 0 else torch.zeros_like(huge)
+    oracle.same(await me.get(ac.all_reduce(share, op="avg")), huge / 4)
+
+
+def test_real_values(nodes: World) -> None:
+    nodes.run(close_to_exact)
+
+
+async def together(me: Rank) -> None:
+    """Trees of many buckets, blocks, prepared operations and lanes: all that starts calls its own way."""
+    shapes = [(NUMEL,), (3,), (1 << 20,), (5, 7), (1 << 19,)]
+    tree = {str(index): torch.full(shape, float(me.rank + 1)) for index, shape in enumerate(shapes)}
+    got = await me.get(ac.all_reduce(tree))
+    oracle.same(got, {name: torch.full_like(x, 10.0) for name, x in tree.items()})
+    with ac.coalescing():
+        works = [ac.all_reduce(x, op="avg") for x in tree.values()]
+    for work, x in zip(works, tree.values(), strict=True):
+        oracle.same(await me.get(work), torch.full_like(x, 2.5))
+    x = torch.empty(NUMEL)
+    prepared = ac.prepare("all_reduce", x, op="max")
+    for turn in range(3):
+        x.fill_(float(turn * 10 + me.rank))
+        oracle.same(await me.get(prepared.start()), torch.full_like(x, turn * 10 + 3.0))
+    many = [ac.all_reduce(torch.full((NUMEL + k,), float(k))) for k in range(6)]
+    for k, work in enumerate(many):
+        oracle.same(await me.get(work), torch.full((NUMEL + k,), 4.0 * k))
+
+
+def test_trees_blocks_and_prepared_operations(nodes: World, runner: str) -> None:
+    nodes.run(together, runner=runner)
+
+
+async def opposite(me: Rank) -> None:
+    async def stream(name: str, scale: float) -> None:
+        for turn in range(5):
+            x = torch.full((NUMEL,), scale * (turn + 1))
+            assert via(x) == "nodes"
+            oracle.same(await ac.all_reduce(x, lane=name), x * me.size)
+
+    order = [("a", 1.0), ("b", 1000.0)]
+    async with anyio.create_task_group() as tasks:
+        for name, scale in order if me.rank % 2 else reversed(order):
+            tasks.start_soon(stream, name, scale)
+
+
+def test_lanes_in_opposite_order(nodes: World, loop: str) -> None:
+    """Each opens its own communicators within and across nodes, and they meet by the lane's name."""
+    nodes.run(opposite, runner=loop)
+
+
+async def groups(me: Rank) -> list[int]:
+    found = []
+    for ranks in ([0, 1], [0, 2], [1, 2, 3], [0, 1, 2, 3]):
+        group = ac.new_group(ranks)
+        if me.rank in ranks:
+            x = torch.full((NUMEL,), float(me.rank))
+            oracle.same(await me.get(ac.all_reduce(x, group=group)), torch.full_like(x, float(sum(ranks))))
+            found.append(current().groups[tuple(ranks)].nodes)
+    return found
+
+
+def test_groups(nodes: World) -> None:
+    """A part of the world is made of equal nodes, or is not; either way the sum is right."""
+    assert nodes.run(groups) == [[1, 1, 2], [1, 1, 2], [1, 1, 2], [1, 2]]
+
+
+async def refused(me: Rank) -> None:
+    x = torch.full((NUMEL,), 2.0)
+    for turn in range(2):
+        if me.rank == 1:
+            await me.refuses("culprit", (ValueError, TypeError), bad_avg)
+        else:
+            await me.refuses("peer", ac.PeerRefusedError, ac.all_reduce, x, says=("rank 1",))
+        await me.check(f"afterwards {turn}", ac.all_reduce, x, expect=x * me.size)
+
+
+def test_a_refused_call(nodes: World, runner: str) -> None:
+    """The lane goes on in a new epoch, with communicators of its own."""
+    nodes.run(refused, runner=runner)
+
+
+async def late(me: Rank, lane: str) -> None:
+    x = torch.ones(NUMEL)
+    await me.get(ac.all_reduce(1, lane=lane))
+    if me.rank == 3:
+        for rank in range(3):
+            me.see(f"{rank} timed out")
+    work = ac.all_reduce(x, lane=lane, timeout=20.0 if me.rank == 3 else 0.2)
+    if me.rank != 3:
+        with raising(ac.CollectiveTimeoutError, "all_reduce"):
+            await me.get(work)
+        me.show(f"{me.rank} timed out")
+    oracle.same(await me.get(ac.all_reduce(x, lane=lane)), x * me.size)
+    if me.rank == 3:
+        oracle.same(await me.get(work), x * me.size)
+
+
+def test_a_rank_that_comes_late(nodes: World, runner: str) -> None:
+    """Its peers time out, and what comes next is right: the operation ended in its place in the order.
+
+    Once while the communicators of the nodes are still to be opened, once when they are there.
+    """
+    for _ in range(2):
+        nodes.run(late, f"late {runner}", runner=runner)
+
+
+def test_without_a_wish_the_size_decides() -> None:
+    """And where nodes are unequal, or one, nothing changes."""
+    with worlds.fresh("gloo", 4, nodes=(2, 2)) as world:
+        assert world.run(planned) == [("all_to_all", "nodes", "native")] * 4
+    with worlds.fresh("gloo", 4, nodes=(3, 1), by_node=True) as world:
+        assert world.run(planned) == [("all_to_all", "native", "native")] * 4
+
+
+async def planned(me: Rank) -> tuple[str, ...]:
+    for numel in (100, NUMEL):
+        x = torch.full((numel,), float(me.rank))
+        oracle.same(await me.get(ac.all_reduce(x)), torch.full_like(x, 6.0))
+    return tuple(via(torch.empty(numel)) for numel in (100, NUMEL, 1 << 24))
+
+
+async def checked(me: Rank) -> None:
+    x = torch.ones(NUMEL)
+    assert via(x) == "nodes"
+    await me.check("alike", ac.all_reduce, x, expect=x * me.size)
+    wrong = x[1:] if me.rank == 2 else x
+    await me.refuses("shapes", ac.CollectiveMismatchError, ac.all_reduce, wrong, says=("rank 2",))
+    await me.check("afterwards", ac.all_reduce, x, expect=x * me.size)
+
+
+@pytest.mark.slow
+def test_with_signatures_compared() -> None:
+    """check="full" goes ahead of the program; a mismatch is an error on all ranks, and nothing more."""
+    with worlds.fresh("gloo", 4, check="full", **PAIRS) as world:
+        world.run(checked)
+
+
+# --- a rank that dies ---------------------------------------------------------------------------
+
+
+async def one_dies(me: Rank, opened: bool) -> tuple[str, tuple[int, ...], float]:
+    x = torch.ones(NUMEL)
+    if opened:
+        oracle.same(await me.get(ac.all_reduce(x)), x * me.size)
+    if me.rank == 2:
+        for rank in (0, 1, 3):
+            me.see(f"{rank} waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = ac.all_reduce(x)
+    me.show(f"{me.rank} waits")
+    start = time.monotonic()
+    try:
+        await me.get(work)
+    except ac.PeerLostError as error:
+        seconds = time.monotonic() - start
+        with raising(ac.PeerLostError):
+            await me.get(ac.all_reduce(x))
+        ac.finalize(abort=True)
+        return str(error), tuple(error.ranks), seconds
+    raise AssertionError("gave a result without the dead rank")
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_killed_rank_is_named(opened: bool) -> None:
+    """On its node and on the other one, also while its communicators are being opened."""
+    with worlds.fresh("gloo", 4, **PAIRS) as world:
+        results = world.run(one_dies, opened, dies=[2], timeout=30)
+        world.kill()
+    assert results[2] == worlds.Died(-signal.SIGKILL)
+    for rank in (0, 1, 3):
+        text, lost, seconds = results[rank]
+        assert lost == (2,), f"rank {rank} was told {lost}: {text}"
+        assert seconds < 10, f"rank {rank} heard of it after {seconds} s"
+
+
+# --- larger worlds ------------------------------------------------------------------------------
+
+
+async def eight(me: Rank) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int16):
+        inputs = oracle.by_rank(oracle.counting, me.size, (1009,), dtype)
+        x = large(inputs[me.rank])
+        for op in ("sum", "max"):
+            assert via(x, op=op) == "nodes"
+            await me.check(
+                f"{op} of {dtype}", ac.all_reduce, x, op=op, expect=large(oracle.reduced(inputs, op))
+            )
+    ranks = [0, 1, 4, 5]
+    group = ac.new_group(ranks)
+    if me.rank in ranks:
+        x = torch.full((NUMEL,), float(me.rank))
+        oracle.same(await me.get(ac.all_reduce(x, group=group)), torch.full_like(x, 10.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placed", [(4, 4), (2, 2, 2, 2)], ids=str)
+def test_eight_ranks(placed: tuple[int, ...]) -> None:
+    with worlds.fresh("gloo", 8, nodes=placed, by_node=True) as world:
+        world.run(eight, timeout=60)
