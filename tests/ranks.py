@@ -239,19 +239,16 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         os._exit(70)
 
 
-def as_launched(place: Place, nodes: Sequence[int]) -> dict[str, str]:
-    """What torchrun would say to a rank, with so many ranks on each of the nodes."""
-    node, before = 0, 0
-    while place.rank >= before + nodes[node]:
-        before += nodes[node]
-        node += 1
+def as_launched(place: Place, node_of: Sequence[int]) -> dict[str, str]:
+    """What torchrun would say to a rank, where the ranks are on these nodes."""
+    node = node_of[place.rank]
     said = {
         "RANK": place.rank,
         "WORLD_SIZE": place.size,
-        "LOCAL_RANK": place.rank - before,
-        "LOCAL_WORLD_SIZE": nodes[node],
+        "LOCAL_RANK": node_of[: place.rank].count(node),
+        "LOCAL_WORLD_SIZE": node_of.count(node),
         "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": len(nodes),
+        "GROUP_WORLD_SIZE": len(set(node_of)),
     }
     return {name: str(value) for name, value in said.items()}
 

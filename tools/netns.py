@@ -25,11 +25,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+import delayline
+
 NAMES = ("hosta", "hostb")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 #: What each host calls its end of the link.
 INTERFACE = "eth0"
-#: The queue of a link with a rate; netem, which could also delay, is not in every kernel.
+#: The queue of a link with a rate.
 QUEUE = ("burst", "256kb", "latency", "50ms")
 
 #: The first process of a host: it waits for its standard input to end.
@@ -43,8 +45,10 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 class Hosts:
     """Two hosts with a link, from the start of the block to its end."""
 
-    def __init__(self, *, rate: str | None = None) -> None:
+    def __init__(self, *, rate: str | None = None, delay: float = 0.0) -> None:
+        """``rate`` is what the link carries, ``delay`` the seconds that a packet takes (`delayline.py`)."""
         self._rate = rate
+        self._delay = delay
         self._processes: list[subprocess.Popen[str]] = []
         self._pids: list[int] = []
         self._directory = ""
@@ -54,13 +58,12 @@ class Hosts:
         try:
             for number in range(len(NAMES)):
                 self._add(number)
-            first, second = self._pids
-            ends = [INTERFACE, "netns", str(first), "type", "veth", "peer", "name", INTERFACE, "netns"]
-            _run("ip", "link", "add", *ends, str(second))
+            self._connect()
             for number, address in enumerate(ADDRESSES):
                 self.run(number, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
                 self.run(number, "ip", "link", "set", INTERFACE, "up")
-            self._await_link()
+            if not self._delay:
+                self._await_link()
             if self._rate is not None:
                 self.limit(self._rate)
         except BaseException:
@@ -115,6 +118,35 @@ class Hosts:
         self.run(0, "ip", "link", "set", INTERFACE, "up")
         self._await_link()
 
+    def _connect(self) -> None:
+        """Give both hosts their interface."""
+        first, second = map(str, self._pids)
+        if not self._delay:
+            ends = [INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns"]
+            _run("ip", "link", "add", *ends, second)
+            return
+        program = str(Path(__file__).with_name("delayline.py"))
+        self._await_ready([sys.executable, program, first, second, str(self._delay)])
+        for number in range(len(NAMES)):
+            self.run(number, "ip", "link", "set", INTERFACE, "mtu", str(delayline.MTU))
+
+    def _await_ready(self, line: list[str]) -> subprocess.Popen[str]:
+        """Start a program that lives as long as the hosts do, and return when it says that it is ready."""
+        process = subprocess.Popen(
+            line,
+            env={**os.environ, "PATH": _PATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None and process.stderr is not None
+        if process.stdout.readline() != "ready\n":
+            raise OSError(f"this machine makes no such network: {process.stderr.read().strip()}")
+        return process
+
     def _await_link(self) -> None:
         """Return when both ends have seen each other, which takes them a moment."""
         deadline = time.monotonic() + _LINK_SECONDS
@@ -129,19 +161,7 @@ class Hosts:
         hosts = Path(self._directory, f"hosts-{name}")
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{ADDRESSES[other]} {NAMES[other]}\n")
         apart = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        process = subprocess.Popen(
-            [_find("unshare"), *apart, "sh", "-c", _INIT, "sh", name, str(hosts)],
-            env={**os.environ, "PATH": _PATH},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        assert process.stdout is not None and process.stderr is not None
-        if process.stdout.readline() != "ready\n":
-            raise OSError(f"this machine makes no network namespaces: {process.stderr.read().strip()}")
+        process = self._await_ready([_find("unshare"), *apart, "sh", "-c", _INIT, "sh", name, str(hosts)])
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         self._pids.append(int(children[0]))
 

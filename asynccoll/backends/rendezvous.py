@@ -158,12 +158,12 @@ def announced(store: dist.Store, rank: int, world_size: int) -> list[Announced]:
 
 
 def nodes_of(said: list[Announced]) -> tuple[int, ...]:
-    """The node of each rank: by the launcher if it told everybody, else by the hosts' names."""
-    told = [one.node for one in said if one.node is not None]
-    if len(told) == len(said):
-        return tuple(told)
-    hosts = list(dict.fromkeys(one.host for one in said))
-    return tuple(hosts.index(one.host) for one in said)
+    """The node of each rank: one and the same by the hosts' names and, where there is one, by the launcher.
+
+    Names alone may be alike on all hosts, and what a launcher does not say is guessed from the local ranks.
+    """
+    numbers: dict[tuple[str, int | None], int] = {}
+    return tuple(numbers.setdefault((one.host, one.node), len(numbers)) for one in said)
 
 
 def _speaks_of(launch: LaunchInfo, rank: int, world_size: int) -> bool:
