@@ -136,6 +136,12 @@ def test_the_user_may_choose() -> None:
     assert plan(1 << 10, by_node=True).via == "all_to_all"
 
 
+def test_a_wish_is_yes_or_no() -> None:
+    with pytest.raises(ac.InvalidArgumentError, match="by_node must be True"):
+        ac.initialize("gloo", by_node="yes")
+    assert not ac.is_initialized()
+
+
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "horovod", "serial", "xla-tpu"])
 def test_libraries_that_choose_themselves_are_left_alone(backend: str) -> None:
     assert capabilities_of(backend, "cpu").hop_bytes == 0

@@ -264,8 +264,14 @@ def create(request: Request) -> Context:
     from asynccoll.context import Context
 
     options = request.take_options("interface", "by_node")
+    by_node = _wish(options.get("by_node"))
     native = _default_group() if request.store is None and request.init_method is None else None
     if native is not None:
+        if by_node is not None:
+            raise InvalidArgumentError(
+                "by_node is for a world that ac.initialize makes, but torch's default group is there already; "
+                "call ac.initialize instead of torch.distributed.init_process_group"
+            )
         return adopt(*native, request.timeout, request.check)
     by_device = parse_backend(request.backend)
     store, rank, world_size = rendezvous(request)
@@ -273,7 +279,7 @@ def create(request: Request) -> Context:
     meeting_host = host_of(store)
     store = own_part(store, rank)
     hosts = dist.PrefixStore("hosts", store)
-    announce(hosts, rank, world_size, request.launch, _wish(options.get("by_node")))
+    announce(hosts, rank, world_size, request.launch, by_node)
     identity = locate(request.launch, hosts, rank, world_size)
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
