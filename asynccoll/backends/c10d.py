@@ -269,8 +269,8 @@ def create(request: Request) -> Context:
     if native is not None:
         if by_node is not None:
             raise InvalidArgumentError(
-                "by_node is for a world that ac.initialize makes, but torch's default group is there already; "
-                "call ac.initialize instead of torch.distributed.init_process_group"
+                "by_node is for a world that ac.initialize makes, but torch's default group is already there;"
+                " call ac.initialize instead of torch.distributed.init_process_group"
             )
         return adopt(*native, request.timeout, request.check)
     by_device = parse_backend(request.backend)
