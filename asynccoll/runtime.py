@@ -188,7 +188,8 @@ def initialize(
         check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
             ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
-        backend_options: what the chosen backend takes besides; unknown ones are refused.
+        backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
+            ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
 
     Raises:
         InvalidArgumentError: called twice, or arguments that contradict each other.
