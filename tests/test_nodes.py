@@ -144,7 +144,9 @@ def test_a_wish_is_yes_or_no() -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "horovod", "serial", "xla-tpu"])
 def test_libraries_that_choose_themselves_are_left_alone(backend: str) -> None:
-    assert capabilities_of(backend, "cpu").hop_bytes == 0
+    devices = {"nccl": "cuda", "xla-tpu": "xla"}
+    assert capabilities_of(backend, devices.get(backend, "cpu")).hop_bytes == 0
+    assert capabilities_of("nccl", "cpu") is GLOO  # which carries the tensors of the host
 
 
 def test_only_what_the_wire_reduces() -> None:
