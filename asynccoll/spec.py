@@ -167,6 +167,8 @@ class Capabilities:
     #: What a hop of an all_reduce costs, as the bytes that travel within a node in that time. 0: it is not
     #: composed by node; the backend knows nodes itself, or nothing of it was measured.
     hop_bytes: int = 0
+    #: What the steps of that composition cost besides their own hops, in hops: each starts from Python.
+    steps_hops: int = 0
     #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
     #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()
@@ -221,17 +223,19 @@ class Topology:
     def sums_nodes_first(self, numel: int, itemsize: int, wished: bool | None = None) -> bool:
         """Whether an all_reduce of so many elements is composed by node. The same on every rank.
 
-        A ring of n ranks has 2(n-1) hops; one in each node of k ranks and one of the N nodes have
-        2(k-1)(N-1) fewer, but carry 2(k-1)/k times the bytes within nodes once more. So it is worth it up to
-        k(N-1) = n-k hops' worth of bytes. ``wished`` is what the caller says of any size; a tensor of fewer
-        elements than ranks has not a part for each.
+        A ring of all ranks has 2(k-1)(N-1) more hops than one in each of N nodes of k ranks and one of the
+        nodes, which carry 2(k-1)/k times the bytes within nodes once more. ``wished`` is what the caller says
+        of any size; a tensor of fewer elements than ranks has not a part for each.
         """
         least = 1 << size_class(numel) >> 1
-        hop_bytes = self.capabilities.hop_bytes
-        if self.nodes == 1 or not hop_bytes or least < self.world_size:
+        known = self.capabilities
+        if self.nodes == 1 or not known.hop_bytes or least < self.world_size:
             return False
-        saved = self.world_size - self.world_size // self.nodes
-        return least * itemsize <= saved * hop_bytes if wished is None else wished
+        if wished is not None:
+            return wished
+        others = self.world_size // self.nodes - 1
+        saved_hops = 2 * others * (self.nodes - 1) - known.steps_hops
+        return 2 * others * least * itemsize <= saved_hops * known.hop_bytes * (others + 1)
 
 
 @dataclass(frozen=True, slots=True)

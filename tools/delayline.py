@@ -4,8 +4,9 @@
     python tools/delayline.py PID_A PID_B SECONDS
 
 PID_A and PID_B are processes in the two namespaces. Each gets a TUN device ``eth0`` (down, without an
-address), and this program carries what goes in at one end to the other; it says ``ready`` first, and ends
-with its standard input. netem does this in the kernel, but is not in every one. ``netns.py`` starts it.
+address). This program says ``ready``, and from the first line of its standard input until that ends carries
+what goes in at one end to the other. netem does this in the kernel, but is not in every one. ``netns.py``
+starts it.
 """
 
 from __future__ import annotations
@@ -56,4 +57,5 @@ def carry(first: int, second: int, delay: float) -> None:
 if __name__ == "__main__":
     ends = [open_end(int(pid)) for pid in sys.argv[1:3]]
     print("ready", flush=True)
+    sys.stdin.readline()  # a device that is down cannot be read
     carry(*ends, float(sys.argv[3]))

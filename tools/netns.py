@@ -58,12 +58,15 @@ class Hosts:
         try:
             for number in range(len(NAMES)):
                 self._add(number)
-            self._connect()
+            line = self._connect()
             for number, address in enumerate(ADDRESSES):
                 self.run(number, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
                 self.run(number, "ip", "link", "set", INTERFACE, "up")
-            if not self._delay:
+            if line is None:
                 self._await_link()
+            elif line.stdin is not None:
+                line.stdin.write("go\n")
+                line.stdin.flush()
             if self._rate is not None:
                 self.limit(self._rate)
         except BaseException:
@@ -118,17 +121,18 @@ class Hosts:
         self.run(0, "ip", "link", "set", INTERFACE, "up")
         self._await_link()
 
-    def _connect(self) -> None:
-        """Give both hosts their interface."""
+    def _connect(self) -> subprocess.Popen[str] | None:
+        """Give both hosts their interface; the program that is the link, if one is."""
         first, second = map(str, self._pids)
         if not self._delay:
             ends = [INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns"]
             _run("ip", "link", "add", *ends, second)
-            return
+            return None
         program = str(Path(__file__).with_name("delayline.py"))
-        self._await_ready([sys.executable, program, first, second, str(self._delay)])
+        started = self._await_ready([sys.executable, program, first, second, str(self._delay)])
         for number in range(len(NAMES)):
             self.run(number, "ip", "link", "set", INTERFACE, "mtu", str(delayline.MTU))
+        return started
 
     def _await_ready(self, line: list[str]) -> subprocess.Popen[str]:
         """Start a program that lives as long as the hosts do, and return when it says that it is ready."""

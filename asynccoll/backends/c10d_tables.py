@@ -31,6 +31,7 @@ GLOO = Capabilities(
     # Its all_reduce is a ring of 2(n-1) hops, each of which costs more than 100 KiB do.
     exchange_bytes=128 << 10,
     hop_bytes=128 << 10,
+    steps_hops=8,
 )
 #: Any other backend of torch's: as gloo, but it may know nodes itself.
 OTHER = replace(GLOO, hop_bytes=0)
