@@ -41,11 +41,12 @@ def open_end(pid: int) -> int:
 def carry(first: int, second: int, delay: float) -> None:
     """Hand packets over, each ``delay`` seconds after it came, until the standard input ends."""
     other = {first: second, second: first}
+    told = sys.stdin.fileno()
     under_way: deque[tuple[float, int, bytes]] = deque()
     while True:
         wait = max(0.0, under_way[0][0] - monotonic()) if under_way else None
-        ready, _, _ = select.select([first, second, sys.stdin], [], [], wait)
-        if sys.stdin in ready:
+        ready, _, _ = select.select([first, second, told], [], [], wait)
+        if told in ready:
             return
         for end in ready:
             under_way.append((monotonic() + delay, other[end], os.read(end, MTU)))
@@ -58,4 +59,4 @@ if __name__ == "__main__":
     ends = [open_end(int(pid)) for pid in sys.argv[1:3]]
     print("ready", flush=True)
     sys.stdin.readline()  # a device that is down cannot be read
-    carry(*ends, float(sys.argv[3]))
+    carry(ends[0], ends[1], float(sys.argv[3]))
