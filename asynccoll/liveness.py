@@ -17,6 +17,7 @@ import threading
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
+from asynccoll.backends.interface import own_address
 from asynccoll.store import values
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ __all__ = ["Liveness"]
 #: How long an unreachable host may keep us from naming it.
 PROBE_SECONDS = 0.5
 _AGAIN_SECONDS = 0.01
+#: Connections that the beacon holds without serving them, one of each rank; the system may allow fewer.
+_PEERS = 1 << 16
 #: Seconds of silence, seconds between questions, questions: what Linux has; others have defaults.
 _KEEPALIVE = {
     getattr(socket, name): value
@@ -49,10 +52,10 @@ class Liveness:
             self._publish(clients)
 
     def _publish(self, clients: Clients) -> None:
-        host = _own_address()
-        self._beacon = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        host = own_address(clients.host) or "127.0.0.1"
+        self._beacon = socket.socket(_family(host), socket.SOCK_STREAM)
         self._beacon.bind((host, 0))
-        self._beacon.listen(256)
+        self._beacon.listen(_PEERS)
         port = self._beacon.getsockname()[1]
         with clients.borrow() as store:
             store.set(_key(self._rank), json.dumps([host, port, socket.gethostname(), os.getpid()]))
@@ -114,13 +117,8 @@ def _key(rank: int) -> str:
     return f"beacon/{rank}"
 
 
-def _own_address() -> str:
-    """The address under which peers reach this host: that of the route to the master, else loopback."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _is_open(line: socket.socket) -> bool:
@@ -138,7 +136,7 @@ def _connect(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, socket.so
     lines: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
         for rank, (host, port, _, _) in peers.items():
-            attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            attempt = socket.socket(_family(host), socket.SOCK_STREAM)
             attempt.setblocking(False)
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():  # a host that is gone ends it, too

@@ -21,10 +21,17 @@ import torch.distributed as dist
 
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
 
-__all__ = ["Clients", "Waiting", "values"]
+__all__ = ["Clients", "Waiting", "host_of", "values"]
 
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
+
+
+def host_of(store: dist.Store) -> str | None:
+    """The host that serves ``store``, if it is one that a host serves."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 class Clients:
@@ -32,6 +39,7 @@ class Clients:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store  # the user's or the rendezvous' own; others may block on it
+        self.host = host_of(store)
         self._client: dist.Store | None = None
         self._gone: dist.DistNetworkError | None = None
         self._lock = threading.RLock()

@@ -150,6 +150,29 @@ def test_by_address(hosts: netns.Hosts, tmp_path: Path) -> None:
     assert ended.out == ["[2, True] [4.0, 4.0, 4.0]\n"] * 2
 
 
+LATE = """
+    import sys, time
+    import asynccoll as ac
+    from asynccoll import watch
+    watch.PATIENCE_SECONDS = 0.1  # after which the others ask whether it is still there
+    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=30)
+    total = [ac.all_reduce(1).wait()]
+    for late in (0, 1):
+        time.sleep(1.0 if ac.get_rank() == late else 0.0)
+        total.append(ac.all_reduce(1).wait())
+    ac.finalize()
+    print(total)
+"""
+
+
+@pytest.mark.parametrize("address", [netns.ADDRESSES[0], netns.NAMES[0]], ids=["address", "name"])
+def test_a_rank_that_is_late(hosts: netns.Hosts, tmp_path: Path, address: str) -> None:
+    """On another host, too, it is not taken for one that is gone."""
+    ended = both(hosts, *script(tmp_path, LATE.replace("ADDRESS", address)))
+    assert ended.codes == [0, 0], ended.said
+    assert ended.out == ["[2, 2, 2]\n"] * 2
+
+
 def test_what_the_user_chose_wins(hosts: netns.Hosts, tmp_path: Path) -> None:
     """GLOO_SOCKET_IFNAME names the interface; a wrong one is an error that tells it."""
     line = script(tmp_path, BY_ADDRESS)

@@ -32,7 +32,6 @@ from asynccoll.backends.rendezvous import (
     LOOPBACK,
     announce,
     announced,
-    host_of,
     locate,
     matching_launch,
     nodes_of,
@@ -43,7 +42,7 @@ from asynccoll.backends.rendezvous import (
 from asynccoll.backends.waiters import InProgress
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.spec import Capabilities
-from asynccoll.store import Waiting
+from asynccoll.store import Waiting, host_of
 
 if TYPE_CHECKING:
     from asynccoll.backends import Request

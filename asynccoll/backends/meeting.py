@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from asynccoll.backends.interface import own_address
 from asynccoll.backends.tcpstore import connect
 
 if TYPE_CHECKING:
@@ -31,15 +32,11 @@ def agree_on_store(
     if rank > 0:
         host, port = json.loads(broadcast(None))
         return connect(host, port, serve=False, timeout=timeout)
-    host = "127.0.0.1" if one_host else _own_address()
+    where = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    host = "127.0.0.1" if one_host else own_address(where) or "127.0.0.1"
     store = connect(host, 0, serve=True, timeout=timeout)
     broadcast(json.dumps([host, store.port]))
     return store
-
-
-def _own_address() -> str:
-    """The address under which other nodes reach this one."""
-    return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
 
 
 def make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:

@@ -36,7 +36,6 @@ __all__ = [
     "Announced",
     "announce",
     "announced",
-    "host_of",
     "locate",
     "matching_launch",
     "nodes_of",
@@ -74,13 +73,6 @@ def own_part(store: dist.Store, rank: int) -> dist.Store:
     """The part of ``store`` for this life of the world: nothing that an earlier one wrote is in it."""
     life = store.add(f"asynccoll/lives/{rank}", 1)
     return dist.PrefixStore(f"asynccoll/{life}", store)
-
-
-def host_of(store: dist.Store) -> str | None:
-    """The host that serves ``store``, if it is one that a host serves."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def _place(request: Request) -> tuple[int, int]:
