@@ -156,6 +156,30 @@ def test_a_forked_child_starts_uninitialised(tmp_path: Path) -> None:
         assert ended.out.split() == ["7", "2"]
 
 
+COPIES_AND_FORKS = """
+    import asyncio, os, signal
+    import torch
+    import asynccoll as ac
+
+    async def main():
+        return float((await ac.all_reduce(torch.ones(1 << 20))).sum())
+
+    assert asyncio.run(main()) == 1 << 20
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(0 if asyncio.run(main()) == 1 << 20 else 9)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
+    """What a thread does for a large call, the parent's thread cannot do for the child."""
+    (ended,) = scripts.run(tmp_path, COPIES_AND_FORKS, ranks=1)
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["0"]
+
+
 FINALIZES = """
     import asynccoll as ac
     for turn in range(3):

@@ -8,13 +8,16 @@ operations.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from weakref import WeakSet
 
 __all__ = ["InProgress", "Waiters"]
 
 _IDLE_SECONDS = 10.0
+_pools: WeakSet[Waiters] = WeakSet()
 
 
 class Waiters:
@@ -26,6 +29,11 @@ class Waiters:
         self._jobs: dict[Hashable, deque[Callable[[], object]]] = {}
         self._ready: deque[Hashable] = deque()
         self._idle = 0
+        _pools.add(self)
+
+    def forget_parent(self) -> None:
+        """In a forked child, which has none of the parent's threads, nor their jobs."""
+        self.__init__(self._name)  # type: ignore[misc]  # the same object: others hold it
 
     def submit(self, key: Hashable, job: Callable[[], object]) -> None:
         """Run ``job`` after those of the same ``key``. It must not raise."""
@@ -63,6 +71,15 @@ class Waiters:
                 return queue.popleft()
             del self._jobs[key]
             return None
+
+
+def _forget_parent() -> None:
+    for pool in list(_pools):
+        pool.forget_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 class InProgress:
