@@ -91,6 +91,13 @@ async def into_out(me: Rank) -> None:
             got = await me.get(ac.all_to_all(x, out=x))
             assert got is x, "the result is not the input"
             oracle.same(x, expect)
+        for count in (2, 40_000):
+            with me.case(f"across {dtype} {count}"):
+                inputs = oracle.by_rank(oracle.moving, me.size, (count * me.size,), dtype)
+                memory = torch.zeros(count * me.size + 1, dtype=dtype)
+                memory[:-1] = inputs[me.rank]
+                await me.get(ac.all_to_all(memory[:-1], out=memory[1:]))
+                oracle.same(memory[1:], oracle.all_to_all(inputs)[me.rank])
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:

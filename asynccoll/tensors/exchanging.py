@@ -17,9 +17,9 @@ from asynccoll.tensors.common import (
     check_out,
     deliver,
     encoding_again,
+    may_overlap,
     physical,
     plan_for,
-    same_memory,
     target_for,
 )
 from asynccoll.work import Work
@@ -58,8 +58,8 @@ def all_to_all_call(
     wire = encode(physical(x).reshape(x.shape[0], x.shape[1:].numel()), plan)
     shape = (sum(out_splits), *x.shape[1:])
     check_out(out, x, shape)
-    alias = out is not None and same_memory(out, wire)
-    received = target_for(None if alias else out, wire, (shape[0], wire.shape[1]))
+    shared = out is not None and out.device == wire.device and may_overlap(out, wire)
+    received = target_for(None if shared else out, wire, (shape[0], wire.shape[1]))
     return Call(
         plan,
         lambda communicator: communicator.all_to_all(received, wire, out_splits, in_splits),
