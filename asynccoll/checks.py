@@ -31,12 +31,12 @@ def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, de
     return " ".join(part for part in (name, detail, tensor) if part)
 
 
-def compare(lane: Lane, text: Callable[[], str]) -> Work[None]:
-    """With ``check="full"``, a comparison with nothing behind it; else a work that is done."""
+def compare(lane: Lane, text: Callable[[], str]) -> list[Work[None]]:
+    """With ``check="full"``, the work of a comparison with nothing behind it; else none."""
     if not lane.group.context.policy.check:
-        return Work((), lambda: None)
+        return []
     operation = lane.run("check", checked(lane, text(), lambda _: READY))
-    return Work((operation,), lambda: None)
+    return [Work((operation,), lambda: None)]
 
 
 def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:

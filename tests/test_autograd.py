@@ -312,3 +312,19 @@ async def trees(me: Rank) -> None:
 def test_gradients_through_trees(pair: World, runner: str) -> None:
     """Leaves of a reduced tree keep their gradients."""
     pair.run(trees, runner=runner)
+
+
+async def no_gradients(me: Rank) -> None:
+    x = torch.ones(2, requires_grad=True)
+    parts = await me.get(ac.all_gather(x, uneven=True))
+    with raising(ac.UnsupportedOpError, "uneven"):
+        torch.cat(parts).sum().backward()
+    sent = await me.get(ac.broadcast(x if me.rank == 0 else None, safe_mode=True))
+    if me.rank == 0:
+        with raising(ac.UnsupportedOpError, "safe_mode"):
+            sent.sum().backward()
+
+
+def test_what_has_no_gradient_says_so(pair: World, runner: str) -> None:
+    """In backward, instead of leaving a part of the loss out of it."""
+    pair.run(no_gradients, runner=runner)

@@ -85,9 +85,9 @@ def over_tree(
         compared = compare(lane, lambda: signature(name, detail=f"of the tree {spec}"))
         if _only_tensors(leaves):
             work = of_tensors(leaves, outs)
-            return combine([compared, work], lambda: _put_back(spec, work.result(), out))
+            return combine([*compared, work], lambda: _put_back(spec, work.result(), out))
         works = _start_leaves(leaves, of_tensors, of_value)
-    return combine([compared, *works], lambda: unflatten(spec, [work.result() for work in works]))
+    return combine([*compared, *works], lambda: unflatten(spec, [work.result() for work in works]))
 
 
 def _put_back(spec: TreeSpec, results: list[Any], out: Any) -> Any:
@@ -185,13 +185,17 @@ def values_of(lane: Lane, rows: Sequence[Message]) -> list[Any]:
     return [from_message(row, device) for row in rows]
 
 
-def no_gradient(work: Work[Any], x: torch.Tensor, name: str, instead: str) -> Work[Any]:
+def no_gradient(work: Work[Any], x: Any, name: str, instead: str) -> Work[Any]:
     """If autograd is recording, a result whose backward raises instead of being silently wrong."""
-    if not autograd.tracked(x):
+    if not (isinstance(x, torch.Tensor) and autograd.tracked(x)):
         return work
-    return work.map(
-        lambda y: autograd.without_gradient(y, name, instead) if isinstance(y, torch.Tensor) else y
-    )
+
+    def marked(y: Any) -> Any:
+        if isinstance(y, list):
+            return [marked(one) for one in y]
+        return autograd.without_gradient(y, name, instead) if isinstance(y, torch.Tensor) else y
+
+    return work.map(marked)
 
 
 def normal_dim(name: str, x: torch.Tensor, dim: int) -> int:

@@ -53,7 +53,7 @@ def all_gather(
             lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
         )
     kind = message_kind("all_gather", x)
-    return all_gather_messages(
+    work = all_gather_messages(
         lane,
         "all_gather",
         to_message(x),
@@ -62,6 +62,7 @@ def all_gather(
         device=_device_of(lane, x),
         detail=kind,
     )
+    return no_gradient(work, x, "all_gather(uneven=True)", "all_gather of tensors of one shape")
 
 
 def _all_gather_tensor(

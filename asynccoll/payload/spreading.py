@@ -16,6 +16,7 @@ from asynccoll.messages import (
 from asynccoll.payload.common import (
     check_sendable,
     message_kind,
+    no_gradient,
     no_out,
     over_tree,
 )
@@ -100,7 +101,7 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
     x = as_number(x)
     message = to_message(x, SAFE if is_tree(x) else None) if here else None
     device = lane.group.context.backend.device
-    return broadcast_message(
+    work = broadcast_message(
         lane,
         "broadcast",
         message,
@@ -109,6 +110,7 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
         then=lambda found: from_message(found, device, SAFE),
         detail=f"safe src={src}",
     )
+    return no_gradient(work, x, "broadcast(safe_mode=True)", "broadcast")
 
 
 def scatter(
