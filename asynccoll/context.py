@@ -114,6 +114,7 @@ class Context:
         """Wait up to ``seconds`` for everything outstanding; what is still out afterwards."""
         deadline = monotonic() + seconds
         for operation in self.outstanding():
+            self.watch.add(operation)  # a peer may be gone, or have refused its side
             while not operation.done() and (left := deadline - monotonic()) > 0:
                 operation.completion.wait(min(left, 0.1))
         return self.outstanding()

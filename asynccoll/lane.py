@@ -43,6 +43,9 @@ BACKWARD = "/backward"
 #: More calls than a rank makes between two joins.
 ROUND = 1 << 30
 
+#: So many streams have their owners kept.
+_MOST_STREAMS = 4096
+
 #: One native call, given the communicator.
 Start = Callable[[Any], Completion]
 #: Several: each yielded completion is waited for; the last call's is returned.
@@ -52,7 +55,7 @@ Program = Callable[[Any], Generator[Completion, None, Completion]]
 class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
-    __slots__ = ("driven", "generator", "program", "promise", "start", "step", "unopened")
+    __slots__ = ("driven", "generator", "outlasts", "program", "promise", "start", "step", "unopened")
 
     def __init__(
         self,
@@ -60,9 +63,11 @@ class Job:
         program: Program | None,
         *,
         unopened: bool = False,
+        message: bool = False,
         driven_by: Callable[[], object] | None = None,
     ) -> None:
         self.unopened = unopened  # needs no communicator
+        self.outlasts = unopened or message  # in the next epoch it goes on: it is no call that meets others
         self.start = start
         self.program = program
         self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
@@ -99,7 +104,8 @@ class Lane:
         self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
         self._context = group.context
         self._estimates: dict[tuple[str, int], Estimate] = {}
-        self._in_flight: deque[Operation] = deque()
+        self._in_flight: deque[Operation] = deque()  # of collectives, which end in order
+        self._apart: list[Operation] = []  # what ends whenever it likes: messages, and what was given up
         self._owner = _Owner()
         self._owners: dict[object, _Owner] = {}  # of the streams
         self._together = False  # what is accepted now shares one place in the order
@@ -144,7 +150,7 @@ class Lane:
                 or self._driving
                 or self._turnstile is not None
             ):
-                job = Job(start, None)
+                job = Job(start, None, message=stream is not None)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
             else:
                 # First of all the start: what is noted down afterwards costs no latency.
@@ -206,10 +212,16 @@ class Lane:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What is accepted inside is one call of the user's (a tree): one place in the order."""
-        self.take_place()
+        with self._lock:
+            self._admitted_owner(None)
+            self.sequence += 1
         self._together = True
         try:
             yield
+        except BaseException:
+            with self._lock:
+                self.sequence -= 1  # the refusal, of which the peers are told, takes that place
+            raise
         finally:
             self._together = False
 
@@ -230,6 +242,8 @@ class Lane:
     def _stream_owner(self, stream: object) -> _Owner:
         owner = self._owners.get(stream)
         if owner is None:
+            if len(self._owners) >= _MOST_STREAMS:
+                self._owners.clear()  # a tag for each message: who sent the old ones is of no interest
             owner = self._owners[stream] = _Owner()
         return owner
 
@@ -269,14 +283,24 @@ class Lane:
         context = self._context
         limit = context.timeout if timeout is None else timeout
         operation = Operation(self, estimate, sequence, completion, spot, limit)
-        in_flight = self._in_flight
-        while in_flight and ((first := in_flight[0]).over or first.completion.done()):
-            in_flight.popleft()
-        in_flight.append(operation)
+        if stream is None:
+            in_flight = self._in_flight
+            while in_flight and ((first := in_flight[0]).over or first.completion.done() or first.failure):
+                in_flight.popleft()
+                if first.failure is not None:
+                    self._keep_apart(first)
+            in_flight.append(operation)
+        else:
+            self._keep_apart(operation)
         if context.observers:
             for observe in context.observers:
                 observe(operation, size_bytes)
         return operation
+
+    def _keep_apart(self, operation: Operation) -> None:
+        """Hold on to its memory, which the native operation may still write to, out of the others' way."""
+        self._apart = [one for one in self._apart if not one.completion.done()]
+        self._apart.append(operation)
 
     # Issuing what is queued
 
@@ -403,12 +427,12 @@ class Lane:
         self._drive()
 
     def restart(self) -> None:
-        """Reopen, forgetting what was accepted (but not the pauses in it).
+        """Reopen, forgetting what was accepted (but not the pauses in it, nor messages).
 
         Whoever calls this fails those operations.
         """
         with self._lock:
-            self._queue = deque(job for job in self._queue if job.unopened)
+            self._queue = deque(job for job in self._queue if job.outlasts)
             active, self._active = self._active, None
         if active is not None and active.step is not None:
             active.step.abandon()
@@ -474,15 +498,16 @@ class Lane:
         return known
 
     def outstanding(self) -> list[Operation]:
-        """The operations that are not done, in order."""
+        """The operations that are not done: collectives in order, then messages."""
         with self._lock:
-            return [operation for operation in self._in_flight if not operation.done()]
+            return [operation for operation in (*self._in_flight, *self._apart) if not operation.done()]
 
     def close(self, *, abort: bool = False) -> None:
         """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
         if abort:
             self.break_off(AbortedError(f"{self} was aborted"))
         self._in_flight.clear()  # they hold native works, and those the connections
+        self._apart.clear()
         communicators = [*self._retired, *([self.communicator] if self.communicator else [])]
         self._retired, self.communicator = [], None
         for communicator in communicators:

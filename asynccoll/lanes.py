@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.lane import DEFAULT
-from asynccoll.work import Work, scope_members
+from asynccoll.work import Members, scope_members
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup as AnyioTaskGroup
@@ -62,25 +62,26 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
     """
 
     def __init__(self) -> None:
-        self._before: list[Any] | None = None
-        self._works: list[Work[Any]] = []
+        self._before: Members | None = None
+        self._members = Members()
 
     def __enter__(self) -> scope:
         self._before = scope_members.get()
-        self._works = []
-        scope_members.set(self._works)
+        self._members = Members()
+        scope_members.set(self._members)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         scope_members.set(self._before)
+        told = self._members.errors()
         first: BaseException | None = None
-        for work in self._works:
+        for work in self._members.outstanding():
             try:
                 work.wait()
             except Exception as failed:
-                first = first or failed
+                first = first or _unless_told(failed, told)
         self._leave(error, first)
 
     async def __aenter__(self) -> scope:
@@ -92,23 +93,29 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         import anyio
 
         scope_members.set(self._before)
+        told = self._members.errors()
         first: BaseException | None = None
         with anyio.CancelScope(shield=True):
-            for work in self._works:
+            for work in self._members.outstanding():
                 try:
                     await work
                 except Exception as failed:
-                    first = first or failed
+                    first = first or _unless_told(failed, told)
         self._leave(error, first)
 
     def _leave(self, error: BaseException | None, first: BaseException | None) -> None:
-        self._works = []
+        self._members = Members()
         if first is None:
             return
         if error is None:
             raise first
         if isinstance(first, CollectiveTimeoutError):
             warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
+
+
+def _unless_told(error: Exception, told: list[BaseException]) -> Exception | None:
+    """``error``, if nobody got it from another work of the same operation (one that this was mapped to)."""
+    return None if any(error is one for one in told) else error
 
 
 class TaskGroup:

@@ -13,7 +13,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -43,14 +43,16 @@ _PENDING = 0
 _FINISHING = 1
 _DONE = 2
 _FAILED = 3
+#: So many works of a scope are kept before it looks which of them are of no more interest.
+_FEW = 64
 #: How often in a row ``as_completed`` waits in place for nothing before it asks to be woken.
 _PATIENCE = 4
 _claim = threading.Lock()
 #: Who waits for another thread to finish a work: hardly ever anybody.
 _finishing: dict[int, threading.Event] = {}
 
-#: Works created while a scope is open, for the scope to wait for.
-scope_members: ContextVar[list[Any] | None] = ContextVar("asynccoll_scope", default=None)
+#: Where works go that are created while a scope is open, for the scope to wait for.
+scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
 
 
 class Work(Generic[T]):
@@ -89,7 +91,7 @@ class Work(Generic[T]):
         self._value = value
         members = scope_members.get()
         if members is not None:
-            members.append(self)
+            members.add(self)
 
     # Waiting
 
@@ -207,6 +209,8 @@ class Work(Generic[T]):
 
         for operation in self._operations:
             operation.add_waker(one_done)
+            if not operation.done():
+                operation.lane.group.context.watch.add(operation)  # as for whoever waits
 
     def detach(self) -> None:
         """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do."""
@@ -337,6 +341,32 @@ class Work(Generic[T]):
         raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
 
 
+class Members:
+    """The works of a scope. Results that somebody has got are let go, however long the scope is open."""
+
+    __slots__ = ("_lock", "_most", "_works")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._most = _FEW
+        self._works: list[Work[Any]] = []
+
+    def add(self, work: Work[Any]) -> None:
+        with self._lock:
+            if len(self._works) >= self._most:
+                self._works[:] = [one for one in self._works if one._state != _DONE]
+                self._most = max(_FEW, 2 * len(self._works))
+            self._works.append(work)
+
+    def outstanding(self) -> Iterator[Work[Any]]:
+        """Those whose outcome nobody has got, also if they are started meanwhile."""
+        return (work for work in self._works if work.pending)
+
+    def errors(self) -> list[BaseException]:
+        """Those that somebody has got."""
+        return [work._error for work in self._works if work._error is not None]
+
+
 def combine(works: list[Work[Any]], finish: Callable[[], T]) -> Work[T]:
     """One work over the operations of ``works``; ``finish`` assembles their results."""
     for work in works:
@@ -367,8 +397,8 @@ async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
 async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
     """Each of ``works`` as it becomes done, the fastest first.
 
-    ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all,
-    ``CollectiveTimeoutError`` is raised; the works stay awaitable.
+    ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all, or the
+    own timeout of a work that is still out, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
     pending = deque(works)
     for work in pending:
@@ -420,6 +450,12 @@ def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
         _log.exception("the done-callback %r of %r raised", callback, work)
 
 
+def _due(works: Iterable[Work[Any]]) -> float:
+    """When the waiting for one of those that are out ends at the latest."""
+    out = (operation for work in works for operation in work._operations if not operation.done())
+    return min((operation.deadline for operation in out), default=math.inf)
+
+
 class _Arrivals(Generic[T]):
     """Works in the order in which they became done, told from completing threads to one task."""
 
@@ -427,6 +463,7 @@ class _Arrivals(Generic[T]):
         self._arrived: deque[Work[T]] = deque()
         self._out = deque(works)
         self._signal = Signal()
+        self._due = _due(works)
         for work in works:
             work.add_done_callback(self._arrive)
 
@@ -439,7 +476,10 @@ class _Arrivals(Generic[T]):
             if await self._oldest_ends():
                 continue
             self._signal = Signal()  # before the second look: what arrives after it sets this one
-            if not self._arrived and not await self._signal.wait(deadline - monotonic()):
+            if self._arrived or await self._signal.wait(min(deadline, self._due) - monotonic()):
+                continue
+            self._due = _due(self._out)  # whose time it was may have come meanwhile
+            if monotonic() >= min(deadline, self._due):
                 raise CollectiveTimeoutError(
                     "as_completed: works are still out at the timeout; await them to go on waiting"
                 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +13,7 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 
@@ -117,6 +121,37 @@ def test_a_waiting_recv_does_not_hold_up_collectives(pair: World, runner: str) -
     pair.run(beside_collectives, runner=runner)
 
 
+class Memory(bytearray):
+    """Of a tensor; tells whether it is still there."""
+
+
+async def let_go_meanwhile(me: Rank) -> None:
+    receiving = ac.recv(torch.zeros(3), src=0, tag=5) if me.rank == 1 else None
+    memories = [Memory(4000) for _ in range(8)]
+    known = [weakref.ref(memory) for memory in memories]
+    while memories:
+        x = torch.frombuffer(memories.pop(), dtype=torch.float32)
+        await me.get(ac.all_reduce(x, out=x))
+    del x
+    held = len(known)
+    deadline = time.monotonic() + 5
+    while held > 1 and time.monotonic() < deadline:  # the backend's thread may hold one a moment longer
+        gc.collect()
+        held = sum(memory() is not None for memory in known)
+    with me.case("memory of collectives"):
+        assert held <= 1, f"that of {held} of 8 is still held"
+    if receiving is None:
+        await me.get(ac.send(torch.ones(3), dst=1, tag=5))
+    else:
+        oracle.same(await me.get(receiving), torch.ones(3))
+
+
+@pytest.mark.processes
+def test_a_waiting_recv_keeps_nothing_else(pair: World, runner: str) -> None:
+    """However long it waits, collectives beside it let their memory go."""
+    pair.run(let_go_meanwhile, runner=runner)
+
+
 async def refused(me: Rank) -> None:
     x = torch.ones(2)
     await me.refuses("dst", ValueError, ac.send, x, dst=me.size, says=(str(me.size),))
@@ -153,6 +188,24 @@ def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
     """The receiver is told, the sender is rid of its message, the next one is right, nobody waits."""
     told = r"rank 0 refused.*send.*object" if pair.backend == "gloo" else r"0 bytes.*refused"
     pair.run(refused_by_one, told, runner=runner)
+
+
+async def message_behind_a_refused_call(me: Rank) -> None:
+    if me.rank == 1:
+        await me.refuses("culprit", TypeError, ac.all_gather, object())
+        await me.check("recv", ac.recv, torch.empty(2), src=0, timeout=10, expect=torch.ones(2))
+    else:
+        texts, sent = ac.all_gather("é"), ac.send(torch.ones(2), dst=1, timeout=10)
+        with me.case("refused"), raising(ac.PeerRefusedError):
+            await me.get(texts)
+        with me.case("send"):
+            await me.get(sent)
+
+
+@pytest.mark.processes
+def test_a_message_that_waits_behind_a_refused_call(pair: World, runner: str) -> None:
+    """It is no part of what is given up."""
+    pair.run(message_behind_a_refused_call, runner=runner)
 
 
 async def too_short(me: Rank) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import inspect
 import logging
 import pickle
 import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -298,6 +300,30 @@ def test_a_callback_that_raises_is_logged_and_harms_nobody(pair: World) -> None:
     pair.run(bad_callback)
 
 
+def refused_reduction(me: Rank) -> Any:
+    """On rank 0 the work of a call that rank 1 refuses; None there."""
+    x = torch.ones(2, dtype=torch.int32)
+    if me.rank == 0:
+        return ac.all_reduce(x)
+    with raising(ac.PayloadTypeError):
+        ac.all_reduce(x, op="avg")
+    return None
+
+
+def hears_of_a_refusal(me: Rank) -> None:
+    work = refused_reduction(me)
+    if work is not None:
+        future = work.as_concurrent_future()
+        with raising(ac.PeerRefusedError, "avg"):
+            future.result(10)
+    assert ac.all_reduce(1).wait() == 2
+
+
+def test_callbacks_hear_of_a_refusal(pair: World) -> None:
+    """Whoever has left a callback need not wait besides to learn that a peer refused its side."""
+    pair.run(hears_of_a_refusal)
+
+
 async def as_future(me: Rank) -> None:
     work = pending(me)
     if me.rank == 0:
@@ -365,6 +391,28 @@ def test_as_completed_gives_the_fastest_first(pair: World, loop: str) -> None:
     pair.run(fastest_first, runner=loop)
 
 
+async def completed_or_not(me: Rank) -> None:
+    refused = refused_reduction(me)
+    if refused is not None:
+        async for work in ac.as_completed([refused]):
+            with raising(ac.PeerRefusedError, "avg"):
+                work.result()
+    if me.rank == 1:
+        me.see("go")
+    slow = ac.all_reduce(torch.ones(1), timeout=0.2 if me.rank == 0 else None)
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            async for _ in ac.as_completed([slow]):
+                pass
+        me.show("go")
+    oracle.same(await slow, TWO)
+
+
+def test_as_completed_waits_for_nobody_in_vain(pair: World, loop: str) -> None:
+    """A peer's refusal ends a work; its own timeout ends the waiting."""
+    pair.run(completed_or_not, runner=loop)
+
+
 async def scoped(me: Rank) -> None:
     with ac.scope():
         works = [ac.all_reduce(k) for k in range(10)]
@@ -385,6 +433,27 @@ def test_a_scope_waits_for_what_is_outstanding(pair: World, loop: str) -> None:
     pair.run(scoped, runner=loop)
 
 
+async def scoped_long(me: Rank) -> None:
+    async with ac.scope():
+        if (refused := refused_reduction(me)) is not None:
+            with raising(ac.PeerRefusedError):
+                await refused.map(id)
+        results = []
+        for _ in range(300):
+            results.append(weakref.ref(await ac.all_reduce(torch.ones(1))))
+        kept = sum(result() is not None for result in results)
+    assert kept < 200, f"{kept} of 300 results are held until the end of the scope"
+    if (refused := refused_reduction(me)) is not None:
+        with raising(ac.PeerRefusedError):
+            async with ac.scope():
+                refused.map(id)  # which nobody awaits
+
+
+def test_a_scope_lets_go_of_what_was_awaited(pair: World, loop: str) -> None:
+    """Results, and errors that were caught inside."""
+    pair.run(scoped_long, runner=loop)
+
+
 def scoped_blocking(me: Rank) -> None:
     with ac.scope():
         work = pending(me)
@@ -395,6 +464,33 @@ def scoped_blocking(me: Rank) -> None:
 def test_a_scope_without_a_loop(pair: World) -> None:
     """`with ac.scope()` blocks where there is no loop."""
     pair.run(scoped_blocking)
+
+
+class Memory(bytearray):
+    """Of a tensor; tells whether it is still there."""
+
+
+async def lets_go_of_memory(me: Rank) -> None:
+    if me.backend != "gloo":  # else a library or a device may hold it, and nothing is measured
+        return
+    for call in (ac.all_reduce, ac.broadcast, lambda x, out: ac.all_reduce({"x": x}, out={"x": out})):
+        memory = Memory(4000)
+        there = weakref.ref(memory)
+        x = torch.frombuffer(memory, dtype=torch.float32)
+        await me.get(call(x, out=x))
+        del memory, x
+        deadline = time.monotonic() + 5
+        while (
+            there() is not None and time.monotonic() < deadline
+        ):  # gloo's thread may hold it a moment longer
+            gc.collect()
+            time.sleep(0.001)
+        assert there() is None, "the memory is held after the result was let go"
+
+
+def test_the_memory_of_what_is_over_is_let_go(pair: World, runner: str) -> None:
+    """Not only when the lane's next operation comes."""
+    pair.run(lets_go_of_memory, runner=runner)
 
 
 # ---------------------------------------------------------------- lost handles

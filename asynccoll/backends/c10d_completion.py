@@ -25,42 +25,55 @@ class HostCompletion(Completion):
     __slots__ = ("_future", "_work", "done", "fine")
 
     def __init__(self, work: Any) -> None:
-        self._work = work
+        self._work = work  # until it has ended well: it holds the tensors, and a lane holds this for longer
         self._future: Any = None
         self.fine = False
         self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
 
     def wait(self, seconds: float) -> bool:
         limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
+        work = self._work
+        if work is None:
+            return True
         try:
-            self._work.wait(limit)
+            work.wait(limit)
         except RuntimeError:  # either its failure, which error() gives, or this bound
             return bool(self.done())
         self.fine = True
         self.done = _over  # type: ignore[method-assign]  # which not every backend's work says of itself
+        self._work = self._future = None
         return True
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        future = self._work.get_future()
+        work = self._work
+        if work is None:
+            callback()
+            return
+        future = work.get_future()
 
         def fired(_: Any) -> None:
             # The work says that it is done only after its future's callbacks have run.
-            self._future = future
-            self.done = future.done  # type: ignore[method-assign]  # see above
+            if not self.fine:
+                self._future = future
+                self.done = future.done  # type: ignore[method-assign]  # see above
             callback()
 
         future.add_done_callback(fired)
 
     def error(self) -> BaseException | None:
-        if self.fine:
+        future, work = self._future, self._work
+        if self.fine or work is None:
             return None
         try:
-            if self._future is not None:
-                self._future.value()
+            if future is not None:
+                future.value()
             else:
-                self._work.wait(MILLISECOND)
+                work.wait(MILLISECOND)
         except RuntimeError as error:
             return error
+        self.fine = True
+        self.done = _over  # type: ignore[method-assign]  # as in wait
+        self._work = self._future = None
         return None
 
 
