@@ -9,7 +9,6 @@ awaited, first sends what was put off: the order of the program is kept.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from asynccoll import actors, payload, tensors
-from asynccoll.errors import AsyncCollError, CollectiveError
+from asynccoll.errors import CollectiveError
 from asynccoll.lane import Lane
 from asynccoll.payload.reducing import all_reduce_tensors
 from asynccoll.payload.spreading import broadcast_tensors
@@ -64,7 +63,7 @@ class Deferred(Work[T]):
         for derived in self._derived:
             derived.abandoned(error)
         for callback in self._callbacks:
-            callback(self)
+            self.add_done_callback(callback)
 
     def _send(self) -> None:
         """Send what the block has put off, if this is still among it."""
@@ -123,17 +122,16 @@ class _Parts:
         try:
             with self.lane.together():
                 work = self.start(self.lane, self.xs, self.outs, self.timeout)
-        except AsyncCollError as error:
+        except Exception as error:
             self.abandon(error)
             raise
         work.detach()
         for index, deferred in enumerate(self.works):
             deferred.sent(work, partial(_part, work, index))
 
-    def abandon(self, error: AsyncCollError) -> None:
+    def abandon(self, error: Exception) -> None:
         """Tell the peers, who may be sending theirs, and whoever waits here."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the peers
-            self.lane.group.context.refusals.refuse(self.lane, error)
+        self.lane.group.context.refusals.refuse(self.lane, error)
         for deferred in self.works:
             deferred.abandoned(error)
 
@@ -197,11 +195,11 @@ class _Batch:
     def flush(self) -> None:
         """Send what was put off; if one kind is refused, the others are sent all the same."""
         waiting, self._parts = list(self._parts.values()), {}
-        first: AsyncCollError | None = None
+        first: Exception | None = None
         for parts in waiting:
             try:
                 parts.send()
-            except AsyncCollError as error:
+            except Exception as error:
                 first = first or error
         if first is not None:
             raise first

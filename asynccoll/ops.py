@@ -80,7 +80,7 @@ def _start(
         if batch is not None and (deferred := coalesced(batch, at, start, args, timeout)) is not None:
             return deferred
         return start(at, *args, timeout)
-    except AsyncCollError as error:
+    except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
         if start not in _MESSAGES:
             context.refusals.refuse(at, error)
         raise

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from asynccoll.coalescing import open_batch
-from asynccoll.errors import AsyncCollError, InvalidArgumentError, NotInitializedError
+from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.group import resolve_group
 from asynccoll.lane import Lane
 from asynccoll.lanes import current_lane
@@ -79,7 +79,7 @@ class Prepared(Generic[T]):
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
         try:
             return self._begin()
-        except AsyncCollError as error:
+        except Exception as error:
             self._context.refusals.refuse(self._lane, error)
             raise
 

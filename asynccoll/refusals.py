@@ -16,6 +16,7 @@ counts the same ones, so all meet in the same new communicator.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from contextlib import AbstractContextManager
@@ -76,7 +77,8 @@ class Refusals:
         """Publish that this rank's next call on ``lane`` is refused for ``reason``."""
         if self._clients is None or lane.group.size == 1 or lane.broken is not None:
             return
-        self._publish(lane, lane.take_place(), f"{type(reason).__name__}: {reason}")
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the peers
+            self._publish(lane, lane.take_place(), f"{type(reason).__name__}: {reason}")
 
     def _publish(self, lane: Lane, sequence: int, why: str) -> None:
         """Tell the others, and let the lane go on only when they have told what they did there."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -304,6 +306,97 @@ def test_one_rank_refuses(several: World, runner: str) -> None:
     for kind in KINDS:
         for culprit in (0, several.size - 1):
             several.run(one_refuses, culprit, kind, runner=runner)
+
+
+def failing_codec(me: Rank) -> Any:
+    """A codec of the user's that cannot encode what rank 1 has."""
+
+    def encode(_: object) -> bytes:
+        if me.rank == 1:
+            raise LookupError("mine")
+        return b""
+
+    return ac.Codec("own", encode, bytes)
+
+
+async def refused_by_others_errors(me: Rank) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "mine": lambda: ac.all_gather_object(1, codec=failing_codec(me)),
+        "5": lambda: ac.all_to_all(torch.ones(2), input_split_sizes=5 if me.rank == 1 else [1, 1]),
+    }
+    for reason, call in calls.items():
+        with me.case(reason):
+            if me.rank == 1:
+                with raising((LookupError, ac.InvalidArgumentError), reason):
+                    call()
+            else:
+                with raising(ac.PeerRefusedError, "rank 1", reason):
+                    await me.get(call())
+    await me.check("afterwards", ac.all_reduce, 8, expect=8 * me.size)
+
+
+def test_an_error_that_is_not_ours_is_a_refusal_too(pair: World, runner: str) -> None:
+    """Of a user's codec, say: the peers are told all the same."""
+    pair.run(refused_by_others_errors, runner=runner)
+
+
+async def tree_out_of_order(me: Rank) -> None:
+    tree = {"a": torch.ones(2), "b": [torch.ones(3), 4]}
+    if me.rank == 1:
+        issued, over = anyio.Event(), anyio.Event()
+
+        async def owns() -> None:
+            await ac.all_reduce(1)
+            issued.set()
+            await over.wait()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(owns)
+            await issued.wait()
+            with raising(ac.LaneOrderError):
+                ac.all_reduce(tree)
+            over.set()
+    else:
+        await ac.all_reduce(1)
+        with raising(ac.PeerRefusedError, "LaneOrderError"):
+            await ac.all_reduce(tree)
+    await me.check(
+        "afterwards",
+        ac.all_reduce,
+        tree,
+        expect={"a": torch.full((2,), 2.0), "b": [torch.full((3,), 2.0), 8]},
+    )
+
+
+def test_a_tree_that_is_refused_for_its_order(pair: World, loop: str) -> None:
+    """It has one place in the lane's order, and its refusal has the same."""
+    pair.run(tree_out_of_order, runner=loop)
+
+
+def drains_what_is_refused(me: Rank) -> None:
+    if me.rank == 1:
+        with raising(ac.PayloadTypeError):
+            bad_avg()
+        me.see("it is over")
+    else:
+        work = good_reduce()
+        work.detach()
+
+        def tell() -> None:
+            while not work.done():
+                time.sleep(0.001)
+            me.show("it is over")
+
+        threading.Thread(target=tell, daemon=True).start()
+    ac.finalize()
+
+
+@pytest.mark.processes
+def test_finalize_hears_of_a_refusal() -> None:
+    """It does not wait for a call that a peer, who goes on, has refused."""
+    with worlds.fresh("gloo", 2) as world:
+        world.run(drains_what_is_refused, timeout=15)
+        world.kill()
 
 
 async def refused_amid_others(me: Rank) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int 
     """The split sizes as a list of one count for each rank that add up to ``total``."""
     if splits is None:
         return None
-    listed = list(splits)
+    listed = list(splits) if isinstance(splits, Iterable) else [splits]
     whole = all(isinstance(count, int) and count >= 0 for count in listed)
     if len(listed) != size or not whole or (total is not None and sum(listed) != total):
         wanted = f", adding up to {total}" if total is not None else ""
