@@ -526,6 +526,7 @@ def lost(me: Rank) -> None:
     assert ac.all_reduce(1).wait() == 2
 
 
+@pytest.mark.processes  # the filters of warnings are a process's
 def test_a_dropped_handle_warns_once(pair: World) -> None:
     """It names the operation, the file and the line; waiting or detach() silences it."""
     pair.run(lost)
