@@ -56,6 +56,13 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture(autouse=True)
+def _unused_worlds_stand_still() -> Iterator[None]:
+    """What a test leaves behind takes no processor time from the next."""
+    yield
+    worlds.quieten()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs ranks that are processes where they are threads of one."""
     out = [item for item in items if item.get_closest_marker("processes") and _on_threads(item)]

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import guarded
-from asynccoll.launch import horovodrun
+from asynccoll.launch import child, horovodrun
 
 if TYPE_CHECKING:
     from worlds import World
@@ -25,16 +25,22 @@ if __name__ == "__main__":
 """
 
 
+#: Ranks that stand still while other worlds are in use must not take each other for dead.
+_ENVIRONMENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "900"}
+
+
 def start(world: World, address: str) -> list[Any]:
-    """All ranks by one launcher on this host."""
+    """All ranks by one launcher, which dies with the test session, and so ends ranks that stand still."""
     from worlds import rank_environment
 
     def launch(program: list[str]) -> list[str]:
         if os.environ.get("ASYNCCOLL_TEST_HOROVOD_START") == "horovod.run":
-            return [sys.executable, "-c", _RUN, str(world.size), *program]
-        return horovodrun.find().command(world.size, program)
+            line = [sys.executable, "-c", _RUN, str(world.size), *program]
+        else:
+            line = horovodrun.find().command(world.size, program)
+        return [sys.executable, child.__file__, "program", *line]
 
-    return guarded.start(world, address, launch, rank_environment())
+    return guarded.start(world, address, launch, _ENVIRONMENT | rank_environment())
 
 
 def options() -> dict[str, Any]:

@@ -49,6 +49,8 @@ WORLD_SIZES = [int(size) for size in _words("ASYNCCOLL_TEST_WORLD_SIZES", "1,2,3
 RUNNERS = _words("ASYNCCOLL_TEST_RUNNERS", "asyncio,trio,blocking")
 #: Backends whose ranks are threads of one process.
 THREADED = frozenset({"xla-tpu"})
+#: Backends whose ranks use the processor when they have nothing to do: stopped between tests that use them.
+RESTLESS = frozenset({"horovod"})
 
 
 class RankError(AssertionError):
@@ -185,6 +187,7 @@ class World:
         self.options = options
         self.directory = Path()
         self._ranks: list[_Process] = []
+        self._stopped = False
 
     def __repr__(self) -> str:
         """As in test ids: gloo-2."""
@@ -198,6 +201,7 @@ class World:
 
     def start(self) -> None:
         """Start the ranks unless they are there and alive."""
+        quieten(but=self)
         if self._ranks and all(process.popen.poll() is None for process in self._ranks):
             return
         self.kill()
@@ -323,6 +327,13 @@ class World:
         self.kill()
         raise RankError(text)
 
+    def stop(self, yes: bool) -> None:
+        """Let the ranks stand still, or go on."""
+        if self._ranks and self.backend in RESTLESS and yes is not self._stopped:
+            self._stopped = yes
+            for process in self._ranks:
+                process.popen.send_signal(signal.SIGSTOP if yes else signal.SIGCONT)
+
     def kill(self) -> None:
         """End the ranks now."""
         for process in self._ranks:
@@ -334,9 +345,11 @@ class World:
         if self._ranks:
             shutil.rmtree(self.directory, ignore_errors=True)
         self._ranks = []
+        self._stopped = False
 
     def close(self) -> None:
         """Let the ranks finalize and end by themselves; it is a failure if they do not."""
+        self.stop(False)
         try:
             for process in self._ranks:
                 process.failures = []
@@ -386,6 +399,12 @@ def fresh(backend: str, size: int, **options: Any) -> Iterator[World]:
     finally:
         one.kill()
         _FRESH.remove(one)
+
+
+def quieten(but: World | None = None) -> None:
+    """Stop the worlds that would use the processor, all `but` one."""
+    for one in [*_POOL.values(), *_FRESH]:
+        one.stop(one is not but)
 
 
 def close_all() -> None:
