@@ -35,6 +35,7 @@ import asynccoll as ac
 import oracle
 import starters_horovod
 from asynccoll import watch
+from asynccoll.launch import child
 
 Report = Callable[..., None]
 
@@ -284,6 +285,7 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
 
 def main() -> None:
     """The program of one rank process: what it is to do comes over the wire."""
+    child.die_with_launcher()  # also where it stands still, and would not see that the test is gone
     address, rank, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     stacks = Path(sys.argv[4]).open("w")  # noqa: SIM115  (held open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
