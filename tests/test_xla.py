@@ -344,6 +344,19 @@ def test_on_host_has_computed_what_is_left_to_do(loop: str) -> None:
     replicas(2).run(read_on_host, runner=loop)
 
 
+async def not_for_the_host(me: Rank) -> None:
+    spoils = ac.all_reduce(torch.ones(4, device=ac.device())).map(lambda total: total + spoilt())
+    with raising(ac.CollectiveError, "computing the result"):
+        await spoils.on_host()
+    await me.check("afterwards", ac.all_reduce, torch.ones(2), expect=torch.full((2,), 2.0))
+
+
+def test_what_cannot_be_computed_for_the_host_is_an_error_there() -> None:
+    """And the replica's thread goes on serving the rest."""
+    with worlds.fresh("xla-tpu", 2) as world:
+        world.run(not_for_the_host)
+
+
 def executions(me: Rank) -> int:
     from torch_xla.debug import metrics
 

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError, UnsupportedOpError
+from asynccoll.errors import (
+    InvalidArgumentError,
+    LaunchEnvironmentError,
+    UnsupportedOpError,
+    collective_error,
+)
 from asynccoll.spec import Capabilities, Op, ReduceOp
 
 if TYPE_CHECKING:
@@ -108,15 +113,21 @@ class XlaBackend:
         if not pending:
             return
         computed = Signal()
+        failed: list[BaseException] = []
 
         def compute() -> None:
-            with self.xla.lock:
-                self.xla.settle(pending)
-            self.xla.wait()
+            try:
+                with self.xla.lock:
+                    self.xla.settle(pending)
+                self.xla.wait()
+            except BaseException as error:  # belongs to the waiter; this thread serves others, too
+                failed.append(error)
             computed.set()
 
         self.progress.submit(compute)
         await computed.wait()
+        if failed:
+            raise collective_error(failed[0], "computing the result")
 
     def serves_this_thread(self) -> bool:
         """Whether the calling thread works for this replica's device; autograd has one for each."""
