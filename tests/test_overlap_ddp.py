@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import asynccoll as ac
@@ -13,7 +14,7 @@ import scripts
 import worlds
 from overlapping import Heads as Headed
 from overlapping import alike, batch, close, loss_of, network, rows
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 
@@ -45,6 +46,19 @@ async def as_ddp_alone(me: Rank) -> None:
 def test_the_gradients_of_ddp(ddp_world: World) -> None:
     """In several buckets, over steps in which DDP makes its buckets anew."""
     ddp_world.run(as_ddp_alone, runner="asyncio")
+
+
+async def reduced_twice(me: Rank) -> None:
+    model = DistributedDataParallel(network(), process_group=ac.new_group(range(me.size)).process_group())
+    with raising(ac.InvalidArgumentError, "DistributedDataParallel", "ddp_hook"):
+        ac.overlap_gradients(model)
+    with raising(ac.InvalidArgumentError, "ddp_hook"):
+        ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_model_in_ddp_is_refused_by_what_reduces_itself(pair: World) -> None:
+    """Both would write the same gradients at once."""
+    pair.run(reduced_twice)
 
 
 async def accumulated(me: Rank) -> None:

@@ -80,6 +80,7 @@ class GradientReducer:
         timeout: float | None = None,
         max_in_flight_bytes: int | None = None,
     ) -> None:
+        check_not_ddp(model)
         found = model.parameters() if isinstance(model, torch.nn.Module) else model
         parameters = [parameter for parameter in found if parameter.requires_grad]
         _check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
@@ -179,6 +180,7 @@ class GradientReducer:
             work = self._reduce(bucket.flat, bucket)
         else:
             work = self._window.start_blocking(self._reduce, bucket.flat, bucket=bucket)
+        work.detach()  # a step that is not awaited is noticed by the next backward
         self._works.append(work)
 
     def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
@@ -251,7 +253,7 @@ def overlap_gradients(
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are out.
 
     Raises:
-        InvalidArgumentError: no parameter needs a gradient; an ``op`` or a size that cannot be; a
+        InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op`` or a size that cannot be; a
             living reducer has this lane or one of these parameters.
         PayloadTypeError: from backward, of a sparse gradient.
 
@@ -270,6 +272,15 @@ def overlap_gradients(
 
 
 # Making one
+
+
+def check_not_ddp(model: object) -> None:
+    """DDP's own reduction and ours would write the same gradients at once."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise InvalidArgumentError(
+            "DistributedDataParallel reduces the gradients of its model itself: pass the model without it, or "
+            "have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
+        )
 
 
 def _check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops import all_gather, all_reduce, reduce_scatter
 from asynccoll.overlap.buckets import Bucket, assign
-from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.gradients import GradientReducer, check_not_ddp
 from asynccoll.overlap.lanes import backward_lane
 from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work
@@ -263,6 +263,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
+    check_not_ddp(model)
     if optimizer.state:
         raise InvalidArgumentError(
             "the optimizer has state already, of whole parameters: shard it before its first step"
