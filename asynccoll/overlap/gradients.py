@@ -253,8 +253,8 @@ def overlap_gradients(
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are out.
 
     Raises:
-        InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op`` or a size that cannot be; a
-            living reducer has this lane or one of these parameters.
+        InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op`` or a size that
+            cannot be; a living reducer has this lane or one of these parameters.
         PayloadTypeError: from backward, of a sparse gradient.
 
     Source: Li et al., VLDB 2020 (``torch.nn.parallel.DistributedDataParallel``).
@@ -278,8 +278,8 @@ def check_not_ddp(model: object) -> None:
     """DDP's own reduction and ours would write the same gradients at once."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise InvalidArgumentError(
-            "DistributedDataParallel reduces the gradients of its model itself: pass the model without it, or "
-            "have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
+            "DistributedDataParallel reduces the gradients of its model itself: pass the model without it, "
+            "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
         )
 
 
