@@ -23,6 +23,8 @@ __all__ = ["Estimate", "Operation"]
 
 #: An inline wait holds the loop, so it is for operations expected to end within this time.
 INLINE_SECONDS = 1e-3
+#: By so much a timer may be early.
+EARLY_SECONDS = 1e-3
 _wakers_lock = threading.Lock()
 
 
@@ -55,6 +57,7 @@ class Operation:
 
     __slots__ = (
         "_spot",
+        "_timeout",
         "_wakers",
         "completion",
         "deadline",
@@ -81,6 +84,7 @@ class Operation:
         self.completion = completion
         self._spot = spot
         self.started = now = monotonic()
+        self._timeout = timeout
         self.deadline = now + timeout
         #: somebody has seen it end well
         self.over = False
@@ -104,6 +108,12 @@ class Operation:
     def done(self) -> bool:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""
         return self.over or self.failure is not None or self.completion.done()
+
+    def extend(self) -> None:
+        """Somebody was told that its time is over: who waits on waits for as long again."""
+        now = monotonic()
+        if now > self.deadline - EARLY_SECONDS:
+            self.deadline = now + self._timeout
 
     def add_waker(self, waker: Callable[[], object]) -> None:
         """Call ``waker`` once when ``done()`` has become true; at once if it is."""

@@ -11,7 +11,8 @@ Said once, for every function here:
   the operation; ``await work.on_host()`` waits for the host as well.
 - **Inputs** are never changed, and must not be changed until the work is ready. ``out`` (one tensor,
   the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation.
-- **timeout** in seconds bounds the waiting for this operation, counted from the call.
+- **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
+  await waits for as long again.
 - **Gradients** are those of the sum of all ranks' losses.
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``; the peers that did call get a

@@ -110,6 +110,7 @@ def _turn_of(loop: Any) -> _Turn:
 
 def _late(operation: Operation) -> CollectiveTimeoutError:
     waited = monotonic() - operation.started
+    operation.extend()
     return CollectiveTimeoutError(
         f"{operation!r} is not ready after {waited:.3f} s; it is still out, and its lane's order with "
         "it (await the same work again to go on waiting)"

@@ -480,6 +480,9 @@ class _Arrivals(Generic[T]):
                 continue
             self._due = _due(self._out)  # whose time it was may have come meanwhile
             if monotonic() >= min(deadline, self._due):
+                for work in self._out:
+                    for operation in work._operations:
+                        operation.extend()
                 raise CollectiveTimeoutError(
                     "as_completed: works are still out at the timeout; await them to go on waiting"
                 )

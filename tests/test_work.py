@@ -399,7 +399,7 @@ async def completed_or_not(me: Rank) -> None:
                 work.result()
     if me.rank == 1:
         me.see("go")
-    slow = ac.all_reduce(torch.ones(1), timeout=0.2 if me.rank == 0 else None)
+    slow = ac.all_reduce(torch.ones(1), timeout=1.0 if me.rank == 0 else None)
     if me.rank == 0:
         with raising(ac.CollectiveTimeoutError):
             async for _ in ac.as_completed([slow]):
@@ -543,6 +543,10 @@ async def late(me: Rank) -> None:
     with raising(ac.CollectiveTimeoutError, "all_reduce") as caught:
         await me.get(work)
     assert isinstance(caught.error, TimeoutError)
+    told = time.monotonic()
+    with raising(ac.CollectiveTimeoutError, "all_reduce"):
+        await me.get(work)
+    assert time.monotonic() - told > 0.04, "waiting on is not waiting again"
     me.show("go")
     deadline = time.monotonic() + 10
     while not work.done():
