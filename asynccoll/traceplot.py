@@ -27,6 +27,9 @@ MUTED = "#6b6b6b"
 _PALE = {"#56B4E9", "#F0E442", HIDDEN}  # dark ink reads better on these
 WIDTH_INCHES = 11.0
 TRACK_INCHES = 0.26
+#: All tracks together; where there are many they become thinner, and lose their labels.
+MOST_INCHES = 16.0
+LABELLED_INCHES = 0.15
 #: Width of a letter in inches at the size of the labels, by which it is told whether a label fits.
 LETTER_INCHES = 0.075
 
@@ -36,10 +39,11 @@ def draw(timeline: Timeline, path: Path, title: str | None) -> Path:
     figure_type = _figure_type()
     rows = stack(timeline.spans)
     tracks = sum(len(stacked) for _, stacked in rows)
-    height = 1.5 + TRACK_INCHES * tracks + 0.12 * len(rows)
+    track_inches = min(TRACK_INCHES, MOST_INCHES / max(1, tracks))
+    height = 1.5 + track_inches * tracks + 0.12 * len(rows)
     figure: Figure = figure_type(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()
-    picture = _Picture(timeline, axes)
+    picture = _Picture(timeline, axes, legible=track_inches >= LABELLED_INCHES)
     picture.add_rows(rows)
     picture.finish(title if title is not None else _title(timeline))
     figure.savefig(path, dpi=150)
@@ -82,8 +86,9 @@ def _lane(name: str, tracks: list[list[Span]]) -> str:
 class _Picture:
     """One axes being filled from top to bottom; times are in milliseconds from the first span."""
 
-    def __init__(self, timeline: Timeline, axes: Axes) -> None:
+    def __init__(self, timeline: Timeline, axes: Axes, *, legible: bool) -> None:
         self.axes = axes
+        self.legible = legible  # what is written into a bar, and the line round it
         spans = timeline.spans
         self.origin = min((span.start for span in spans), default=0.0)
         self.last = max((span.end or timeline.seconds for span in spans), default=1e-3)
@@ -135,7 +140,7 @@ class _Picture:
         self._label(span, f"{span.name} {size}".strip(), INK) or self._label(span, size, INK)
 
     def _bar(self, intervals: list[tuple[float, float]], **look: Any) -> None:
-        look = {"edgecolor": "white", "linewidth": 0.5, **look}
+        look = {"edgecolor": "white", **look, "linewidth": 0.5 if self.legible else 0.0}
         widths = [(start, end - start) for start, end in intervals]
         self.axes.broken_barh(widths, (self.y + 0.06, 0.88), **look)
 
@@ -143,6 +148,8 @@ class _Picture:
         """Write ``text`` into the bar of ``span`` if it has the room; whether it had."""
         from matplotlib.patheffects import withStroke
 
+        if not self.legible:
+            return False
         start, end = self._interval(span)
         room = (end - start) / max(1e-9, 1e3 * (self.last - self.origin)) * (WIDTH_INCHES - 2)
         if room <= LETTER_INCHES * len(text):

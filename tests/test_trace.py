@@ -272,6 +272,15 @@ def test_plot(timeline: Any, tmp_path: Path) -> None:
     assert len(png) < 200_000
 
 
+def test_plot_of_hundreds_in_flight(tmp_path: Path) -> None:
+    """The picture grows no taller than a screen or two can show; rows become thinner."""
+    made = ac.trace.Timeline(0, 2)
+    for k in range(300):
+        _add(made, "all_reduce", 0.001 * k, 1.0 + 0.001 * k, is_operation=True, size=4096)
+    png = made.plot(tmp_path / "many.png").read_bytes()
+    assert 1_000 < int.from_bytes(png[20:24], "big") < 3_000, "pixels high"
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(8, "8 B"), (1000, "1000 B"), (1024, "1.0 KiB"), (3 << 19, "1.5 MiB"), (25 << 20, "25 MiB")],
