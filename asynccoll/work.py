@@ -121,8 +121,9 @@ class Work(Generic[T]):
         self._heard = True
         if self._state == _PENDING:
             plain = self._finish is None
+            ends = None if timeout is None else monotonic() + timeout
             for operation in self._operations:
-                block(operation, timeout)
+                block(operation, None if ends is None else ends - monotonic())
                 plain = plain and operation.over
             if plain and self._operations:
                 self._state = _DONE  # as in __await__

@@ -15,6 +15,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -578,6 +579,24 @@ async def wait_timeout(me: Rank) -> None:
 def test_wait_takes_a_timeout_of_its_own(pair: World, runner: str) -> None:
     """wait(timeout) may give up several times before the result is there."""
     pair.run(wait_timeout, runner=runner)
+
+
+def test_wait_bounds_all_operations_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first one took is not there for the second."""
+    given: list[float] = []
+
+    def slow(_: Any, seconds: float) -> None:
+        given.append(seconds)
+        time.sleep(0.01)
+        if len(given) == 2:
+            raise ac.CollectiveTimeoutError("late")
+
+    monkeypatch.setattr("asynccoll.work.block", slow)
+    two: Any = (SimpleNamespace(over=True), SimpleNamespace(over=True))
+    with pytest.raises(ac.CollectiveTimeoutError):
+        ac.Work(two, None).wait(timeout=5.0)
+    assert given[0] <= 5.0
+    assert given[1] <= given[0] - 0.01
 
 
 async def cancelled(me: Rank) -> None:
