@@ -185,8 +185,13 @@ class Context:
 
     def loss(self, lane: Lane, error: CollectiveError | None = None) -> PeerLostError | None:
         """The error that names the ranks of the lane's group that are gone, if any is."""
-        # Without an error this is a routine question; with one, somebody has just gone or closed.
-        lost = self.liveness.lost(lane.group.ranks, patience=0.3 if error is not None else 0.0)
+        # With an error, somebody has just gone or closed.
+        ranks = lane.group.ranks
+        lost = (
+            self.liveness.lost(ranks, routine=True)
+            if error is None
+            else self.liveness.lost(ranks, patience=0.3)
+        )
         if not lost:
             return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Liveness"]
 
-#: How long an unreachable host may keep us from naming it.
+#: How long one question may take.
 PROBE_SECONDS = 0.5
+#: In a routine question silence may be a lost packet, on a network that is busy: for so long, asked again and
+#: again, it says nothing.
+SILENCE_SECONDS = 4.0
 _AGAIN_SECONDS = 0.01
 #: Connections that the beacon holds without serving them, one of each rank; the system may allow fewer.
 _PEERS = 1 << 16
@@ -47,6 +50,7 @@ class Liveness:
         self._beacon: socket.socket | None = None
         self._peers: dict[int, tuple[str, int, str, int]] = {}
         self._lines: dict[int, socket.socket] = {}
+        self._silent: dict[int, float] = {}  # since when
         self._asking = threading.Lock()
         if clients is not None:
             self._publish(clients)
@@ -72,28 +76,36 @@ class Liveness:
                 host, port, name, pid = json.loads(said)
                 self._peers[rank] = (host, port, name, pid)
 
-    def lost(self, ranks: tuple[int, ...], *, patience: float = 0.0) -> tuple[int, ...]:
+    def lost(
+        self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
+    ) -> tuple[int, ...]:
         """Those of ``ranks`` whose process is gone.
 
         A process that dies closes its sockets one by one: within ``patience`` seconds of a lost
-        connection its beacon is closed, too.
+        connection its beacon is closed, too. In a ``routine`` question nothing has failed yet: who is
+        silent may answer the next one.
         """
         self.learn(ranks)
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         until = monotonic() + patience
         while True:
             with self._asking:
-                gone = self._gone(asked)
+                gone = self._gone(asked, routine)
             if gone or monotonic() >= until:
                 return gone
             sleep(_AGAIN_SECONDS)
 
-    def _gone(self, peers: dict[int, tuple[str, int, str, int]]) -> tuple[int, ...]:
+    def _gone(self, peers: dict[int, tuple[str, int, str, int]], routine: bool) -> tuple[int, ...]:
         """Those whose connection has ended, or who do not answer a first one."""
         for rank in [rank for rank in peers if rank in self._lines and not _is_open(self._lines[rank])]:
             self._lines.pop(rank).close()
-        self._lines |= _connect({rank: peer for rank, peer in peers.items() if rank not in self._lines})
-        return tuple(sorted(rank for rank in peers if rank not in self._lines))
+        lines, silent = _connect({rank: peer for rank, peer in peers.items() if rank not in self._lines})
+        self._lines |= lines
+        now = monotonic()
+        before = {rank: since for rank, since in self._silent.items() if rank not in self._lines}
+        self._silent = dict.fromkeys(silent, now) | before
+        spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
+        return tuple(sorted(rank for rank in peers if rank not in self._lines and rank not in spared))
 
     def describe(self, rank: int) -> str:
         """``rank 2 (host n1, pid 71)``."""
@@ -131,8 +143,10 @@ def _is_open(line: socket.socket) -> bool:
         return False
 
 
-def _connect(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, socket.socket]:
-    """A connection to each peer whose kernel accepts for it, all asked at once."""
+def _connect(
+    peers: dict[int, tuple[str, int, str, int]],
+) -> tuple[dict[int, socket.socket], list[int]]:
+    """A connection to each peer whose kernel accepts for it, all asked at once; and who is silent."""
     lines: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
         for rank, (host, port, _, _) in peers.items():
@@ -152,6 +166,7 @@ def _connect(peers: dict[int, tuple[str, int, str, int]]) -> dict[int, socket.so
                     lines[key.data] = attempt
                 else:
                     attempt.close()
-        for key in list(selector.get_map().values()):
+        silent = list(selector.get_map().values())
+        for key in silent:
             key.fileobj.close()  # type: ignore[union-attr]
-    return lines
+    return lines, [key.data for key in silent]

@@ -1,0 +1,57 @@
+"""Who counts as gone: whoever refuses a connection, and whoever stays silent for long."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from asynccoll import liveness
+from asynccoll.liveness import Liveness
+
+RANK = 1
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """A beacon whose queue one connection fills."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as one:
+        yield one
+
+
+@pytest.fixture
+def asker(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Liveness]:
+    """Rank 0, which knows the address of rank 1."""
+    monkeypatch.setattr(liveness, "PROBE_SECONDS", 0.1)
+    one = Liveness(None, 0)
+    one._peers[RANK] = ("127.0.0.1", listening.getsockname()[1], "here", 1)
+    yield one
+    one.close()
+
+
+def test_who_answers_is_there(asker: Liveness) -> None:
+    """However it is asked."""
+    assert asker.lost((RANK,)) == ()
+    assert asker.lost((RANK,), routine=True) == ()
+
+
+def test_who_refuses_is_gone(asker: Liveness, listening: socket.socket) -> None:
+    """At once: its kernel says that there is no such process."""
+    listening.close()
+    assert asker.lost((RANK,), routine=True) == (RANK,)
+
+
+def test_silence_is_no_death_in_a_routine_question(
+    asker: Liveness, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packet may be lost. After a failure, or for long, silence says enough; an answer forgets it."""
+    address = listening.getsockname()
+    with socket.create_connection(address):  # the queue is full: what comes now is dropped
+        assert asker.lost((RANK,), routine=True) == ()
+        assert asker.lost((RANK,)) == (RANK,)
+        monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.0)
+        assert asker.lost((RANK,), routine=True) == (RANK,)
+        listening.accept()[0].close()
+        assert asker.lost((RANK,), routine=True) == ()
+        assert not asker._silent
