@@ -107,6 +107,10 @@ class Liveness:
         spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
         return tuple(sorted(rank for rank in peers if rank not in self._lines and rank not in spared))
 
+    def in_doubt(self, ranks: tuple[int, ...]) -> bool:
+        """Whether one of ``ranks`` was silent when last asked: the store may be, too, and would keep us."""
+        return not self._silent.keys().isdisjoint(ranks)
+
     def describe(self, rank: int) -> str:
         """``rank 2 (host n1, pid 71)``."""
         if rank not in self._peers:

@@ -80,6 +80,7 @@ class Watch:
         lost = self._context.loss(lane)
         if lost is not None:
             lane.lose(lost)
+        if lost is not None or self._context.liveness.in_doubt(lane.group.ranks):
             return
         with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
             self._context.refusals.look(lane)

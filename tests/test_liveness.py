@@ -49,9 +49,10 @@ def test_silence_is_no_death_in_a_routine_question(
     address = listening.getsockname()
     with socket.create_connection(address):  # the queue is full: what comes now is dropped
         assert asker.lost((RANK,), routine=True) == ()
+        assert asker.in_doubt((RANK,))
         assert asker.lost((RANK,)) == (RANK,)
         monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.0)
         assert asker.lost((RANK,), routine=True) == (RANK,)
         listening.accept()[0].close()
         assert asker.lost((RANK,), routine=True) == ()
-        assert not asker._silent
+        assert not asker.in_doubt((RANK,))
