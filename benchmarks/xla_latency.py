@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import os
 import statistics
 import threading
@@ -50,38 +51,36 @@ class Bare:
         return result
 
 
-def timed(step: Callable[[], object], together: threading.Barrier) -> float:
+async def timed(step: Callable[[], object], together: threading.Barrier) -> float:
+    """Seconds; what is awaited is awaited in a loop that runs already."""
     together.wait()
     start = perf_counter()
-    step()
+    done = step()
+    if inspect.isawaitable(done):
+        await done
     return perf_counter() - start
 
 
-def compare(
+async def compare(
     ways: dict[str, Callable[[], object]], rounds: int, together: threading.Barrier
 ) -> dict[str, float]:
     """The median of each way in milliseconds, the ways taken in turn."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 5):
         for name, step in ways.items():
-            seconds = timed(step, together)
+            seconds = await timed(step, together)
             if turn >= 5:
                 took[name].append(1e3 * seconds)
     return {name: statistics.median(all_of_them) for name, all_of_them in took.items()}
 
 
-def measure(rank: int, size: int, rounds: int, together: threading.Barrier) -> None:
+async def measure(rank: int, size: int, rounds: int, together: threading.Barrier) -> None:
     import torch
 
     import asynccoll as ac
 
     ac.initialize("xla-tpu")
     bare = Bare()
-    loop = asyncio.new_event_loop()
-
-    async def awaited(x: torch.Tensor) -> torch.Tensor:
-        return await ac.all_reduce(x)
-
     if rank == 0:
         print(f"{size} replicas, median of {rounds}\n")
         print(f"{'':>8} {'bare':>9} {'wait()':>9} {'await':>9}   wait/bare   wait-bare")
@@ -89,11 +88,11 @@ def measure(rank: int, size: int, rounds: int, together: threading.Barrier) -> N
         x = torch.ones(size_bytes // 4, device=ac.device())
         bare.native._xla_sync_multi([x], [], wait=True, sync_xla_data=True)
         few = max(10, rounds // 10) if size_bytes > 1 << 20 else rounds
-        took = compare(
+        took = await compare(
             {
                 "bare": lambda x=x: bare(x),
                 "wait": lambda x=x: ac.all_reduce(x).wait(),
-                "await": lambda x=x: loop.run_until_complete(awaited(x)),
+                "await": lambda x=x: ac.all_reduce(x),
             },
             few,
             together,
@@ -101,12 +100,11 @@ def measure(rank: int, size: int, rounds: int, together: threading.Barrier) -> N
         if rank == 0:
             b, w, a = took["bare"], took["wait"], took["await"]
             print(f"{name:>8} {b:6.3f} ms {w:6.3f} ms {a:6.3f} ms   x{w / b:8.2f}   {w - b:+6.3f} ms")
-    in_flight(rank, rounds // 4, together)
-    loop.close()
+    await in_flight(rank, rounds // 4, together)
     ac.finalize()
 
 
-def in_flight(rank: int, rounds: int, together: threading.Barrier) -> None:
+async def in_flight(rank: int, rounds: int, together: threading.Barrier) -> None:
     import torch
 
     import asynccoll as ac
@@ -126,7 +124,7 @@ def in_flight(rank: int, rounds: int, together: threading.Barrier) -> None:
             for work in [ac.all_reduce(x) for x in xs]:
                 work.wait()
 
-        took = compare({"in turn": one_by_one, "in flight": together_in_flight}, rounds, together)
+        took = await compare({"in turn": one_by_one, "in flight": together_in_flight}, rounds, together)
         if rank == 0:
             a, b = took["in turn"], took["in flight"]
             print(f"{name:>14} {a:9.3f} ms {b:8.3f} ms   x{b / a:5.2f}")
@@ -141,7 +139,7 @@ def main() -> None:
     given = parser.parse_args()
     environment(given.replicas, os.environ)
     together = threading.Barrier(given.replicas)
-    run_replicas(lambda rank: measure(rank, given.replicas, given.rounds, together))
+    run_replicas(lambda rank: asyncio.run(measure(rank, given.replicas, given.rounds, together)))
 
 
 if __name__ == "__main__":
