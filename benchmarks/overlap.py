@@ -17,16 +17,15 @@ Every round runs everything once, in an order that changes. The figures are prin
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import inplaces
 import torch
 import torch.distributed as dist
 from sidebyside import Peer, Series, side_by_side
@@ -35,9 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import asynccoll as ac
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-
-PORT = "29477"
 SIZE_BYTES = 16 << 20
 BUCKETS = {"bucket_bytes": 4 << 20, "first_bucket_bytes": 1 << 20}
 WIDTH, DEPTH, ROWS = 1024, 4, 192
@@ -307,68 +303,10 @@ def run_rank(rounds: int) -> None:
     os._exit(0)  # Horovod's rendezvous, where there is one, has nothing to wait for
 
 
-# Both ranks, in one place
-
-
-def on_loopback(line: list[str]) -> dict[str, Any]:
-    running = [
-        subprocess.Popen(
-            line, env=environment(rank, "127.0.0.1", "lo", local=2), stdout=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    return result_of(running)
-
-
-def over_link(line: list[str]) -> dict[str, Any]:
-    import netns
-
-    with netns.Hosts(rate="1gbit") as hosts:
-        for rank in (0, 1):  # Horovod goes by a host's own name, which there is a loopback address
-            hosts.run(rank, "hostname", netns.ADDRESSES[rank])
-        running = [
-            subprocess.Popen(
-                hosts.command(rank, *line),
-                env=environment(rank, netns.ADDRESSES[0], netns.INTERFACE, local=1),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in (0, 1)
-        ]
-        return result_of(running)
-
-
-PLACES = {"loopback": on_loopback, "link": over_link}
-
-
-def environment(rank: int, address: str, interface: str, *, local: int) -> dict[str, str]:
-    """What a launcher would say."""
-    root = str(Path(__file__).parents[1])
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank if local == 2 else 0),
-        "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": PORT,
-        "GLOO_SOCKET_IFNAME": interface,
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def result_of(running: list[subprocess.Popen[str]]) -> dict[str, Any]:
-    try:
-        said = running[0].communicate()[0]
-        running[1].wait()
-    finally:
-        for one in running:
-            one.kill()
-    if any(one.returncode for one in running):
-        raise SystemExit("a rank failed; what it said is above")
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+PLACES: dict[str, inplaces.Place] = {
+    "loopback": partial(inplaces.on_loopback, ranks=2, each=2),
+    "link": partial(inplaces.on_hosts, each=1, rate="1gbit"),
+}
 
 
 def report(place: str, found: dict[str, Any]) -> None:
@@ -385,25 +323,5 @@ def report(place: str, found: dict[str, Any]) -> None:
         print(f"  {name:<34} {took:8.1f} ms " + " ".join(f"{step[key][name]:8.3f}" for key in ratios))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    both = list(PLACES) if os.geteuid() == 0 else ["loopback"]
-    parser.add_argument("--where", nargs="+", choices=list(PLACES), default=both)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--data", type=Path, help="where to write the figures as JSON")
-    given = parser.parse_args()
-    if "RANK" in os.environ:
-        run_rank(given.rounds)
-    line = [sys.executable, str(Path(__file__).resolve()), "--rounds", str(given.rounds)]
-    found = {}
-    for place in given.where:
-        found[place] = PLACES[place](line)
-        report(place, found[place])
-    if given.data is not None:
-        given.data.write_text(json.dumps(found, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    inplaces.main(__file__, __doc__, PLACES, run_rank, report)

@@ -19,12 +19,12 @@ from ranks import Rank, raising
 from worlds import World
 
 
-async def opposite(me: Rank) -> None:
+async def opposite(me: Rank, numel: int = 8, turns: int = 20) -> None:
     """Two tasks whose operations cross: rank 0 runs a before b, rank 1 b before a."""
 
     async def stream(name: str, scale: int) -> None:
-        for turn in range(20):
-            x = torch.full((8,), float(scale * (turn + 1)))
+        for turn in range(turns):
+            x = torch.full((numel,), float(scale * (turn + 1)))
             oracle.same(await ac.all_reduce(x, lane=name), x * me.size)
 
     order = [("a", 1), ("b", 1000)]

@@ -13,7 +13,6 @@ import time
 from fractions import Fraction
 from typing import Any
 
-import anyio
 import pytest
 import torch
 from hypothesis import given
@@ -39,7 +38,7 @@ from asynccoll.spec import (
     place_of,
 )
 from ranks import Rank, raising
-from test_lanes import bad_avg
+from test_lanes import bad_avg, opposite
 from worlds import World
 
 GLOO = capabilities_of("gloo", "cpu")
@@ -312,22 +311,14 @@ def test_trees_blocks_and_prepared_operations(nodes: World, runner: str) -> None
     nodes.run(together, runner=runner)
 
 
-async def opposite(me: Rank) -> None:
-    async def stream(name: str, scale: float) -> None:
-        for turn in range(5):
-            x = torch.full((NUMEL,), scale * (turn + 1))
-            assert via(x) == "nodes"
-            oracle.same(await ac.all_reduce(x, lane=name), x * me.size)
-
-    order = [("a", 1.0), ("b", 1000.0)]
-    async with anyio.create_task_group() as tasks:
-        for name, scale in order if me.rank % 2 else reversed(order):
-            tasks.start_soon(stream, name, scale)
+async def lanes(me: Rank) -> None:
+    assert via(torch.empty(NUMEL)) == "nodes"
+    await opposite(me, NUMEL, turns=5)
 
 
 def test_lanes_in_opposite_order(nodes: World, loop: str) -> None:
     """Each opens its own communicators within and across nodes, and they meet by the lane's name."""
-    nodes.run(opposite, runner=loop)
+    nodes.run(lanes, runner=loop)
 
 
 async def groups(me: Rank) -> list[int]:

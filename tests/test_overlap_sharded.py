@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,24 @@ async def step(me: Rank, optimizer: ac.overlap.ShardedOptimizer) -> None:
         optimizer.wait_step()
     else:
         await optimizer.step()
+
+
+async def both_step(
+    me: Rank,
+    optimizer: ac.overlap.ShardedOptimizer,
+    whole: torch.optim.Optimizer,
+    ours: nn.Module,
+    twin: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+) -> None:
+    """One step of the sharded optimizer, and of its blocking twin."""
+    optimizer.zero_grad()
+    loss(ours).backward()
+    await step(me, optimizer)
+    whole.zero_grad()
+    loss(twin).backward()
+    average(twin)
+    whole.step()
 
 
 async def gathered(me: Rank, optimizer: ac.overlap.ShardedOptimizer) -> None:
@@ -159,13 +178,7 @@ async def mixed(me: Rank) -> None:
     (ours, own), (twin, whole) = make(), make()
     with ac.overlap.shard_optimizer(ours, own, **SMALL) as optimizer:
         for turn in range(3):
-            optimizer.zero_grad()
-            loss(ours, turn).backward()
-            await step(me, optimizer)
-            whole.zero_grad()
-            loss(twin, turn).backward()
-            average(twin)
-            whole.step()
+            await both_step(me, optimizer, whole, ours, twin, partial(loss, turn=turn))
     for mine, its in zip(ours.parameters(), twin.parameters(), strict=True):
         assert mine.dtype is its.dtype
         assert torch.allclose(mine, its, rtol=2e-2, atol=1e-3)
@@ -262,14 +275,7 @@ async def attending(me: Rank, bucket_bytes: int) -> None:
 
         ours.self_attn.register_forward_pre_hook(in_attention)
         for turn in range(3):
-            x = batch(me.rank, turn)
-            optimizer.zero_grad()
-            loss_of(ours, x).backward()
-            await step(me, optimizer)
-            whole.zero_grad()
-            loss_of(twin, x).backward()
-            average(twin)
-            whole.step()
+            await both_step(me, optimizer, whole, ours, twin, partial(loss_of, x=batch(me.rank, turn)))
     same_parameters(me, ours, twin)
 
 
