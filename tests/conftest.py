@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from patience import patient
+
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 import worlds
 
 #: Seconds after which a test is stopped where it stands.
-TEST_SECONDS = 150
+TEST_SECONDS = patient(150)
 
 #: Every run the same examples; a hang is not hunted down to its smallest form.
 settings.register_profile(
@@ -47,10 +49,10 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
     """A test that hangs in this process fails where it stands."""
 
     def stop(_signum: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"{request.node.nodeid} not done in {TEST_SECONDS} s")
+        raise TimeoutError(f"{request.node.nodeid} not done in {TEST_SECONDS:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(TEST_SECONDS)
+    signal.alarm(int(TEST_SECONDS))
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

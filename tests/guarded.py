@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from patience import patient
+
 if TYPE_CHECKING:
     from worlds import World
 
@@ -56,10 +58,10 @@ class LaunchedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 60.0)
+        deadline = time.monotonic() + (timeout or patient(60))
         while self.poll() is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"rank {self._rank}", timeout or 60.0)
+                raise subprocess.TimeoutExpired(f"rank {self._rank}", timeout or patient(60))
             time.sleep(0.005)
         assert self.returncode is not None
         return self.returncode
@@ -73,14 +75,14 @@ class LaunchedRank:
         """End the rank."""
         self.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(5.0)
+            self.wait(patient(5))
 
 
 class LastLaunchedRank(LaunchedRank):
     """The rank that answers for the launcher, too: it is waited for and killed last."""
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 60.0)
+        deadline = time.monotonic() + (timeout or patient(60))
         code = super().wait(timeout)
         if code == 0:
             return self._launcher.wait(max(0.1, deadline - time.monotonic()))
@@ -90,7 +92,7 @@ class LastLaunchedRank(LaunchedRank):
         super().kill()
         if self._launcher.poll() is None:
             self._launcher.terminate()  # it ends the shells around the ranks
-            self._launcher.wait(10.0)
+            self._launcher.wait(patient(10))
 
 
 def start(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import importlib
 import inspect
 import operator
@@ -280,6 +281,7 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
             report("raised", traceback.format_exc())
     if not bare:
         ac.finalize()
+    gc.freeze()  # a last look through memory that has been idle for half an hour can take half a minute
     report("closed")
 
 

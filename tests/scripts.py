@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import patient
 from worlds import free_port, rank_environment
 
 
@@ -65,8 +66,8 @@ def run(
         )
     try:
         if interrupt_at is not None:
-            _interrupt(directory, processes, interrupt_at, start + timeout)
-        ended = [_end(directory, k, p, start, start + timeout) for k, p in enumerate(processes)]
+            _interrupt(directory, processes, interrupt_at, start + patient(timeout))
+        ended = [_end(directory, k, p, start, start + patient(timeout)) for k, p in enumerate(processes)]
     finally:
         left = [process.pid for process in processes if _kill(process.pid)]
     assert not left, f"the scripts {left} left processes behind\n{ended}"

@@ -25,10 +25,11 @@ from pathlib import Path
 
 import asynccoll
 from asynccoll.launch import child, processes
+from patience import patient
 
 NODES = ("127.0.0.1", "127.0.0.2")
-START_SECONDS = 60.0
-STOP_SECONDS = 20.0
+START_SECONDS = patient(60)
+STOP_SECONDS = patient(20)
 PORTS = range(17_000, 32_000, 8)
 
 CONFIGURATION = """\
@@ -102,7 +103,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=patient(timeout),
             check=False,
         )
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - start)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import guarded
 from asynccoll.launch import child, horovodrun
+from patience import patient
 
 if TYPE_CHECKING:
     from worlds import World
@@ -45,7 +46,7 @@ def start(world: World, address: str) -> list[Any]:
 
 def options() -> dict[str, Any]:
     """What `initialize` is told: horovodrun has said the rest."""
-    return {"timeout": 60.0}
+    return {"timeout": patient(60)}
 
 
 def lacks(name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:

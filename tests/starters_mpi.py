@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import guarded
 from asynccoll.launch import mpiexec
+from patience import patient
 
 if TYPE_CHECKING:
     from worlds import World
@@ -30,4 +31,4 @@ def start(world: World, address: str) -> list[Any]:
 
 def options() -> dict[str, Any]:
     """What `initialize` is told: mpiexec has said the rest."""
-    return {"timeout": 60.0}
+    return {"timeout": patient(60)}

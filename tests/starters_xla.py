@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from patience import patient
+
 if TYPE_CHECKING:
     from worlds import World
 
@@ -45,7 +47,7 @@ def start(world: World, address: str) -> list[Any]:
 
 def options() -> dict[str, Any]:
     """What `initialize` is told: the runtime knows the rest."""
-    return {"timeout": 60.0}
+    return {"timeout": patient(60)}
 
 
 def main(address: str, backend: str, directory: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import asynccoll as ac
+from patience import patient
 
 TAIL = ("group=None", "lane=None", "timeout=None")
 OUT = (*TAIL, "out=None")
@@ -177,6 +178,6 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 def test_import_loads_no_optional_package() -> None:
     """`import asynccoll` takes neither backends' packages nor the command line's."""
     done = subprocess.run(
-        [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=patient(60), check=False
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

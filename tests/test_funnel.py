@@ -14,6 +14,7 @@ import trio
 from asynccoll import funnel as module
 from asynccoll.completion import Promise
 from asynccoll.funnel import Funnel, funnel_here, notice_loop
+from patience import patient
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_the_thread_that_waits_for_a_promise_does_what_is_handed_over(
     promise = Promise()
     other(lambda: funnel.hand_over(promise.settle)).result()
     assert funnel_here() is funnel
-    assert promise.wait(10.0)
+    assert promise.wait(patient(10))
 
 
 def test_an_event_loop_that_sleeps_there_is_asked_for_turns(

@@ -15,11 +15,12 @@ import pytest
 import asynccoll as ac
 import spawned
 from asynccoll.launch import horovodrun
+from patience import patient
 from worlds import rank_environment
 
 pytest.importorskip("horovod", reason="the environment horovod has it: make horovod", exc_type=ImportError)
 
-LIMIT_S = 90.0
+LIMIT_S = patient(90)
 
 
 class Ended:
@@ -201,7 +202,9 @@ def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: s
 
 def test_spawn_runs_a_function_on_ranks_of_horovod(tmp_path: Path) -> None:
     """By `horovod.run`: with its local rank first, then args and kwargs_dict."""
-    ac.spawn("horovod", spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=2, timeout=60.0)
+    ac.spawn(
+        "horovod", spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=2, timeout=patient(60)
+    )
     told = spawned.told(tmp_path)
     assert [(one["rank"], one["local"], one["size"], one["backend"], one["total"]) for one in told] == [
         (0, 0, 2, "horovod", 3),
@@ -231,7 +234,7 @@ def test_spawn_from_another_thread_is_refused() -> None:
 
     thread = threading.Thread(target=spawn)
     thread.start()
-    thread.join(10.0)
+    thread.join(patient(10))
     assert isinstance(caught[0], ac.InvalidArgumentError)
     assert "main thread" in str(caught[0])
 

@@ -20,11 +20,12 @@ import asynccoll
 import needs
 import netns
 import training
+from patience import patient
 
 pytestmark = pytest.mark.slow
 
 TRAINING = str(Path(training.__file__))
-LIMIT_S = 90.0
+LIMIT_S = patient(90)
 PORT = 29_400
 #: A job of one rank on each host.
 ONE_EACH = [(0, 0), (1, 0)]

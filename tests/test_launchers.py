@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import training
+from patience import patient
 from worlds import free_port, rank_environment
 
 pytestmark = pytest.mark.slow
 
 TRAINING = str(Path(training.__file__))
-LIMIT_S = 90.0
+LIMIT_S = patient(90)
 
 
 def launch(*lines: list[str]) -> None:

@@ -13,10 +13,11 @@ import pytest
 
 import asynccoll
 from asynccoll.launch import mpiexec
+from patience import patient
 
 pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
 
-LIMIT_S = 60.0
+LIMIT_S = patient(60)
 
 
 class Ended:

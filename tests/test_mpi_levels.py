@@ -16,6 +16,7 @@ import trio
 
 import asynccoll as ac
 import worlds
+from patience import patient
 from ranks import Rank, raising
 
 pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
@@ -32,7 +33,7 @@ def join(level: str) -> None:
 
     wanted = {"single": MPI.THREAD_SINGLE, "funneled": MPI.THREAD_FUNNELED}.get(level, MPI.THREAD_SERIALIZED)
     assert MPI.Query_thread() == wanted
-    ac.initialize("mpi", timeout=30.0)
+    ac.initialize("mpi", timeout=patient(30))
 
 
 async def collectives(me: Rank, get: Callable[[Any], Awaitable[Any]], kind: str) -> None:
@@ -124,7 +125,7 @@ def elsewhere(me: Rank) -> None:
 
     thread = threading.Thread(target=initialize)
     thread.start()
-    thread.join(10.0)
+    thread.join(patient(10))
     assert heard, "another thread than MPI's own may not join"
 
 

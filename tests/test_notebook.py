@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import asynccoll
+from patience import patient
 
 pytestmark = pytest.mark.slow
 
 nbclient = pytest.importorskip("nbclient", reason="the environment `test` has it", exc_type=ImportError)
 nbformat = pytest.importorskip("nbformat", reason="it comes with nbclient", exc_type=ImportError)
 
-LIMIT_S = 90
+LIMIT_S = patient(90)
 
 #: What the first cell of most notebooks does: the kernel has threads before anything is forked.
 FIRST = """

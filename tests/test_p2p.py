@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -134,7 +135,7 @@ async def let_go_meanwhile(me: Rank) -> None:
         await me.get(ac.all_reduce(x, out=x))
     del x
     held = len(known)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patient(5)
     while held > 1 and time.monotonic() < deadline:  # the backend's thread may hold one a moment longer
         gc.collect()
         held = sum(memory() is not None for memory in known)
@@ -193,9 +194,9 @@ def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
 async def message_behind_a_refused_call(me: Rank) -> None:
     if me.rank == 1:
         await me.refuses("culprit", TypeError, ac.all_gather, object())
-        await me.check("recv", ac.recv, torch.empty(2), src=0, timeout=10, expect=torch.ones(2))
+        await me.check("recv", ac.recv, torch.empty(2), src=0, timeout=patient(10), expect=torch.ones(2))
     else:
-        texts, sent = ac.all_gather("é"), ac.send(torch.ones(2), dst=1, timeout=10)
+        texts, sent = ac.all_gather("é"), ac.send(torch.ones(2), dst=1, timeout=patient(10))
         with me.case("refused"), raising(ac.PeerRefusedError):
             await me.get(texts)
         with me.case("send"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import asynccoll
+from patience import patient
 
 WHEEL = os.environ.get("ASYNCCOLL_TESTED_WHEEL")
 HERE = Path(asynccoll.__file__).parent
@@ -41,5 +42,7 @@ def test_the_command_is_installed():
     command = shutil.which("asynccoll")
     assert command is not None
     assert Path(command).is_relative_to(WHEEL)
-    done = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [command, "--help"], capture_output=True, text=True, timeout=patient(60), check=True
+    )
     assert "explain" in done.stdout

@@ -14,6 +14,7 @@ import pytest
 import asynccoll as ac
 import spawned
 from asynccoll.runtime import _process
+from patience import patient
 from worlds import BACKENDS
 
 
@@ -28,7 +29,7 @@ def _as_new() -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_spawns_where_no_launcher_did(backend: str, tmp_path: Path) -> None:
     """`run` starts the ranks and returns when they are done."""
-    with ac.Parallel(backend=backend, nproc_per_node=2, timeout=60.0) as parallel:
+    with ac.Parallel(backend=backend, nproc_per_node=2, timeout=patient(60)) as parallel:
         assert not ac.is_initialized(), "this process is no rank"
         parallel.run(spawned.tell, str(tmp_path), 3, a=1)
     ranks = spawned.told(tmp_path)
@@ -102,7 +103,7 @@ def launch(directory: Path, backend: str, *launcher: str, **options: Any) -> sub
     paths = [str(Path(ac.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     line = [sys.executable, *launcher, str(script)]
-    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=patient(60), check=False)
 
 
 def wanted(backend: str, ranks: int) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -191,7 +192,11 @@ except ac.NotInitializedError as error:
 
 def test_after_finalize_it_says_so() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AFTER_FINALIZE], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", AFTER_FINALIZE],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
     )
     assert done.stdout.startswith("[1.0, 1.0]"), done.stderr
     assert "prepare it again" in done.stdout

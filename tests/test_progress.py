@@ -6,22 +6,24 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from asynccoll.progress import (
     GRACE_SECONDS,
-    LINGER_SECONDS,
+    LONG_SECONDS,
     LONGEST_CALM_SECONDS,
     LONGEST_NAP_SECONDS,
     LONGEST_REST_SECONDS,
     SHORTEST_NAP_SECONDS,
     SHORTEST_REST_SECONDS,
+    YIELDS,
     Progress,
     _Pace,
     _Watched,
 )
+from patience import patient
 
 
 class Item:
@@ -50,6 +52,14 @@ class Item:
         return self.finished
 
 
+def until(true: Callable[[], bool]) -> None:
+    """Come back when it is true; it has to be in time."""
+    deadline = time.monotonic() + patient(10)
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def progress() -> Iterator[Progress]:
     """A thread of the test's own."""
@@ -64,24 +74,24 @@ def test_what_nobody_waits_for_is_polled_until_it_is_over(progress: Progress) ->
     for item in items:
         progress.watch(item)
     for item in items:
-        assert item.over.wait(5.0)
+        assert item.over.wait(patient(5))
     last = Item(1, urgent=True)
     progress.watch(last)
-    assert last.over.wait(5.0)
+    assert last.over.wait(patient(5))
     assert [item.polled for item in items] == [1, 2, 60, 120]
 
 
 def test_a_waiter_is_left_alone_for_a_grace(progress: Progress) -> None:
     """What is not urgent is first looked at after the grace; what is, at once."""
-    patient, hasty = Item(1), Item(1, urgent=True)
+    calm, hasty = Item(1), Item(1, urgent=True)
     start = time.monotonic()
-    progress.watch(patient)
-    assert patient.over.wait(5.0)
-    assert patient.first is not None
-    assert patient.first - start >= GRACE_SECONDS
+    progress.watch(calm)
+    assert calm.over.wait(patient(5))
+    assert calm.first is not None
+    assert calm.first - start >= GRACE_SECONDS
     progress.watch(hasty)
     progress.rouse()
-    assert hasty.over.wait(5.0)
+    assert hasty.over.wait(patient(5))
 
 
 def test_an_attended_item_is_not_polled(progress: Progress) -> None:
@@ -90,10 +100,10 @@ def test_an_attended_item_is_not_polled(progress: Progress) -> None:
     item.attended = True
     progress.watch(item)
     progress.watch(other)
-    assert other.over.wait(5.0)
+    assert other.over.wait(patient(5))
     assert item.polled == 0
     item.attended = False
-    assert item.over.wait(5.0)
+    assert item.over.wait(patient(5))
 
 
 def test_urgency_may_come_later(progress: Progress) -> None:
@@ -105,41 +115,52 @@ def test_urgency_may_come_later(progress: Progress) -> None:
     item._looks = item.polled + 1
     item.urgent = True
     progress.rouse()
-    assert item.over.wait(5.0)
+    assert item.over.wait(patient(5))
 
 
-def _processor_seconds(seconds: float) -> float:
-    """What this process uses while the test's own thread sleeps."""
-    start = time.process_time()
-    time.sleep(seconds)
-    return time.process_time() - start
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The naps of all progress threads from now on: each turn asks for one."""
+    asked: list[float] = []
+    nap = _Pace.nap
+
+    def counted(self: _Pace, watched: Sequence[_Watched], now: float) -> float:
+        asked.append(nap(self, watched, now))
+        return asked[-1]
+
+    monkeypatch.setattr(_Pace, "nap", counted)
+    return asked
 
 
-def test_with_nothing_to_do_it_burns_no_core(progress: Progress) -> None:
-    """After the last operation it lingers briefly, then sleeps."""
+def test_with_nothing_to_do_it_burns_no_core(progress: Progress, turns: list[float]) -> None:
+    """After the last operation it lingers briefly, then sleeps for good."""
     item = Item(1)
     progress.watch(item)
-    assert item.over.wait(5.0)
-    time.sleep(4 * LINGER_SECONDS)
-    assert _processor_seconds(0.5) < 0.01
+    assert item.over.wait(patient(5))
+    until(lambda: turns[-1] == math.inf)
+    time.sleep(0.2)
+    assert turns.count(math.inf) == 1
+    assert turns[-1] == math.inf
 
 
-def test_with_one_operation_out_it_burns_little(progress: Progress) -> None:
-    """Polling backs off: a twentieth of a core at most, for as long as it takes."""
+def test_with_one_operation_out_it_burns_little(progress: Progress, turns: list[float]) -> None:
+    """It goes on looking, but backs off to naps of a millisecond, then of ten and more."""
     stuck = Item()
     progress.watch(stuck)
-    time.sleep(0.1)
-    assert _processor_seconds(1.0) < 0.1
-    assert stuck.polled > 300
+    until(lambda: turns[-1:] == [LONGEST_NAP_SECONDS])
+    until(lambda: turns[-1] >= SHORTEST_REST_SECONDS / 2)
+    assert len(turns) <= YIELDS + LONG_SECONDS / LONGEST_NAP_SECONDS + 50
+    seen = stuck.polled
+    until(lambda: stuck.polled > seen + 3)
 
 
-def test_it_is_tight_while_an_operation_is_expected(progress: Progress) -> None:
+def test_it_is_tight_while_an_operation_is_expected(progress: Progress, turns: list[float]) -> None:
     """A long transfer is polled without naps for as long as it should take."""
-    item = Item(urgent=True, expected=0.2)
+    item = Item(urgent=True, expected=600.0)
     progress.watch(item)
     progress.rouse()
-    time.sleep(0.2)
-    assert item.polled > 1000
+    until(lambda: item.polled > 1000)
+    assert set(turns) <= {0.0, GRACE_SECONDS}
 
 
 def test_a_stopped_thread_is_not_started_again() -> None:
@@ -159,12 +180,12 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
 
     first = Item(1)
     progress.watch(first)
-    assert first.over.wait(5.0)
+    assert first.over.wait(patient(5))
     pid = os.fork()
     if not pid:
         item = Item(1)
         progress.watch(item)
-        os._exit(0 if item.over.wait(5.0) else 1)
+        os._exit(0 if item.over.wait(patient(5)) else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 

@@ -18,6 +18,7 @@ import training
 from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.launch import detect
 from asynccoll.launch.slurm import expand_hostlist, expand_with_scontrol
+from patience import patient
 from slurm_cluster import NODES, Cluster
 from test_env import HOSTLISTS
 
@@ -39,7 +40,7 @@ def _no_job_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cluster" in request.fixturenames:
         cluster = request.getfixturevalue("cluster")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patient(20)
         while jobs := cluster.jobs():  # a job that has ended is completing for a moment
             assert time.monotonic() < deadline, f"still there: {jobs}"
             time.sleep(0.05)
@@ -114,7 +115,7 @@ def batch(cluster: Cluster, directory: Path, script: str, *options: str) -> tupl
     path.write_text(f"#!/bin/bash\ntrap 'echo $? > {code}.made; mv {code}.made {code}' EXIT\n{script}\n")
     ended = cluster.call("sbatch", f"--output={said}", *options, str(path))
     assert ended.code == 0, ended.said
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + patient(90)
     while not code.exists():  # sbatch --wait looks only every few seconds
         assert time.monotonic() < deadline, said.read_text() if said.exists() else "never started"
         time.sleep(0.05)
@@ -280,10 +281,10 @@ def test_a_job_that_is_stopped_leaves_nobody(cluster: Cluster, tmp_path: Path, h
                 assert cluster.call("scancel", "--name=python").code == 0
             else:
                 job.send_signal(signal.SIGINT)
-            assert job.wait(30) != 0
+            assert job.wait(patient(30)) != 0
         finally:
             job.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patient(20)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, f"{pids} live on"
         time.sleep(0.05)
@@ -291,7 +292,7 @@ def test_a_job_that_is_stopped_leaves_nobody(cluster: Cluster, tmp_path: Path, h
 
 def here(directory: Path, count: int) -> list[int]:
     """The processes of the ranks, once all are there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while len(found := [path.read_text() for path in directory.glob("here-*")]) < count or "" in found:
         assert time.monotonic() < deadline, "the ranks do not come"
         time.sleep(0.02)

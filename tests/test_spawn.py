@@ -17,6 +17,7 @@ import pytest
 import asynccoll as ac
 import spawned
 from asynccoll.runtime import _process
+from patience import patient
 from worlds import BACKENDS, free_port
 
 
@@ -32,7 +33,14 @@ def _as_new() -> Any:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_rank_runs_the_function_in_a_world(backend: str, ranks: int, tmp_path: Path) -> None:
     """With its local rank first, then args and kwargs_dict."""
-    ac.spawn(backend, spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=ranks, timeout=60.0)
+    ac.spawn(
+        backend,
+        spawned.tell,
+        (str(tmp_path), 7, "é"),
+        {"key": [1]},
+        nproc_per_node=ranks,
+        timeout=patient(60),
+    )
     total = ranks * (ranks + 1) // 2
     wanted = [
         {
@@ -97,7 +105,7 @@ def _run(line: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         os.environ.get("PYTHONPATH", ""),
     ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo", **variables}
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=patient(60), check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -180,7 +188,7 @@ def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
     """torch's process context, to be joined later."""
     context = ac.spawn("gloo", spawned.linger, (str(tmp_path),), nproc_per_node=2, join=False)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patient(60)
         while len(list(tmp_path.glob("here-*"))) < 2:
             assert time.monotonic() < deadline, "the ranks do not start"
             time.sleep(0.01)
@@ -210,13 +218,13 @@ def test_no_rank_outlives_the_one_that_spawned_it(number: signal.Signals, tmp_pa
     ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     with subprocess.Popen([sys.executable, str(script), str(said)], env=environ) as parent:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patient(60)
         while len(pids := [int(path.read_text() or 0) for path in said.glob("here-*")]) < 2 or 0 in pids:
             assert time.monotonic() < deadline, "the ranks do not start"
             time.sleep(0.01)
         parent.send_signal(number)
         try:
-            assert parent.wait(20) == -number
+            assert parent.wait(patient(20)) == -number
         finally:
             parent.kill()
     while any(_alive(pid) for pid in pids):
@@ -284,7 +292,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     nodes = [subprocess.Popen([sys.executable, str(script), str(said), str(n)], env=environ) for n in (0, 1)]
     try:
-        assert [node.wait(60) for node in nodes] == [0, 0]
+        assert [node.wait(patient(60)) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
             node.kill()

@@ -15,6 +15,7 @@ import asynccoll as ac
 import asynccoll.sync as idist
 import spawned
 import worlds
+from patience import patient
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
@@ -159,7 +160,12 @@ def _lines(module):
     environ = {**worlds.rank_environment(), "MASTER_PORT": str(worlds.free_port())}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+        check=True,
     )
     wanted = [line for line in done.stderr.splitlines() if "INFO" in line]
     return [line.partition("INFO: ")[2] for line in wanted], done.stdout

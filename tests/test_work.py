@@ -25,6 +25,7 @@ import trio
 
 import asynccoll as ac
 import oracle
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -191,7 +192,7 @@ async def becomes_done(me: Rank) -> None:
     if me.rank == 0:
         me.show("go")
     work = pending(me)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while not work.done():
         assert time.monotonic() < deadline, "done() never becomes true"
         time.sleep(0.001)
@@ -247,7 +248,7 @@ async def called_back(me: Rank) -> None:
     assert not heard or me.rank == 1
     me.show("go")
     oracle.same(await me.get(work), TWO)
-    assert told.wait(10), "the callback is never called"
+    assert told.wait(patient(10)), "the callback is never called"
     assert heard == [(work, True)]
     late: list[Any] = []
     work.add_done_callback(late.append)
@@ -269,7 +270,7 @@ async def bad_callback(me: Rank) -> None:
         work.add_done_callback(_raising)
         work.add_done_callback(lambda _: told.set())
         me.show("go")
-        assert told.wait(10), "the callback behind one that raised is never called"
+        assert told.wait(patient(10)), "the callback behind one that raised is never called"
         oracle.same(await me.get(work), TWO)
         work.add_done_callback(_raising)
         # Where ranks are threads the other's works are logged here, too.
@@ -281,7 +282,7 @@ async def bad_callback(me: Rank) -> None:
     after = ac.all_reduce(me.rank)
     told.clear()
     after.add_done_callback(lambda _: told.set())
-    assert told.wait(10), "the completing thread has ended"
+    assert told.wait(patient(10)), "the completing thread has ended"
     assert await me.get(after) == 1
 
 
@@ -482,7 +483,7 @@ async def lets_go_of_memory(me: Rank) -> None:
         x = torch.frombuffer(memory, dtype=torch.float32)
         await me.get(call(x, out=x))
         del memory, x
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + patient(5)
         while (
             there() is not None and time.monotonic() < deadline
         ):  # gloo's thread may hold it a moment longer
@@ -551,7 +552,7 @@ async def late(me: Rank) -> None:
         await me.get(work)
     assert time.monotonic() - told > 0.04, "waiting on is not waiting again"
     me.show("go")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while not work.done():
         assert time.monotonic() < deadline, "never done after its timeout"
         time.sleep(0.001)
@@ -575,7 +576,7 @@ async def wait_timeout(me: Rank) -> None:
             with raising(ac.CollectiveTimeoutError):
                 work.wait(timeout=0.02)
         me.show("go")
-    oracle.same(work.wait(timeout=10), TWO)
+    oracle.same(work.wait(timeout=patient(10)), TWO)
 
 
 def test_wait_takes_a_timeout_of_its_own(pair: World, runner: str) -> None:
@@ -596,7 +597,7 @@ def test_wait_bounds_all_operations_together(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("asynccoll.work.block", slow)
     two: Any = (SimpleNamespace(over=True), SimpleNamespace(over=True))
     with pytest.raises(ac.CollectiveTimeoutError):
-        ac.Work(two, None).wait(timeout=5.0)
+        ac.Work(two, None).wait(timeout=patient(5))
     assert given[0] <= 5.0
     assert given[1] <= given[0] - 0.01
 

@@ -13,6 +13,7 @@ import pytest
 import asynccoll as ac
 import spawned
 from asynccoll.launch.commands import RunRequest, run
+from patience import patient
 from worlds import rank_environment
 
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
@@ -25,7 +26,9 @@ needs_xla = pytest.mark.skipif(
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_spawn_runs_the_function_on_every_replica(ranks: int, tmp_path: Path) -> None:
     """With its rank, then args and kwargs_dict, in a world of that size."""
-    ac.spawn("xla-tpu", spawned.tell, (str(tmp_path), 7), {"key": [1]}, nproc_per_node=ranks, timeout=60.0)
+    ac.spawn(
+        "xla-tpu", spawned.tell, (str(tmp_path), 7), {"key": [1]}, nproc_per_node=ranks, timeout=patient(60)
+    )
     total = ranks * (ranks + 1) // 2
     assert spawned.told(tmp_path) == [
         {
@@ -69,7 +72,7 @@ def said_by(code: str, **variables: str) -> str:
         env={**rank_environment(), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 import asynccoll as ac
+from patience import patient
 from ranks import Place, Rank, run_case
 
 
@@ -40,7 +41,7 @@ def run(
                 failures[rank].append(f"case {message[0]!r}\n{message[1]}")
 
         try:
-            ac.initialize("gloo", store=store, rank=rank, world_size=size, timeout=60.0)
+            ac.initialize("gloo", store=store, rank=rank, world_size=size, timeout=patient(60))
             me = Rank(Place("gloo", rank, size), runner, signs, report)
             results[rank] = run_case(me, case, args, kwargs)
             ac.finalize()

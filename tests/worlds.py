@@ -32,12 +32,13 @@ from typing import Any
 import starters_horovod
 import starters_mpi
 import starters_xla
+from patience import patient
 
 HERE = Path(__file__).parent
-START_SECONDS = 120.0
-CLOSE_SECONDS = 20.0
+START_SECONDS = patient(120)
+CLOSE_SECONDS = patient(20)
 #: How long the other ranks may go on after one of them has failed.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = patient(5)
 
 
 def _words(variable: str, default: str) -> list[str]:
@@ -84,7 +85,7 @@ class _Process:
         if self.popen.poll() is not None:
             return f"(the process has ended, code {self.popen.returncode})"
         self.popen.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + patient(3)
         size = -1
         while time.monotonic() < deadline:
             time.sleep(0.1)
@@ -155,7 +156,7 @@ def _name(case: Callable[..., Any]) -> str:
 
 
 def _tcp() -> dict[str, Any]:
-    return {"init_method": f"tcp://127.0.0.1:{free_port()}", "timeout": 60.0}
+    return {"init_method": f"tcp://127.0.0.1:{free_port()}", "timeout": patient(60)}
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class World:
         __tracebackhide__ = True
         results: list[Any] = [None] * self.size
         waiting = {process.connection: process for process in self._ranks}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patient(timeout)
         broken, raised = False, 0
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
