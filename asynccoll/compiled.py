@@ -7,9 +7,9 @@ result's ``wait()`` is what orders the graph; ``await`` is refused there, by dyn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -20,10 +20,19 @@ if TYPE_CHECKING:
     from asynccoll.context import Context
     from asynccoll.work import Work
 
-__all__ = ["CompiledWork", "have_gradients", "renew"]
+__all__ = ["CompiledWork", "constant_in_graphs", "have_gradients", "renew"]
 
 #: Those that torch's functional ops know, under the same names.
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports the compiler (seconds) to set this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by dynamo, since 2.0
+    return function
 
 
 @cache
@@ -46,7 +55,7 @@ def renew(context: Context) -> None:
         context.world.process_group()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+@constant_in_graphs
 def _world() -> str:
     """The registered name of the world's process group, which the first graph makes."""
     from asynccoll.runtime import current
@@ -56,7 +65,7 @@ def _world() -> str:
     return str(group.group_name)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+@constant_in_graphs
 def _size() -> int:
     return _world_size()
 
@@ -67,7 +76,7 @@ def _world_size() -> int:
     return current().world_size
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+@constant_in_graphs
 def _reduction(op: Any, integers: bool) -> tuple[str, int]:
     """torch's name of the reduction, and what to divide by; refused here as it is outside of graphs."""
     parsed = ReduceOp.parse(op)
@@ -81,7 +90,7 @@ def _reduction(op: Any, integers: bool) -> tuple[str, int]:
     return parsed.value, 1
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+@constant_in_graphs
 def _is_source(src: Any) -> bool:
     from asynccoll.runtime import current
 
@@ -89,7 +98,7 @@ def _is_source(src: Any) -> bool:
     return world.index(src, "src") == world.rank
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _world
+@constant_in_graphs
 def _require(plain: bool, tracked: bool) -> None:
     """Refuse what torch's functional ops cannot do, rather than do something else."""
     if tracked and not have_gradients():

@@ -59,7 +59,9 @@ ENVIRONMENTS = {
 def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
     """Become ``arguments``, run in the environment on the checkout or on its wheel."""
     python = envbuild.ensure(row)
-    variables = {k: v for k, v in os.environ.items() if k not in {"PYTHONHOME", "VIRTUAL_ENV"}}
+    # Each of hundreds of processes would compile the tests anew where bytecode is not to be written.
+    left_out = {"PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
+    variables = {k: v for k, v in os.environ.items() if k not in left_out}
     search = [str(python.parent)]
     if wheel:
         site = wheels.ensure(python)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import asynccoll as ac
+from asynccoll.compiled import constant_in_graphs
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.sync.models import SERIAL
 from asynccoll.sync.world import model
@@ -18,12 +19,12 @@ from asynccoll.sync.world import model
 __all__ = ["all_gather", "all_reduce", "broadcast"]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+@constant_in_graphs
 def _alone() -> bool:
     return model() is SERIAL
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # see _alone
+@constant_in_graphs
 def _reduction(op: str) -> str:
     """Our name of ignite's ``op``."""
     ours = model().ops.get(op)
