@@ -101,8 +101,9 @@ def _implicit(process: _Process) -> Context:
             "that called ac.initialize, or from a task or thread that inherits its context "
             "(contextvars.copy_context().run)"
         )
-    if _torch_group(process) is not None:
-        return _adopt(process)
+    if (native := _torch_group(process)) is not None:
+        adopted = process.adopted
+        return adopted[1] if adopted is not None and adopted[0]() is native else _adopt(process)
     if process.inherited is not None:
         raise NotInitializedError(
             "this process was forked from one that had joined a world, whose connections it cannot use; "
@@ -110,6 +111,8 @@ def _implicit(process: _Process) -> Context:
         )
     if process.finalized:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
+    if process.embedded is not None:
+        return process.embedded  # a launcher's variables are there from the start, or never
     info = detect(os.environ)
     if info.world_size > 1:
         raise NotInitializedError(

@@ -44,51 +44,80 @@ _running_loop = asyncio._get_running_loop
 
 
 class _Turn:
-    """Until when the current turn of one event loop may be held by inline waits."""
+    """Until when the current turn of one event loop may be held by inline waits.
 
-    __slots__ = ("_loop", "ends")
+    Of this loop nothing is known but that it has had no turn (uvloop; Windows' proactor).
+    """
 
-    def __init__(self, loop: Any = None) -> None:
-        # Only what selects can be asked whether anything wants to run: uvloop and Windows' proactor
-        # cannot, nor can trio.
-        self._loop = weakref.ref(loop) if isinstance(loop, asyncio.SelectorEventLoop) else None
+    __slots__ = ("ends",)
+
+    def __init__(self) -> None:
         self.ends = -math.inf
 
     def over(self, now: float) -> bool:
         """Whether the loop is to be given a turn: a timer is due, or it is time and there may be work."""
-        loop = self._asked()
-        if loop is None:
-            return now >= self.ends
-        timers = loop._scheduled
-        if timers and timers[0]._when <= now:
-            return True
-        return now >= self.ends and not self._prolong(loop, now, now)
+        return now >= self.ends
+
+    def due(self, now: float) -> float:
+        """Seconds until its next timer is due."""
+        return math.inf
 
     def may_last(self, now: float) -> bool:
         """Whether the loop is known to have nothing to do for another millisecond."""
-        loop = self._asked()
-        return loop is not None and self._prolong(loop, now, now + INLINE_SECONDS)
+        return False
 
-    def _asked(self) -> Any:
-        """The loop, if it can be asked what it has to do."""
-        return self._loop() if self._loop is not None else None
 
-    def _prolong(self, loop: Any, now: float, until: float) -> bool:
-        """Let the turn last if nothing of the loop's is ready by ``until``."""
-        if _wanted(loop, until):
+class _SelectorTurn(_Turn):
+    """The same of a loop of asyncio's own, which can be asked what it has to do.
+
+    These attributes of asyncio are private, and the same in every version from 3.4 on.
+    """
+
+    __slots__ = ("_loop",)
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__()
+        self._loop = weakref.ref(loop)
+
+    def over(self, now: float) -> bool:
+        return self.due(now) <= 0.0 or (now >= self.ends and not self._prolong(now, now))
+
+    def due(self, now: float) -> float:
+        loop = self._loop()
+        timers = None if loop is None else loop._scheduled
+        return float(timers[0]._when - now) if timers else math.inf
+
+    def may_last(self, now: float) -> bool:
+        return self._prolong(now, now + INLINE_SECONDS)
+
+    def _prolong(self, now: float, until: float) -> bool:
+        """Let the turn last if no callback, timer or file descriptor is ready by ``until``.
+
+        A turn of the loop costs ten times more than asking.
+        """
+        loop = self._loop()
+        if loop is None or loop._ready or self.due(until) <= 0.0 or loop._selector.select(0):
             return False
         self.ends = now + INLINE_SECONDS
         return True
 
 
-def _wanted(loop: Any, until: float) -> bool:
-    """Whether a callback, a timer (by ``until``) or a file descriptor of ``loop`` is ready.
+class _TrioTurn(_Turn):
+    """The same of a run of trio's, which says when its next deadline is."""
 
-    A turn of the loop costs ten times more. These attributes of asyncio are private, and the same in every
-    version from 3.4 on.
-    """
-    timers = loop._scheduled
-    return bool(loop._ready or (timers and timers[0]._when <= until) or loop._selector.select(0))
+    __slots__ = ()
+
+    def over(self, now: float) -> bool:
+        return now >= self.ends or self.due(now) <= 0.0
+
+    def due(self, now: float) -> float:  # trio has a clock of its own
+        return float(sys.modules["trio"].lowlevel.current_statistics().seconds_to_next_deadline)
+
+
+def _made_for(loop: Any) -> _Turn:
+    if isinstance(loop, asyncio.SelectorEventLoop):
+        return _SelectorTurn(loop)
+    return _Turn() if isinstance(loop, asyncio.AbstractEventLoop) else _TrioTurn()
 
 
 _turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
@@ -103,7 +132,7 @@ def _turn_of(loop: Any) -> _Turn:
     known, turn = _latest
     if known() is loop:
         return turn
-    turn = _turns.get(loop) or _turns.setdefault(loop, _Turn(loop))
+    turn = _turns.get(loop) or _turns.setdefault(loop, _made_for(loop))
     _latest = (weakref.ref(loop), turn)
     return turn
 
@@ -263,6 +292,7 @@ def _inline(operation: Operation, turn: _Turn, now: float) -> bool:
     elif (
         not completion.blockable
         or left > _PATIENCE_SECONDS
+        or (left if left > 0.0 else INLINE_SECONDS) > turn.due(now)  # what is late may be so for long
         or (left > INLINE_SECONDS and not turn.may_last(now))
     ):
         return operation.done()
@@ -327,7 +357,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
 def _trio_turn(turn: _Turn) -> Generator[Any, Any, None]:
     import trio
 
-    if monotonic() >= turn.ends:
+    if turn.over(monotonic()):
         yield from trio.lowlevel.checkpoint().__await__()
         turn.ends = monotonic() + INLINE_SECONDS
     else:

@@ -45,11 +45,9 @@ def test_every_example_is_run_here() -> None:
     assert not [path for path in programs if f'"{path.stem}"' not in source]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_quickstart(tmp_path: Path, ranks: int) -> None:
-    said = sorted(run(tmp_path, "quickstart", ranks=ranks).splitlines())
-    total = ranks * (ranks + 1) // 2
-    assert said == [f"rank {r}: {total}, and meanwhile (512, 512) computed" for r in range(ranks)]
+def test_quickstart(tmp_path: Path) -> None:
+    said = sorted(run(tmp_path, "quickstart", ranks=2).splitlines())
+    assert said == [f"rank {r}: 3, and meanwhile (512, 512) computed" for r in range(2)]
 
 
 def test_quickstart_without_a_launcher(tmp_path: Path) -> None:
@@ -57,16 +55,15 @@ def test_quickstart_without_a_launcher(tmp_path: Path) -> None:
     assert said == "rank 0: 1, and meanwhile (512, 512) computed\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_lanes(tmp_path: Path, ranks: int) -> None:
-    said = run(tmp_path, "two_lanes", ranks=ranks)
+def test_two_lanes(tmp_path: Path) -> None:
+    said = run(tmp_path, "two_lanes", ranks=2)
     for name, numbers in (("apples", (1, 2, 3)), ("pears", (10, 20, 30))):
         lines = [line for line in said.splitlines() if line.startswith(name)]
-        assert lines == [f"{name}: {n} on each rank makes {n * ranks}" for n in numbers]
+        assert lines == [f"{name}: {n} on each rank makes {2 * n}" for n in numbers]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "launched"), [(1, False), (2, True), (3, True)], ids=["plain", "2", "3"])
+@pytest.mark.parametrize(("ranks", "launched"), [(1, False), (2, True)], ids=["plain", "2"])
 def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
     pytest.importorskip("sklearn")
@@ -79,7 +76,7 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     assert f"the ranks ({ranks}) hold the same parameters, bit for bit" in said
     apart = re.search(r"a run that blocks, to within (\S+)", said)
     assert apart is not None
-    assert float(apart[1]) <= (1e-6 if ranks <= 2 else 1e-3)
+    assert float(apart[1]) <= 1e-6
     for way in ("blocking", *(["DDP"] if launched else []), "overlapped"):
         assert re.search(rf"^ +{way} +[\d.]+ +[\d.]+ +[\d.]+$", said, re.MULTILINE), said
     assert f"what ran when: {picture}" in said

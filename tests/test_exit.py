@@ -182,7 +182,7 @@ def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
 
 FINALIZES = """
     import asynccoll as ac
-    for turn in range(3):
+    for turn in range(10):
         import os
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         ac.initialize("gloo")
@@ -194,8 +194,8 @@ FINALIZES = """
 
 @pytest.mark.slow
 def test_four_ranks_end_without_an_abort(tmp_path: Path) -> None:
-    """Initialize and finalize thrice, five times over: no signal ends a process."""
-    for _ in range(5):
+    """Initialize and finalize ten times, twice over: no signal ends a process."""
+    for _ in range(2):
         for ended in scripts.run(tmp_path, FINALIZES, ranks=4):
             assert ended.code == 0, ended.err
             assert ended.out.split() == ["done"]

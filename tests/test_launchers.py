@@ -85,10 +85,8 @@ def by_number(node: int, port: int) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "meeting", "how"),
     [
-        ("asynccoll run", by_rendezvous, "parallel"),
         ("asynccoll run", by_number, "parallel"),
-        ("torch.distributed.run", by_rendezvous, "parallel"),
-        ("torch.distributed.run", by_number, "sync"),
+        ("torch.distributed.run", by_rendezvous, "sync"),
     ],
 )
 def test_two_agents(tmp_path: Path, module: str, meeting, how: str) -> None:
