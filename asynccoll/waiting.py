@@ -38,6 +38,8 @@ AddWaker = Callable[[Callable[[], object]], object]
 
 #: For how long at most a turn is prolonged for one operation.
 _PATIENCE_SECONDS = 4e-3
+#: So often a loop goes round before a timer that is due has run its callback, and the task that it wakes.
+_ROUNDS = 3
 #: A thread in a native wait cannot take signals; this is how late Ctrl-C may be.
 _SLICE_SECONDS = 0.1
 _running_loop = asyncio._get_running_loop
@@ -66,6 +68,10 @@ class _Turn:
         """Whether the loop is known to have nothing to do for another millisecond."""
         return False
 
+    def others_ready(self) -> bool:
+        """Whether something else may want to run in this turn."""
+        return True
+
 
 class _SelectorTurn(_Turn):
     """The same of a loop of asyncio's own, which can be asked what it has to do.
@@ -89,6 +95,10 @@ class _SelectorTurn(_Turn):
 
     def may_last(self, now: float) -> bool:
         return self._prolong(now, now + INLINE_SECONDS)
+
+    def others_ready(self) -> bool:
+        loop = self._loop()
+        return loop is not None and bool(loop._ready)
 
     def _prolong(self, now: float, until: float) -> bool:
         """Let the turn last if no callback, timer or file descriptor is ready by ``until``.
@@ -320,7 +330,10 @@ def _hold(completion: Completion, turn: _Turn, now: float) -> bool:
 
 def _asyncio_turn(loop: Any, turn: _Turn) -> Generator[Any, Any, None]:
     if turn.over(monotonic()) or _must_cancel(loop):
-        yield
+        for _ in range(_ROUNDS):
+            yield
+            if not turn.others_ready():
+                break
         turn.ends = monotonic() + INLINE_SECONDS
 
 
@@ -358,6 +371,8 @@ def _trio_turn(turn: _Turn) -> Generator[Any, Any, None]:
     import trio
 
     if turn.over(monotonic()):
+        # Tasks that are ready run in any order: those of this round are through only in the next.
+        yield from trio.lowlevel.checkpoint().__await__()
         yield from trio.lowlevel.checkpoint().__await__()
         turn.ends = monotonic() + INLINE_SECONDS
     else:

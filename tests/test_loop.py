@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import anyio
 import pytest
 import torch
 from blockbuster import BlockBuster, BlockingError
@@ -82,3 +83,31 @@ def test_the_guard_finds_what_blocks() -> None:
             asyncio.run(_blocks())
     finally:
         guard.deactivate()
+
+
+async def due_meanwhile() -> bool:
+    """Whether a task whose time had come was given its turn by an await that never needed to sleep."""
+    woken = False
+
+    async def sleeper() -> None:
+        nonlocal woken
+        await anyio.sleep(0.001)
+        woken = True
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sleeper)
+        await anyio.sleep(0.0001)  # the task has set its timer
+        time.sleep(0.01)  # the loop is held until the timer is due
+        await ac.all_reduce(torch.ones(1))
+        return woken
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("asyncio", {}), ("asyncio", {"use_uvloop": True}), ("trio", {})],
+    ids=["asyncio", "uvloop", "trio"],
+)
+def test_who_is_due_has_run_before_the_loop_is_held_again(backend: str, options: dict[str, bool]) -> None:
+    """A timer's callback and the task that it wakes take several rounds of a loop: one turn has them all."""
+    for _ in range(5):
+        assert anyio.run(due_meanwhile, backend=backend, backend_options=options)
