@@ -12,7 +12,7 @@ from asynccoll import dispatch
 from asynccoll.backends.waiters import Waiters
 from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion, Promise
-from asynccoll.encoding import decode, encode
+from asynccoll.encoding import combiner, decode, encode
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.operation import Operation
@@ -29,7 +29,7 @@ _copiers = Waiters("asynccoll-copy")
 class Route:
     """A plan, and what is known of the operations that follow it: looked up once for every call."""
 
-    __slots__ = ("_plain", "estimate", "itemsize", "keeps_input", "plan")
+    __slots__ = ("_plain", "combine", "estimate", "itemsize", "keeps_input", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
@@ -42,6 +42,9 @@ class Route:
         self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
         dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)
         self._plain = self.plan.direct and dense and not policy.check
+        #: Of a reduction that is an exchange between two ranks: what is done with the two tensors.
+        swaps = reduce is not None and self.plan.via == "all_to_all" and topology.world_size == 2
+        self.combine = combiner(self.plan, x.dtype) if swaps and dense and not policy.check else None
 
     def plain(self, x: torch.Tensor) -> bool:
         """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
@@ -261,6 +264,18 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors are views of one memory."""
     return has_memory(x) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def serves(out: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether ``out`` can take a result of ``shape``, made of a plain ``x``, as it comes."""
+    return (
+        isinstance(out, torch.Tensor)
+        and out.shape == shape
+        and out.dtype is x.dtype
+        and out.device == x.device
+        and out.is_contiguous()
+        and not (out.requires_grad or out.is_neg() or may_overlap(out, x))
+    )
 
 
 def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

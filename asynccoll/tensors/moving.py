@@ -14,17 +14,20 @@ from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import Lane, Start
 from asynccoll.spec import Op, Plan, TensorSpec
 from asynccoll.tensors.common import (
+    OFFLOAD_BYTES,
     Call,
     check_out,
     deliver,
     delivered,
     encoding_again,
+    fresh,
     issue,
     owned,
     physical,
     plan_for,
     route_for,
     same_memory,
+    serves,
     target_for,
 )
 from asynccoll.tensors.fusing import Fuse, MakeCall
@@ -38,9 +41,12 @@ def start_broadcast(
 ) -> Work[torch.Tensor]:
     """The ``x`` of ``src``, whose shape every rank's ``x`` has."""
     route = route_for(lane, Op.BROADCAST, x, None, x.numel())
-    if out is x and route.plain(x):
-        start: Start = lambda communicator: communicator.broadcast(x, src)  # noqa: E731
-        return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, x)
+    if (out is x or out is None) and route.plain(x):
+        here, size_bytes = lane.group.rank == src, x.nbytes
+        if out is x or not here or size_bytes < OFFLOAD_BYTES:
+            buffer = x if out is x else fresh(x) if here else x.new_empty(x.shape)
+            start: Start = lambda communicator: communicator.broadcast(buffer, src)  # noqa: E731
+            return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
     return broadcast_call(lane, x, src, out).begin(lane, timeout)
 
 
@@ -77,16 +83,22 @@ def broadcast_fuse(lane: Lane, src: int) -> Fuse:
 
 
 def start_all_gather(
-    lane: Lane, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+    lane: Lane,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    timeout: float | None,
+    shape: tuple[int, ...] | None = None,
 ) -> Work[torch.Tensor]:
-    """Every rank's ``x`` as rows: (n, *x.shape)."""
+    """Every rank's ``x`` as rows: (n, *x.shape), or as many elements in ``shape``, which ``out`` then has."""
     route = route_for(lane, Op.ALL_GATHER, x, None, x.numel())
-    if out is None and route.plain(x) and not x.requires_grad:
-        size = lane.group.size
-        rows = x.new_empty((size, *x.shape))
+    by_rows = (lane.group.size, *x.shape)
+    shape = shape or by_rows
+    if route.plain(x) and not x.requires_grad and (out is None or serves(out, x, shape)):
+        rows = x.new_empty(shape) if out is None else out
         start: Start = lambda communicator: communicator.all_gather(rows.view(-1), x.view(-1))  # noqa: E731
         return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, rows)
-    return all_gather_call(lane, x, out).begin(lane, timeout)
+    work = all_gather_call(lane, x, out).begin(lane, timeout)
+    return work if shape == by_rows else work.map(lambda rows: deliver(rows.view(shape), out))
 
 
 def all_gather_call(lane: Lane, x: torch.Tensor, out: torch.Tensor | None) -> Call:

@@ -27,6 +27,7 @@ from asynccoll.tensors.common import (
     reduced,
     route_for,
     same_memory,
+    serves,
     target_for,
 )
 from asynccoll.tensors.fusing import Fuse
@@ -35,6 +36,7 @@ from asynccoll.work import Work
 
 #: Up to here a copy costs less than the longer way of a call that fills another tensor.
 _SMALL_BYTES = 64 << 10
+_ONE_EACH = [1, 1]
 
 
 def start_all_reduce(
@@ -51,6 +53,8 @@ def start_all_reduce(
             wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
+    elif route.combine is not None and (out is x or out is None) and not x.is_neg():
+        return _swapped(lane, route, x, out, timeout)
     return all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
 
@@ -173,6 +177,27 @@ def _all_reduce_exchanged(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Te
     )
 
 
+def _swapped(
+    lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+) -> Work[torch.Tensor]:
+    """The same between two ranks, for a plain tensor: with as little around the message as there can be."""
+    combine, rank = route.combine, lane.group.rank
+    assert combine is not None
+    own = (x.detach() if x.requires_grad else x).view(-1)
+    received = torch.empty_like(own)
+    splits = [0, own.numel()] if rank == 0 else [own.numel(), 0]
+    rows = (own, received) if rank == 0 else (received, own)
+    start: Start = lambda communicator: communicator.all_to_all(received, own, splits, splits)  # noqa: E731
+
+    def total() -> torch.Tensor:
+        if out is x:
+            combine(*rows, out=own)
+            return x
+        return combine(*rows, out=received).view(x.shape)
+
+    return Work((lane.issue(route.estimate, start, own.nbytes, timeout),), total)
+
+
 def _reduce_rows(
     rows: Sequence[torch.Tensor], plan: Plan, x: torch.Tensor, into: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -243,6 +268,19 @@ def start_reduce_scatter(
     lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Work[torch.Tensor]:
     """Row ``rank`` of the reduction of every rank's ``rows`` (n, ...)."""
+    numel, shape = rows.numel(), rows.shape[1:]
+    route = route_for(lane, Op.REDUCE_SCATTER, rows, op, numel)
+    combine, plain = route.combine, numel > 0 and not (rows.requires_grad or rows.is_neg())
+    if combine is not None and plain and (out is None or serves(out, rows, shape)):
+        wire = rows.view(2, -1)
+        received = torch.empty_like(wire)
+        start: Start = lambda communicator: communicator.all_to_all(received, wire, _ONE_EACH, _ONE_EACH)  # noqa: E731
+
+        def total() -> torch.Tensor:
+            mine = combine(*received.unbind(0), out=None if out is None else out.view(-1))
+            return mine.view(shape) if out is None else out
+
+        return Work((lane.issue(route.estimate, start, wire.nbytes, timeout),), total)
     return reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
 
 
