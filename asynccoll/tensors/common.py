@@ -229,13 +229,9 @@ def _twin(x: torch.Tensor) -> torch.Tensor:
     return xla_device.settled(physical(x))
 
 
-def fresh(x: torch.Tensor) -> torch.Tensor:
-    """A copy of ``x`` as memory holds it; of a plain tensor in a single tensor operation."""
-    if not has_memory(x):
-        return _twin(x)
-    if x.requires_grad or x.is_neg() or x.is_complex():
-        x = physical(x)
-    return x.clone(memory_format=torch.contiguous_format)
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor whose route is plain."""
+    return (x.detach() if x.requires_grad else x).clone()
 
 
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:

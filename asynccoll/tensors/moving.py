@@ -17,10 +17,10 @@ from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
     Call,
     check_out,
+    copied,
     deliver,
     delivered,
     encoding_again,
-    fresh,
     issue,
     owned,
     physical,
@@ -44,7 +44,7 @@ def start_broadcast(
     if (out is x or out is None) and route.plain(x):
         here, size_bytes = lane.group.rank == src, x.nbytes
         if out is x or not here or size_bytes < OFFLOAD_BYTES:
-            buffer = x if out is x else fresh(x) if here else x.new_empty(x.shape)
+            buffer = x if out is x else copied(x) if here else x.new_empty(x.shape)
             start: Start = lambda communicator: communicator.broadcast(buffer, src)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
     return broadcast_call(lane, x, src, out).begin(lane, timeout)

@@ -15,10 +15,10 @@ from asynccoll.tensors.common import (
     Call,
     Route,
     check_out,
+    copied,
     deliver,
     delivered,
     encoding_again,
-    fresh,
     issue,
     may_overlap,
     owned,
@@ -49,7 +49,7 @@ def start_all_reduce(
         # The common cases, with as little around the native call as there can be.
         size_bytes = numel * route.itemsize
         if out is x or (out is None and size_bytes < (_SMALL_BYTES if route.keeps_input else OFFLOAD_BYTES)):
-            buffer = x if out is x else fresh(x)
+            buffer = x if out is x else copied(x)
             wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
