@@ -74,7 +74,7 @@ horovod: ## the tests that run on any backend, on Horovod, which is compiled on 
 	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(ON_HVD) -k horovod $(IN_PAIRS) $(ARGS))
 
 # Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
-APART      := python $(CURDIR)/tools/apart.py --limit 600 --jobs 2 -q -c $(CURDIR)/pyproject.toml
+APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDIR)/pyproject.toml
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla

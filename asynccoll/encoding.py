@@ -13,7 +13,7 @@ import torch
 
 from asynccoll.spec import Plan, ReduceOp, Wire
 
-__all__ = ["decode", "encode", "reduce_chunks"]
+__all__ = ["combiner", "decode", "encode", "reduce_chunks"]
 
 _TOP_BIT = torch.iinfo(torch.int64).min
 

@@ -61,7 +61,8 @@ class _Process:
         self.lock = threading.RLock()
         self.context: Context | None = None  # initialized here
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
-        self.embedded: Context | None = None  # the world of one
+        self.embedded: Context | None = None  # the world of one, made when the environment said
+        self.said: str | None = None  # so many ranks
         self.finalized = False
         self.thread_ranks: list[Context] = []  # those that are threads of this process
         self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
@@ -111,8 +112,9 @@ def _implicit(process: _Process) -> Context:
         )
     if process.finalized:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
-    if process.embedded is not None:
-        return process.embedded  # a launcher's variables are there from the start, or never
+    said = os.environ.get("WORLD_SIZE")  # what people set by hand; a launcher's are there from the start
+    if process.embedded is not None and process.said == said:
+        return process.embedded
     info = detect(os.environ)
     if info.world_size > 1:
         raise NotInitializedError(
@@ -122,6 +124,7 @@ def _implicit(process: _Process) -> Context:
     with process.lock:
         if process.embedded is None:
             process.embedded = Context(SerialBackend(), Identity(), check="off")
+        process.said = said
         return process.embedded
 
 

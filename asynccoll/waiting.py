@@ -38,8 +38,6 @@ AddWaker = Callable[[Callable[[], object]], object]
 
 #: For how long at most a turn is prolonged for one operation.
 _PATIENCE_SECONDS = 4e-3
-#: So often a loop goes round before a timer that is due has run its callback, and the task that it wakes.
-_ROUNDS = 3
 #: A thread in a native wait cannot take signals; this is how late Ctrl-C may be.
 _SLICE_SECONDS = 0.1
 _running_loop = asyncio._get_running_loop
@@ -52,6 +50,9 @@ class _Turn:
     """
 
     __slots__ = ("ends",)
+
+    #: How often the loop has to go round until what was due has run, and the tasks that it woke.
+    rounds = 2
 
     def __init__(self) -> None:
         self.ends = -math.inf
@@ -80,6 +81,9 @@ class _SelectorTurn(_Turn):
     """
 
     __slots__ = ("_loop",)
+
+    #: A timer or a socket that is ready has its callback in the second, the task it wakes in the third.
+    rounds = 3
 
     def __init__(self, loop: Any) -> None:
         super().__init__()
@@ -113,7 +117,10 @@ class _SelectorTurn(_Turn):
 
 
 class _TrioTurn(_Turn):
-    """The same of a run of trio's, which says when its next deadline is."""
+    """The same of a run of trio's, which knows when its next deadline is.
+
+    ``trio.lowlevel.current_statistics()`` says so, too, and looks at every socket that is waited for.
+    """
 
     __slots__ = ()
 
@@ -121,13 +128,22 @@ class _TrioTurn(_Turn):
         return now >= self.ends or self.due(now) <= 0.0
 
     def due(self, now: float) -> float:  # trio has a clock of its own
-        return float(sys.modules["trio"].lowlevel.current_statistics().seconds_to_next_deadline)
+        runner = _trio_runner()
+        return float(runner.deadlines.next_deadline() - runner.current_time())
+
+
+def _trio_runner() -> Any:
+    return sys.modules["trio"]._core._run.GLOBAL_RUN_CONTEXT.runner
 
 
 def _made_for(loop: Any) -> _Turn:
     if isinstance(loop, asyncio.SelectorEventLoop):
         return _SelectorTurn(loop)
-    return _Turn() if isinstance(loop, asyncio.AbstractEventLoop) else _TrioTurn()
+    if type(loop).__name__ == "TrioToken":
+        with contextlib.suppress(AttributeError):  # a trio that is made otherwise
+            _trio_runner().deadlines.next_deadline()
+            return _TrioTurn()
+    return _Turn()
 
 
 _turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
@@ -299,10 +315,11 @@ def _inline(operation: Operation, turn: _Turn, now: float) -> bool:
     left = estimate.seconds - elapsed
     if left < 0.0 and completion.done():
         estimate.at_most(elapsed)  # it may have been so for long
+    # What is late may be so for long: it does not delay a timer that comes soon.
     elif (
         not completion.blockable
         or left > _PATIENCE_SECONDS
-        or (left if left > 0.0 else INLINE_SECONDS) > turn.due(now)  # what is late may be so for long
+        or ((left if left > 0.0 else INLINE_SECONDS) > turn.due(now) and not completion.done())
         or (left > INLINE_SECONDS and not turn.may_last(now))
     ):
         return operation.done()
@@ -330,7 +347,7 @@ def _hold(completion: Completion, turn: _Turn, now: float) -> bool:
 
 def _asyncio_turn(loop: Any, turn: _Turn) -> Generator[Any, Any, None]:
     if turn.over(monotonic()) or _must_cancel(loop):
-        for _ in range(_ROUNDS):
+        for _ in range(turn.rounds):
             yield
             if not turn.others_ready():
                 break
@@ -371,9 +388,8 @@ def _trio_turn(turn: _Turn) -> Generator[Any, Any, None]:
     import trio
 
     if turn.over(monotonic()):
-        # Tasks that are ready run in any order: those of this round are through only in the next.
-        yield from trio.lowlevel.checkpoint().__await__()
-        yield from trio.lowlevel.checkpoint().__await__()
+        for _ in range(turn.rounds):  # tasks of one round run in any order
+            yield from trio.lowlevel.checkpoint().__await__()
         turn.ends = monotonic() + INLINE_SECONDS
     else:
         yield from trio.lowlevel.checkpoint_if_cancelled().__await__()

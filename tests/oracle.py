@@ -125,7 +125,7 @@ def to_bytes(x: Tensor) -> np.ndarray:
     if x.numel() == 0:
         return np.empty((*x.shape, x.dtype.itemsize), np.uint8)
     plain = x.detach().resolve_conj().resolve_neg().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8)
+    flat = plain.reshape(-1).contiguous().view(torch.uint8)
     return flat.numpy().reshape(*x.shape, x.dtype.itemsize).copy()
 
 

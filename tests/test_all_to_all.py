@@ -59,6 +59,18 @@ async def uneven(me: Rank) -> None:
                 output_split_sizes=[row[me.rank] for row in splits],
                 expect=oracle.all_to_all(inputs, splits)[me.rank],
             )
+        flat = [oracle.moving(rank, (sum(splits[rank]),), torch.float32) for rank in range(me.size)]
+        mine = flat[me.rank]
+        if me.rank == 1:  # in another way than the others
+            mine = torch.stack([mine, mine], 1)[:, 0]
+        await me.check(
+            f"{kind}, in one dimension",
+            ac.all_to_all,
+            mine,
+            input_split_sizes=splits[me.rank],
+            output_split_sizes=[row[me.rank] for row in splits],
+            expect=oracle.all_to_all(flat, splits)[me.rank],
+        )
 
 
 def test_uneven_pieces(world: World, runner: str) -> None:

@@ -35,6 +35,21 @@ def test_every_dtype_and_shape(world: World, runner: str) -> None:
     world.run(dtypes, runner=runner)
 
 
+class Subclass(torch.Tensor):
+    """As people derive them."""
+
+
+async def derived(me: Rank) -> None:
+    for calls, expect in ((ac.broadcast, 2.0), (ac.all_reduce, 2.0 * me.size)):
+        x = torch.full((3,), 2.0).as_subclass(Subclass)
+        oracle.same((await me.get(calls(x))).as_subclass(torch.Tensor), torch.full((3,), expect))
+
+
+def test_a_subclass_of_tensor(pair: World) -> None:
+    """Its numbers travel."""
+    pair.run(derived)
+
+
 async def layouts(me: Rank) -> None:
     for name, layout in oracle.LAYOUTS.items():
         for dtype in (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn):

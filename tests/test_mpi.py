@@ -285,9 +285,9 @@ async def idle(me: Rank) -> tuple[int, int]:
     nothing = turns() - before
     if me.rank == 1:
         me.see("measured")
-        await me.get(ac.all_reduce(torch.ones(1000), lane="late"))
+        await me.get(ac.all_reduce(torch.ones(1000)))
         return nothing, 0
-    work = ac.all_reduce(torch.ones(1000), lane="late")
+    work = ac.all_reduce(torch.ones(1000))
     time.sleep(progress.LONG_SECONDS + 0.2)
     before = turns()
     time.sleep(0.5)
@@ -298,11 +298,13 @@ async def idle(me: Rank) -> tuple[int, int]:
 
 
 def test_an_idle_process_burns_no_core() -> None:
-    """Nothing out: the thread rests. One operation out that a peer delays: a look every ten milliseconds."""
+    """Nothing out: the thread rests. One that a peer delays: a look every ten milliseconds, in two naps."""
     with worlds.fresh("mpi", 2) as unused:  # in the others' worlds there may be something out for ever
-        for nothing, one in unused.run(idle):
+        found = unused.run(idle)
+        for nothing, one in found:
             assert nothing == 0
-            assert one <= 60
+            assert one <= 150
+    assert any(one for _, one in found)
 
 
 # ---------------------------------------------------------------- errors

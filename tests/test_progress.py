@@ -138,9 +138,9 @@ def test_with_nothing_to_do_it_burns_no_core(progress: Progress, turns: list[flo
     progress.watch(item)
     assert item.over.wait(patient(5))
     until(lambda: turns[-1] == math.inf)
+    taken = len(turns)
     time.sleep(0.2)
-    assert turns.count(math.inf) == 1
-    assert turns[-1] == math.inf
+    assert len(turns) == taken
 
 
 def test_with_one_operation_out_it_burns_little(progress: Progress, turns: list[float]) -> None:

@@ -24,6 +24,8 @@ from asynccoll.work import Work
 #: 50 ms of page faults), so a thread makes it, while the operation keeps its place in the lane.
 OFFLOAD_BYTES = 2 << 20
 _copiers = Waiters("asynccoll-copy")
+#: Subclasses may have no memory of their own, or make other subclasses of what is made of them.
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Route:
@@ -48,7 +50,11 @@ class Route:
 
     def plain(self, x: torch.Tensor) -> bool:
         """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
-        return self._plain and not x.is_neg()
+        return self._plain and type(x) in _ORDINARY and not x.is_neg()
+
+    def swaps(self, x: torch.Tensor) -> bool:
+        """Whether the same goes for an exchange between two ranks, with ``combine``."""
+        return self.combine is not None and type(x) in _ORDINARY and not x.is_neg()
 
 
 def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, numel: int) -> Route:
@@ -265,7 +271,7 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 def serves(out: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether ``out`` can take a result of ``shape``, made of a plain ``x``, as it comes."""
     return (
-        isinstance(out, torch.Tensor)
+        type(out) in _ORDINARY
         and out.shape == shape
         and out.dtype is x.dtype
         and out.device == x.device

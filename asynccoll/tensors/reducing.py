@@ -53,7 +53,7 @@ def start_all_reduce(
             wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
-    elif route.combine is not None and (out is x or out is None) and not x.is_neg():
+    elif (out is x or out is None) and route.swaps(x):
         return _swapped(lane, route, x, out, timeout)
     return all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
@@ -270,7 +270,7 @@ def start_reduce_scatter(
     """Row ``rank`` of the reduction of every rank's ``rows`` (n, ...)."""
     numel, shape = rows.numel(), rows.shape[1:]
     route = route_for(lane, Op.REDUCE_SCATTER, rows, op, numel)
-    combine, plain = route.combine, numel > 0 and not (rows.requires_grad or rows.is_neg())
+    combine, plain = route.combine, numel > 0 and not rows.requires_grad and route.swaps(rows)
     if combine is not None and plain and (out is None or serves(out, rows, shape)):
         wire = rows.view(2, -1)
         received = torch.empty_like(wire)
