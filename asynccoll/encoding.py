@@ -43,6 +43,8 @@ def _view(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], last), dtype=dtype)
     if x.dim() == 0:
         x = x.reshape(1)
+    if x.stride(-1) != 1:  # one element is contiguous whatever its stride, at which torch looks all the same
+        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x.view(dtype)
 
 

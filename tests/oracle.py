@@ -124,8 +124,8 @@ def to_bytes(x: Tensor) -> np.ndarray:
     """The bytes of a tensor, one row of `itemsize` per element."""
     if x.numel() == 0:
         return np.empty((*x.shape, x.dtype.itemsize), np.uint8)
-    plain = x.detach().resolve_conj().resolve_neg().contiguous()
-    flat = plain.reshape(-1).contiguous().view(torch.uint8)
+    plain = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    flat = plain.reshape(-1).view(torch.uint8)
     return flat.numpy().reshape(*x.shape, x.dtype.itemsize).copy()
 
 

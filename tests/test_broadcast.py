@@ -35,6 +35,17 @@ def test_every_dtype_and_shape(world: World, runner: str) -> None:
     world.run(dtypes, runner=runner)
 
 
+async def one_of_a_column(me: Rank) -> None:
+    for name, dtype in oracle.DTYPES.items():
+        inputs = oracle.by_rank(oracle.moving, me.size, (3, 2), dtype)
+        await me.check(name, ac.broadcast, inputs[me.rank][:1, 0], src=0, expect=inputs[0][:1, 0])
+
+
+def test_one_element_of_a_column(pair: World) -> None:
+    """It is contiguous, and its stride is not one."""
+    pair.run(one_of_a_column)
+
+
 class Subclass(torch.Tensor):
     """As people derive them."""
 
