@@ -42,7 +42,7 @@ ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := python -m pytest -q -c $(CURDIR)/pyproject.toml -k
 # How one waits has nothing to do with whether the ranks are odd: all ways with even worlds, one with odd.
 MPI_WAYS  := "mpi and not ((mpi-1 or mpi-3) and (trio or blocking))"
-OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=2,3
+OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=3
 
 # Files with many cases that depend little on the number of ranks or on the event loop.
 TWO_RANKS := ASYNCCOLL_TEST_WORLD_SIZES=2 ASYNCCOLL_TEST_RUNNERS=asyncio
@@ -94,9 +94,13 @@ soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
 		$(XLA) env ASYNCCOLL_TEST_SOAK=2000 ASYNCCOLL_TEST_SEED=$$run \
 			$(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
 
+# Those of files that start whole programs are left to `make test`.
+PROGRAMS := cli compiled examples exit faults hosts launchers nodes notebook packaging parallel slurm spawn sync_launch
+INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
+
 quick: export ASYNCCOLL_TEST_PATIENCE = 1
-quick: ## the inner loop: tests that are not slow, on the checkout (under three minutes)
-	@$(TEST) python -m pytest -q -m "not slow" $(ARGS)
+quick: ## the inner loop: what is quick, on two ranks and asyncio; two minutes (or all of ARGS=tests/test_x.py)
+	@$(TEST) $(if $(ARGS),,env $(TWO_RANKS)) python -m pytest -q $(or $(ARGS),$(INNER))
 
 lint: ## formatting and lint rules
 	@$(TEST) ruff format --check --output-format concise
