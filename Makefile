@@ -40,8 +40,9 @@ MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_lev
 	slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := python -m pytest -q -c $(CURDIR)/pyproject.toml -k
-# How one waits has nothing to do with whether the ranks are odd: all ways with even worlds, one with odd.
-MPI_WAYS  := "mpi and not ((mpi-1 or mpi-3) and (trio or blocking))"
+# How one waits has nothing to do with how many ranks there are: all ways in even worlds, one in odd ones.
+ONE_WAY_IF_ODD = not (($(1)-1 or $(1)-3) and (trio or blocking))
+MPI_WAYS  := "mpi and $(call ONE_WAY_IF_ODD,mpi)"
 OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=3
 
 # Files with many cases that depend little on the number of ranks or on the event loop.
@@ -62,8 +63,7 @@ HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity
 HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier broadcast \
 	gather groups objects reduce reduce_scatter scaling scatter)
 ON_HVD := python -m pytest -q -c $(CURDIR)/pyproject.toml
-# How one waits has nothing to do with how many ranks there are: all ways with two, one with the others.
-HVD_WAYS := -k "not ((horovod-1 or horovod-3) and (trio or blocking))"
+HVD_WAYS := -k "$(call ONE_WAY_IF_ODD,horovod)"
 
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3

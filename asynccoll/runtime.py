@@ -61,8 +61,8 @@ class _Process:
         self.lock = threading.RLock()
         self.context: Context | None = None  # initialized here
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
-        self.embedded: Context | None = None  # the world of one, made when the environment said
-        self.said: str | None = None  # so many ranks
+        self.embedded: Context | None = None  # the world of one
+        self.said: str | None = None  # WORLD_SIZE in the environment in which that was right
         self.finalized = False
         self.thread_ranks: list[Context] = []  # those that are threads of this process
         self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
@@ -102,9 +102,8 @@ def _implicit(process: _Process) -> Context:
             "that called ac.initialize, or from a task or thread that inherits its context "
             "(contextvars.copy_context().run)"
         )
-    if (native := _torch_group(process)) is not None:
-        adopted = process.adopted
-        return adopted[1] if adopted is not None and adopted[0]() is native else _adopt(process)
+    if _torch_group(process) is not None:
+        return _adopt(process)
     if process.inherited is not None:
         raise NotInitializedError(
             "this process was forked from one that had joined a world, whose connections it cannot use; "

@@ -313,13 +313,13 @@ def _inline(operation: Operation, turn: _Turn, now: float) -> bool:
     estimate = operation.estimate
     elapsed = now - operation.started
     left = estimate.seconds - elapsed
+    lasts = left if left > 0.0 else INLINE_SECONDS  # what is late may be so for long
     if left < 0.0 and completion.done():
         estimate.at_most(elapsed)  # it may have been so for long
-    # What is late may be so for long: it does not delay a timer that comes soon.
     elif (
         not completion.blockable
         or left > _PATIENCE_SECONDS
-        or ((left if left > 0.0 else INLINE_SECONDS) > turn.due(now) and not completion.done())
+        or (lasts > turn.due(now) and not completion.done())
         or (left > INLINE_SECONDS and not turn.may_last(now))
     ):
         return operation.done()

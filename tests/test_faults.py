@@ -12,7 +12,6 @@ import torch
 
 import asynccoll as ac
 import worlds
-from patience import patient
 from ranks import Rank
 
 
@@ -50,7 +49,7 @@ def test_a_killed_rank_is_named(backend: str, size: int, victim: int, runner: st
             text, lost, seconds = result
             assert lost == (victim,), f"rank {rank} was told {lost}: {text}"
             assert f"rank {victim}" in text
-            assert seconds < patient(10), f"rank {rank} heard of it after {seconds} s"
+            assert seconds < 10, f"rank {rank} heard of it after {seconds} s"
 
 
 async def afterwards(me: Rank) -> list[str]:
@@ -71,7 +70,7 @@ async def afterwards(me: Rank) -> list[str]:
         work = None
     start = time.monotonic()
     ac.finalize(abort=True)
-    assert time.monotonic() - start < patient(10), "finalize waits for the dead"
+    assert time.monotonic() - start < 10, "finalize waits for the dead"
     return heard
 
 

@@ -281,7 +281,7 @@ async def idle(me: Rank) -> tuple[int, int]:
     while turns() != before:  # until it rests
         before = turns()
         time.sleep(0.2)
-    time.sleep(0.5)
+    time.sleep(0.5)  # the time in which turns are counted, here and below
     nothing = turns() - before
     if me.rank == 1:
         me.see("measured")
@@ -358,7 +358,7 @@ def stuck(me: Rank) -> list[str]:
         start = time.monotonic()
         ac.finalize(abort=True)
         took = time.monotonic() - start
-        assert took < patient(10), f"finalize(abort=True) took {took} s"
+        assert took < 10, f"finalize(abort=True) took {took} s"
         heard = [type(work.exception()).__name__]
         me.show("aborted")
         me.see("heard")

@@ -139,7 +139,7 @@ def test_with_nothing_to_do_it_burns_no_core(progress: Progress, turns: list[flo
     assert item.over.wait(patient(5))
     until(lambda: turns[-1] == math.inf)
     taken = len(turns)
-    time.sleep(0.2)
+    time.sleep(0.2)  # a time in which nothing may happen
     assert len(turns) == taken
 
 

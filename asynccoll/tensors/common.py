@@ -31,7 +31,7 @@ _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 class Route:
     """A plan, and what is known of the operations that follow it: looked up once for every call."""
 
-    __slots__ = ("_plain", "combine", "estimate", "itemsize", "keeps_input", "plan")
+    __slots__ = ("_combine", "_plain", "estimate", "itemsize", "keeps_input", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
@@ -43,18 +43,18 @@ class Route:
         self.itemsize = spec.dtype.itemsize
         self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
         dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)
-        self._plain = self.plan.direct and dense and not policy.check
-        #: Of a reduction that is an exchange between two ranks: what is done with the two tensors.
+        as_it_is = dense and not policy.check
+        self._plain = self.plan.direct and as_it_is
         swaps = reduce is not None and self.plan.via == "all_to_all" and topology.world_size == 2
-        self.combine = combiner(self.plan, x.dtype) if swaps and dense and not policy.check else None
+        self._combine = combiner(self.plan, x.dtype) if swaps and as_it_is else None
 
     def plain(self, x: torch.Tensor) -> bool:
         """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
         return self._plain and type(x) in _ORDINARY and not x.is_neg()
 
-    def swaps(self, x: torch.Tensor) -> bool:
-        """Whether the same goes for an exchange between two ranks, with ``combine``."""
-        return self.combine is not None and type(x) in _ORDINARY and not x.is_neg()
+    def combine(self, x: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        """``f(a, b, out=)`` where the same goes for an exchange between two ranks that reduces; else None."""
+        return self._combine if type(x) in _ORDINARY and not x.is_neg() else None
 
 
 def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, numel: int) -> Route:
@@ -246,11 +246,15 @@ def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -
         return
     if not isinstance(out, torch.Tensor):
         raise PayloadTypeError(f"out must be a tensor, got {type(out).__name__}")
-    if out.shape != torch.Size(shape) or out.dtype is not x.dtype or out.device != x.device:
+    if not _holds(out, x, shape):
         raise InvalidArgumentError(
             f"out is {dtype_name(out.dtype)}{list(out.shape)} on {out.device}; expected "
             f"{dtype_name(x.dtype)}{list(shape)} on {x.device}"
         )
+
+
+def _holds(out: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> bool:
+    return out.shape == torch.Size(shape) and out.dtype is x.dtype and out.device == x.device
 
 
 def has_memory(x: torch.Tensor) -> bool:
@@ -272,9 +276,7 @@ def serves(out: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether ``out`` can take a result of ``shape``, made of a plain ``x``, as it comes."""
     return (
         type(out) in _ORDINARY
-        and out.shape == shape
-        and out.dtype is x.dtype
-        and out.device == x.device
+        and _holds(out, x, shape)
         and out.is_contiguous()
         and not (out.requires_grad or out.is_neg() or may_overlap(out, x))
     )

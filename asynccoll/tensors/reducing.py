@@ -53,8 +53,8 @@ def start_all_reduce(
             wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
-    elif (out is x or out is None) and route.swaps(x):
-        return _swapped(lane, route, x, out, timeout)
+    elif (out is x or out is None) and (combine := route.combine(x)) is not None:
+        return _swapped(lane, route, combine, x, out, timeout)
     return all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
 
@@ -178,11 +178,15 @@ def _all_reduce_exchanged(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Te
 
 
 def _swapped(
-    lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+    lane: Lane,
+    route: Route,
+    combine: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    timeout: float | None,
 ) -> Work[torch.Tensor]:
     """The same between two ranks, for a plain tensor: with as little around the message as there can be."""
-    combine, rank = route.combine, lane.group.rank
-    assert combine is not None
+    rank = lane.group.rank
     own = (x.detach() if x.requires_grad else x).view(-1)
     received = torch.empty_like(own)
     splits = [0, own.numel()] if rank == 0 else [own.numel(), 0]
@@ -270,8 +274,8 @@ def start_reduce_scatter(
     """Row ``rank`` of the reduction of every rank's ``rows`` (n, ...)."""
     numel, shape = rows.numel(), rows.shape[1:]
     route = route_for(lane, Op.REDUCE_SCATTER, rows, op, numel)
-    combine, plain = route.combine, numel > 0 and not rows.requires_grad and route.swaps(rows)
-    if combine is not None and plain and (out is None or serves(out, rows, shape)):
+    combine = route.combine(rows) if numel and not rows.requires_grad else None
+    if combine is not None and (out is None or serves(out, rows, shape)):
         wire = rows.view(2, -1)
         received = torch.empty_like(wire)
         start: Start = lambda communicator: communicator.all_to_all(received, wire, _ONE_EACH, _ONE_EACH)  # noqa: E731
