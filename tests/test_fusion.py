@@ -203,10 +203,9 @@ def memory_in_place(me: Rank) -> None:
 
     tree = [torch.zeros(64 << 10) for _ in range(64)]
     ac.all_reduce(tree, out=tree).wait()
-    with patch.object(fusing, "pack", seen):
+    cost = Cost(alpha=300e-6, beta=700e-6 / 2**20, gamma=400e-6 / 2**20)  # measured, it may make two buckets
+    with patch.object(fusing, "pack", seen), patch.object(current().world.lane(), "cost", cost):
         ac.all_reduce(tree, out=tree).wait()
-    cost = current().world.cost
-    assert cost is not None
     assert len(made) > 2
     assert 0 < most <= cost.bucket_bytes(16 << 20)
 
