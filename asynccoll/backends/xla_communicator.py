@@ -109,13 +109,16 @@ class Call:
                 self.result = device.launch(partial(self.collective.trace, self.x))
 
     def end(self) -> None:
-        """Wait for the device and deliver, in the replica's progress thread."""
+        """Deliver and wait for the device, in the replica's progress thread.
+
+        What is delivered is a graph upon the result, which is traced while the device is at work.
+        """
         device = self.replica.xla
         try:
             if self.result is not None:
-                device.wait()
                 with device.lock:
                     self.deliver(self.collective.finish(self.result, self.matrix))
+                device.wait()
         except BaseException as error:
             self.promise.settle(error)
         else:
