@@ -160,18 +160,33 @@ class Lane:
         return operation
 
     def run(
-        self, name: str, program: Program, size_bytes: int = 0, timeout: float | None = None
+        self,
+        name: str,
+        program: Program,
+        size_bytes: int = 0,
+        timeout: float | None = None,
+        *,
+        awaited_soon: bool = False,
     ) -> Operation:
-        """Accept an operation of several native calls."""
+        """Accept an operation of several native calls.
+
+        ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
+        """
         estimate = self.estimate(name, size_bytes)
-        job = Job(None, program, driven_by=self._drive if waiting.get() else None)
+        awaited_soon = awaited_soon or waiting.get()
         with self._lock:
             owner = self._admitted_owner(None)
-            if job.driven and self._is_free():
+            if awaited_soon and self._is_free():
+                job = Job(None, program, driven_by=self._drive)
                 self._begin(job)
-                return self._record(estimate, job.promise, size_bytes, timeout, None, owner)
-            operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
-        self._start_queued()
+                operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
+            else:
+                job = Job(None, program)
+                operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
+        if isinstance(job.promise, Stepping):
+            job.promise.offer()
+        else:
+            self._start_queued()
         return operation
 
     def _is_free(self) -> bool:
@@ -305,6 +320,9 @@ class Lane:
     # Issuing what is queued
 
     def _start_queued(self) -> None:
+        active = self._active
+        if active is not None and isinstance(active.promise, Stepping):
+            active.promise.hand_over()  # somebody else waits for its end now
         if self._turnstile is not None:
             self._turnstile.request(self)
         self._drive()

@@ -133,7 +133,7 @@ def _padded(message: Message, length: int, device: torch.device) -> torch.Tensor
 def _run(lane: Lane, name: str, detail: str, program: Program, size_bytes: int, timeout: float | None) -> Any:
     if lane.group.context.policy.check:
         program = checked(lane, signature(name, detail=detail), program=program)
-    return lane.run(name, program, size_bytes, timeout)
+    return lane.run(name, program, size_bytes, timeout, awaited_soon=True)
 
 
 def all_gather_messages(

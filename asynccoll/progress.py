@@ -1,4 +1,7 @@
-"""The one progress thread of a process, for operations that can only be polled (mpi, horovod).
+"""The one progress thread of a process: it sees to what nobody waits for.
+
+It is for operations that can only be polled (mpi, horovod), and for those of several calls whose waiter,
+who would make the next one, does not come (``stepping``).
 
 An operation is *watched* from its issue on. The thread looks at it after a short grace, so that what
 a waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
@@ -48,16 +51,28 @@ give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
 class Pollable(Protocol):
     """An operation that has to be asked whether it is over, from whatever thread."""
 
-    #: over, as far as anybody has noticed
-    finished: bool
-    #: somebody waits for it in place and looks himself
-    attended: bool
-    #: the thread is to look at it without grace
-    urgent: bool
+    @property
+    def finished(self) -> bool:
+        """Over, as far as anybody has noticed, or for whoever took it from the thread to see to."""
+        ...
 
-    #: A look may be late by this part of the time since the operation is watched: so long are the naps.
-    #: None: the thread is to be as early as it can, at the price of looking often.
-    lateness: float | None
+    @property
+    def attended(self) -> bool:
+        """Somebody waits for it in place and looks himself."""
+        ...
+
+    @property
+    def urgent(self) -> bool:
+        """The thread is to look at it without grace."""
+        ...
+
+    @property
+    def lateness(self) -> float | None:
+        """A look may be late by this part of the time since the operation is watched: so long are the naps.
+
+        None: the thread is to be as early as it can, at the price of looking often.
+        """
+        ...
 
     def expected(self) -> float:
         """How many seconds it may well take from now: for so long, looking again at once is worth it."""

@@ -1,9 +1,10 @@
-"""Programs that their own caller drives, because it waits for them at once.
+"""Programs that their own waiter drives, because it comes at once.
 
 A program's next call is issued from the completion of the one before, on the thread that completes it:
-whoever waits may come late. That costs wake-ups across threads at every step. A caller that says it
-waits at once (``waited_for``) waits on the native step itself and drives the lane from there; the order
-is the lane's as ever. If it gives up, the completions take over.
+whoever waits may come late. That costs wake-ups across threads at every step. Where the waiter is likely
+to come at once, as for an object that is awaited where it is sent, or says so (``waited_for``), it waits
+on the native step itself and drives the lane from there; the order is the lane's as ever. If it gives up,
+or does not come within the grace of the progress thread, the completions take over.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from asynccoll.completion import Completion, Promise
+from asynccoll.progress import progress
 
 if TYPE_CHECKING:
     from asynccoll.lane import Job
@@ -39,24 +41,36 @@ def waited_for(start: Callable[..., Work[T]], *args: object, **kwargs: object) -
 class Stepping(Promise):
     """The promise of a job that its waiter drives."""
 
-    __slots__ = ("_drive", "_job", "_last")
+    __slots__ = ("_drive", "_job", "_last", "attended")
+
+    # To the progress thread it is something to look at once, after the grace: to take it from its waiter.
+    urgent = False
+    lateness = None
 
     def __init__(self, job: Job, drive: Callable[[], object]) -> None:
         super().__init__()
         self._job = job
         self._drive = drive
         self._last: Completion | None = None
+        self.attended = False
 
     def wait(self, seconds: float) -> bool:
+        self.attended = True
+        try:
+            return self._step(seconds)
+        finally:
+            self.attended = False
+
+    def _step(self, seconds: float) -> bool:
         deadline = monotonic() + seconds
         while not self._done:
             step = self._last or self._job.step
             left = max(0.0, deadline - monotonic())
             if step is None or not step.blockable or not self._job.driven:
-                self._hand_over()
+                self.hand_over()
                 return super().wait(left)
             if not step.wait(left):
-                self._hand_over()
+                self.hand_over()
                 return self._done
             if step is self._last:
                 self.settle(step.error())
@@ -72,10 +86,32 @@ class Stepping(Promise):
         super().follow(completion)
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        self._hand_over()
+        self.hand_over()
         super().add_callback(callback)
 
-    def _hand_over(self) -> None:
+    def offer(self) -> None:
+        """Leave it to its waiter, for a while."""
+        step = self._job.step
+        if step is None or step.blockable:
+            progress.watch(self)
+        else:
+            self.hand_over()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the progress thread has nothing more to do with it."""
+        return self._done or not self._job.driven
+
+    def expected(self) -> float:
+        """It is looked at once."""
+        return 0.0
+
+    def poll(self) -> bool:
+        """Its waiter has not come."""
+        self.hand_over()
+        return True
+
+    def hand_over(self) -> None:
         """From now on completions drive the lane, also that of the step which is out."""
         if not self._job.driven:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import asynccoll as ac
 import oracle
 import payloads
+from patience import patient
 from ranks import Rank
 from worlds import World
 
@@ -146,3 +148,23 @@ async def pipelined(me: Rank) -> None:
 def test_programs_of_several_calls_stay_in_order(world: World, runner: str) -> None:
     """Objects (several messages each) and sums in flight together, awaited backwards."""
     world.run(pipelined, runner=runner)
+
+
+async def left_alone(me: Rank) -> None:
+    every = [[rank, "é" * 50_000 * rank] for rank in range(me.size)]
+    with me.case("nobody waits"):
+        work = ac.all_gather_object(every[me.rank])
+        deadline = time.monotonic() + patient(10)
+        while not work.done():  # its second call is for the progress thread to make
+            assert time.monotonic() < deadline, "it stops after its first call"
+            time.sleep(0.001)
+        oracle.same(work.result(), every)
+    with me.case("one waits for what comes after it"):
+        first, second = ac.all_gather_object(every[me.rank]), ac.all_gather_object(me.rank)
+        oracle.same(await me.get(second), list(range(me.size)))
+        oracle.same(await me.get(first), every)
+
+
+def test_objects_arrive_though_nobody_waits_for_them(world: World, runner: str) -> None:
+    """Also those of several calls, which a waiter who comes at once makes himself."""
+    world.run(left_alone, runner=runner)
