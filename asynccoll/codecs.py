@@ -116,7 +116,8 @@ class _SafePickler(pickle.Pickler):
             return ("namedtuple", *_name_of(obj), tuple(obj))
         if isinstance(obj, (np.ndarray, np.generic)) and obj.dtype.kind in "biufcSUMm":
             array = np.ascontiguousarray(obj)
-            return ("numpy", obj.dtype.str, obj.shape, array.tobytes(), isinstance(obj, np.generic))
+            raw = pickle.PickleBuffer(array.reshape(-1).view(np.uint8).data) if array.nbytes else b""
+            return ("numpy", obj.dtype.str, obj.shape, raw, isinstance(obj, np.generic))
         return None
 
 
@@ -157,7 +158,8 @@ def _from_tensor(x: torch.Tensor) -> tuple[Any, ...]:
     if x.layout is not torch.strided or x.device.type == "meta":
         raise PayloadTypeError(f"cannot encode a {x.layout} tensor on {x.device}; pass a dense one")
     data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    # A buffer is written as it is; it comes out as bytes, or as a bytearray where it is writable here.
+    raw = pickle.PickleBuffer(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else b""
     return ("tensor", str(x.dtype), tuple(x.shape), raw)
 
 
@@ -174,14 +176,18 @@ class _SafeUnpickler(pickle.Unpickler):
         return found
 
 
-def _to_tensor(dtype: str, shape: tuple[int, ...], raw: bytes) -> torch.Tensor:
+def _to_tensor(dtype: str, shape: tuple[int, ...], raw: bytes | bytearray) -> torch.Tensor:
     if not raw:
         return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(_DTYPES[dtype]).view(shape)
+    return torch.frombuffer(_writable(raw), dtype=torch.uint8).view(_DTYPES[dtype]).view(shape)
 
 
-def _to_numpy(dtype: str, shape: tuple[int, ...], raw: bytes, scalar: bool) -> Any:
-    array = np.frombuffer(bytearray(raw), dtype=np.dtype(dtype)).reshape(shape)
+def _writable(raw: bytes | bytearray) -> bytearray:
+    return raw if isinstance(raw, bytearray) else bytearray(raw)
+
+
+def _to_numpy(dtype: str, shape: tuple[int, ...], raw: bytes | bytearray, scalar: bool) -> Any:
+    array = np.frombuffer(_writable(raw), dtype=np.dtype(dtype)).reshape(shape)
     return array[()] if scalar else array
 
 
