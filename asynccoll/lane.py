@@ -200,12 +200,15 @@ class Lane:
         )
 
     def _begin(self, job: Job) -> None:
-        """Issue the first call of a program that its caller will drive. With the lock held."""
+        """Issue the first calls of a program that its waiter may drive. With the lock held."""
         assert job.program is not None
         self._active = job
         job.generator = job.program(self.communicator)
         try:
             job.step = next(job.generator)
+        except StopIteration as stop:  # it was the last
+            self._active = None
+            job.promise.follow(stop.value)
         except BaseException:  # refused by the native call itself, as it is for a single one
             self._active = None
             raise

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from asynccoll.checks import checked, signature
-from asynccoll.completion import Completion
+from asynccoll.completion import AllOf, Completion
 from asynccoll.lane import Lane, Program
 from asynccoll.work import Work
 
@@ -116,6 +116,8 @@ class _Slots:
 
     def messages(self, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
         """The messages, with the bodies that came after them."""
+        if not self._found:
+            self.read()
         for index, size_bytes in self._missing if bodies else ():
             self._found[index] = self._found[index]._replace(body=bodies[index][:size_bytes])
         return self._found
@@ -250,7 +252,8 @@ def broadcast_message(
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.broadcast(slot.tensor, src)
-        yield first
+        if message is None:
+            yield first
         longest = slot.read()
         if not longest:
             return first
@@ -260,7 +263,7 @@ def broadcast_message(
             else torch.empty(longest, dtype=torch.uint8, device=device)
         )
         last: Completion = communicator.broadcast(body[0], src)
-        return last
+        return last if message is None else AllOf((first, last))
 
     size_bytes = message.size_bytes if message is not None else 0
     operation = _run(lane, name, detail, program, size_bytes, timeout)
@@ -286,14 +289,15 @@ def scatter_messages(
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.scatter(slot.tensor, slots, src)
-        yield first
-        needed = slot.read()
+        if messages is None or not longest:
+            yield first
+        needed = longest or slot.read()  # the source knows, and has its own part only when it has come
         if not needed:
             return first
         body.append(torch.empty(needed, dtype=torch.uint8, device=device))
         sent = [_padded(m, needed, device) for m in messages] if messages is not None else None
         last: Completion = communicator.scatter(body[0], sent, src)
-        return last
+        return AllOf((first, last)) if longest else last
 
     operation = _run(lane, name, detail, program, longest, timeout)
     return Work((operation,), lambda: then(slot.messages(body)[0]))

@@ -70,8 +70,7 @@ class Stepping(Promise):
                 self.hand_over()
                 return super().wait(left)
             if not step.wait(left):
-                self.hand_over()
-                return self._done
+                return self._done  # who gives up is missed by the progress thread, which goes on looking
             if step is self._last:
                 self.settle(step.error())
             else:
@@ -91,7 +90,7 @@ class Stepping(Promise):
 
     def offer(self) -> None:
         """Leave it to its waiter, for a while."""
-        step = self._job.step
+        step = self._last or self._job.step
         if step is None or step.blockable:
             progress.watch(self)
         else:
