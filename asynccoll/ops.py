@@ -486,6 +486,8 @@ def broadcast_object(
 ) -> Work[Any]:
     """The ``obj`` of ``src``, on every rank; what the others pass is ignored.
 
+    Every rank gets a copy of its own, ``src`` too.
+
     >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
     {'lr': 0.1}                                               # both
     """
