@@ -58,7 +58,7 @@ class Prepared(Generic[T]):
         self._last: Work[T] | None = None
         only = calls[0] if len(calls) == 1 and finish is None else None
         quick = only is not None and only.program is None and not self._context.policy.check
-        if only is not None and only.refill is not None and only.wire.nbytes >= OFFLOAD_BYTES:
+        if only is not None and only.refill is not None and only.wire.nbytes > OFFLOAD_BYTES:
             quick = False  # a thread copies, if that would hold an event loop
         self._estimate = lane.estimate(name, only.wire.nbytes) if only is not None and quick else None
         self._refill = only.refill if only is not None else None

@@ -43,7 +43,7 @@ def start_broadcast(
     route = route_for(lane, Op.BROADCAST, x, None, x.numel())
     if (out is x or out is None) and route.plain(x):
         here, size_bytes = lane.group.rank == src, x.nbytes
-        if out is x or not here or size_bytes < OFFLOAD_BYTES:
+        if out is x or not here or size_bytes <= OFFLOAD_BYTES:
             buffer = x if out is x else copied(x) if here else x.new_empty(x.shape)
             start: Start = lambda communicator: communicator.broadcast(buffer, src)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)

@@ -64,7 +64,7 @@ def _split(numel: int, parts: int) -> list[int]:
 
 def _locally(rows: torch.Tensor, job: Callable[[], object]) -> Generator[Completion, None, None]:
     """Run ``job``, which reads or writes ``rows``: here, where completions arrive, unless it takes long."""
-    if rows.nbytes < OFFLOAD_BYTES:
+    if rows.nbytes <= OFFLOAD_BYTES:
         job()
     else:
         yield in_thread(job)

@@ -48,7 +48,7 @@ def start_all_reduce(
     if route.plain(x):
         # The common cases, with as little around the native call as there can be.
         size_bytes = numel * route.itemsize
-        if out is x or (out is None and size_bytes < (_SMALL_BYTES if route.keeps_input else OFFLOAD_BYTES)):
+        if out is x or (out is None and size_bytes <= (_SMALL_BYTES if route.keeps_input else OFFLOAD_BYTES)):
             buffer = x if out is x else copied(x)
             wire_op = route.plan.wire_reduce
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
