@@ -15,8 +15,9 @@ import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from asynccoll.errors import (
     CollectiveTimeoutError,
@@ -45,8 +46,6 @@ _DONE = 2
 _FAILED = 3
 #: So many works of a scope are kept before it looks which of them are of no more interest.
 _FEW = 64
-#: How often in a row ``as_completed`` waits in place for nothing before it asks to be woken.
-_PATIENCE = 4
 _claim = threading.Lock()
 #: Who waits for another thread to finish a work: hardly ever anybody.
 _finishing: dict[int, threading.Event] = {}
@@ -396,33 +395,15 @@ async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
 
 
 async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
-    """Each of ``works`` as it becomes done, the fastest first.
+    """Each of ``works`` as it becomes done, the fastest first; those of one lane in the lane's order.
 
     ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all, or the
     own timeout of a work that is still out, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
-    pending = deque(works)
-    for work in pending:
-        work._heard = True
-        work._send()
+    arrivals = _Arrivals(works)
     deadline = monotonic() + (math.inf if timeout is None else timeout)
-    # Most often the first to start is the first to end, and soon: then nobody has to be woken.
-    patience = _PATIENCE
-    while pending and patience and monotonic() < deadline:
-        first = pending[0] if await _Attending(pending[0]) else _any_done(pending)
-        if first is None:
-            patience -= 1
-            continue
-        patience = _PATIENCE
-        pending.remove(first)
-        yield first
-    arrivals = _Arrivals(list(pending))
-    for _ in pending:
+    for _ in range(arrivals.left):
         yield await arrivals.next(deadline)
-
-
-def _any_done(works: Iterable[Work[T]]) -> Work[T] | None:
-    return next((work for work in works if work.done()), None)
 
 
 class _Attending:
@@ -451,46 +432,120 @@ def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
         _log.exception("the done-callback %r of %r raised", callback, work)
 
 
-def _due(works: Iterable[Work[Any]]) -> float:
-    """When the waiting for one of those that are out ends at the latest."""
-    out = (operation for work in works for operation in work._operations if not operation.done())
-    return min((operation.deadline for operation in out), default=math.inf)
+def _line_of(work: Work[Any]) -> object:
+    """What works share that end one after the other: collectives a lane; messages nothing."""
+    operations = work._operations
+    return operations[0].lane if len(operations) == 1 and operations[0].sequence else work
+
+
+class _Line:
+    """Where, among the works, those are that end one after the other."""
+
+    __slots__ = ("places", "watched")
+
+    def __init__(self) -> None:
+        self.places: deque[int] = deque()
+        self.watched = False  # whether the first of them tells when it is done
 
 
 class _Arrivals(Generic[T]):
-    """Works in the order in which they became done, told from completing threads to one task."""
+    """Works in the order in which they became done, for one task.
 
-    def __init__(self, works: list[Work[T]]) -> None:
+    Of those on one lane, which end in their order, only the first is looked at, and asked to tell when it is
+    done: a callback costs a turn of the completing thread, and others behind it may be done by then.
+    """
+
+    def __init__(self, works: Iterable[Work[T]]) -> None:
+        self._works: list[Work[T] | None] = [*works]  # None: taken, and let go of
+        self.left = len(self._works)
+        self._first = 0  # the oldest that is not taken
         self._arrived: deque[Work[T]] = deque()
-        self._out = deque(works)
+        lines: dict[object, _Line] = {}
+        self._line_at: list[_Line] = []
+        for place, work in enumerate(self._works):
+            assert work is not None
+            work._heard = True
+            work._send()
+            line = lines.setdefault(_line_of(work), _Line())
+            line.places.append(place)
+            self._line_at.append(line)
+        self._told = deque(lines.values())  # whose first may be done
+        self._unwatched = deque(lines.values())
         self._signal = Signal()
-        self._due = _due(works)
-        for work in works:
-            work.add_done_callback(self._arrive)
-
-    def _arrive(self, work: Work[T]) -> None:
-        self._arrived.append(work)
-        self._signal.set()
+        self._due = self._deadline()
 
     async def next(self, deadline: float) -> Work[T]:
-        while not self._arrived:
+        if self._take():
+            await _Attending(self._arrived[0])  # only to give the loop the turn that may be due
+        while not self._take():
+            # Most often the first to start is the first to end, and soon: then nobody has to be woken.
             if await self._oldest_ends():
                 continue
-            self._signal = Signal()  # before the second look: what arrives after it sets this one
-            if self._arrived or await self._signal.wait(min(deadline, self._due) - monotonic()):
+            self._signal = Signal()  # before the second look: what is told after it sets this one
+            self._watch()
+            if self._told or await self._signal.wait(min(deadline, self._due) - monotonic()):
                 continue
-            self._due = _due(self._out)  # whose time it was may have come meanwhile
+            self._due = self._deadline()  # whose time it was may have come meanwhile
             if monotonic() >= min(deadline, self._due):
-                for work in self._out:
-                    for operation in work._operations:
-                        operation.extend()
-                raise CollectiveTimeoutError(
-                    "as_completed: works are still out at the timeout; await them to go on waiting"
-                )
+                self._give_up()
         return self._arrived.popleft()
 
+    def _take(self) -> bool:
+        """Take those that are done; whether there are any."""
+        while self._told:
+            line = self._told.popleft()
+            while line.places and (work := self._at(line.places[0])).done():
+                self._works[line.places.popleft()] = None
+                self._arrived.append(work)
+                if line.watched:
+                    line.watched = False
+                    self._unwatched.append(line)
+        return bool(self._arrived)
+
+    def _at(self, place: int) -> Work[T]:
+        work = self._works[place]
+        assert work is not None
+        return work
+
     async def _oldest_ends(self) -> bool:
-        """Wait in place for the work that has been out longest; whether something has arrived."""
-        while self._out and self._out[0].done():
-            self._out.popleft()
-        return bool(self._out) and await _Attending(self._out[0]) and bool(self._arrived)
+        """Wait in place for the work that has been out longest; whether it is done."""
+        while self._works[self._first] is None:
+            self._first += 1
+        line = self._line_at[self._first]
+        if await _Attending(self._at(line.places[0])):
+            self._told.append(line)
+            return True
+        return False
+
+    def _watch(self) -> None:
+        """Let the first of each line tell when it is done."""
+        while self._unwatched:
+            line = self._unwatched.popleft()
+            if line.places:
+                line.watched = True
+                self._at(line.places[0]).add_done_callback(partial(self._tell, line))
+
+    def _tell(self, line: _Line, _: Work[T]) -> None:
+        """On the completing thread."""
+        self._told.append(line)
+        self._signal.set()
+
+    def _out(self) -> Iterator[Operation]:
+        return (
+            operation
+            for work in self._works
+            if work is not None
+            for operation in work._operations
+            if not operation.done()
+        )
+
+    def _deadline(self) -> float:
+        """When the waiting for one of those that are out ends at the latest."""
+        return min((operation.deadline for operation in self._out()), default=math.inf)
+
+    def _give_up(self) -> NoReturn:
+        for operation in self._out():
+            operation.extend()
+        raise CollectiveTimeoutError(
+            "as_completed: works are still out at the timeout; await them to go on waiting"
+        )
