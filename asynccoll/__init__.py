@@ -19,6 +19,7 @@ from asynccoll.auto import (
 )
 from asynccoll.coalescing import coalescing
 from asynccoll.codecs import Codec
+from asynccoll.completed import as_completed
 from asynccoll.errors import (
     AbortedError,
     AsyncCollError,
@@ -82,7 +83,7 @@ from asynccoll.runtime import (
     new_group,
 )
 from asynccoll.spec import ReduceOp
-from asynccoll.work import Work, as_completed, wait_all
+from asynccoll.work import Work, wait_all
 
 __version__ = "0.1.0"
 
