@@ -182,8 +182,9 @@ def _to_tensor(dtype: str, shape: tuple[int, ...], raw: bytes | bytearray) -> to
     return torch.frombuffer(_writable(raw), dtype=torch.uint8).view(_DTYPES[dtype]).view(shape)
 
 
-def _writable(raw: bytes | bytearray) -> bytearray:
-    return raw if isinstance(raw, bytearray) else bytearray(raw)
+def _writable(raw: bytes | bytearray) -> memoryview:
+    # The view pins it: a stream may go on to extend a bytearray of its own, and torch pins nothing.
+    return memoryview(raw if isinstance(raw, bytearray) else bytearray(raw))
 
 
 def _to_numpy(dtype: str, shape: tuple[int, ...], raw: bytes | bytearray, scalar: bool) -> Any:

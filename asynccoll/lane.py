@@ -52,6 +52,10 @@ Start = Callable[[Any], Completion]
 Program = Callable[[Any], Generator[Completion, None, Completion]]
 
 
+_SETTLED = Promise()
+_SETTLED.settle()
+
+
 class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
@@ -74,6 +78,11 @@ class Job:
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.generator: Generator[Completion, None, Completion] | None = None
         self.step: Completion | None = None
+
+    def let_go(self) -> None:
+        """It is over. Its promise, which others may keep, knows the job, and the job all that was sent."""
+        self.program = self.generator = None
+        self.promise = _SETTLED
 
 
 class _Owner:
@@ -323,7 +332,8 @@ class Lane:
     # Issuing what is queued
 
     def _start_queued(self) -> None:
-        active = self._active
+        with self._lock:  # or it may be about to issue its first call, and then there is nothing to hand over
+            active = self._active
         if active is not None and isinstance(active.promise, Stepping):
             active.promise.hand_over()  # somebody else waits for its end now
         if self._turnstile is not None:
@@ -337,6 +347,24 @@ class Lane:
                 self._kicked = True
                 return
             self._driving = True
+        try:
+            self._issue_queued()
+        except BaseException:  # Ctrl-C, where a waiter drives
+            self._stop_driving()
+            raise
+
+    def _stop_driving(self) -> None:
+        """Whoever drove was torn away, wherever he was: leave the rest to completions."""
+        with self._lock:
+            self._driving = self._kicked = False
+            active = self._active
+        if active is None or active.step is None:
+            self._drive()
+        else:
+            active.driven = False
+            active.step.add_callback(self._drive)
+
+    def _issue_queued(self) -> None:
         while True:
             job = self._active
             if job is None:
@@ -372,22 +400,13 @@ class Lane:
 
     def _advance(self, job: Job) -> None:
         """Start the job's next call; after its last one the lane is free for the next job."""
-        last: Completion | None = None
+        interrupted: KeyboardInterrupt | None = None
         try:
-            if job.start is not None:
-                last = job.start(self.communicator)
-            elif job.step is not None and (error := job.step.error()) is not None:
-                assert job.generator is not None
-                job.step = job.generator.throw(error)
-            else:
-                if job.generator is None:
-                    assert job.program is not None
-                    job.generator = job.program(self.communicator)
-                job.step = next(job.generator)
-        except StopIteration as stop:
-            last = stop.value
+            last = self._next_call(job)
         except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
             last = Ready(error)
+            if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
+                interrupted = error
         if last is not None:
             with self._lock:
                 if self._active is job:  # else the lane was restarted meanwhile
@@ -396,10 +415,29 @@ class Lane:
             if self._turnstile is not None and not job.unopened:
                 self._admitted = False
                 self._turnstile.release()
-        else:
+        elif not job.driven:
             assert job.step is not None
-            if not job.driven:
-                job.step.add_callback(self._drive)
+            job.step.add_callback(self._drive)
+        if interrupted is not None:
+            raise interrupted
+
+    def _next_call(self, job: Job) -> Completion | None:
+        """Make it; what comes back is the completion of the job's last."""
+        if job.start is not None:
+            return job.start(self.communicator)
+        try:
+            if job.step is not None and (error := job.step.error()) is not None:
+                assert job.generator is not None
+                job.step = job.generator.throw(error)
+            else:
+                if job.generator is None:
+                    assert job.program is not None
+                    job.generator = job.program(self.communicator)
+                job.step = next(job.generator)
+        except StopIteration as stop:
+            last: Completion = stop.value
+            return last
+        return None
 
     # Opening, breaking, closing
 

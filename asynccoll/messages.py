@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from asynccoll.checks import checked, signature
-from asynccoll.completion import AllOf, Completion
+from asynccoll.completion import Completion
 from asynccoll.lane import Lane, Program
 from asynccoll.work import Work
 
@@ -116,8 +116,6 @@ class _Slots:
 
     def messages(self, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
         """The messages, with the bodies that came after them."""
-        if not self._found:
-            self.read()
         for index, size_bytes in self._missing if bodies else ():
             self._found[index] = self._found[index]._replace(body=bodies[index][:size_bytes])
         return self._found
@@ -252,8 +250,7 @@ def broadcast_message(
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.broadcast(slot.tensor, src)
-        if message is None:
-            yield first
+        yield first  # also at the source: if the ranks do not agree on it, there is no second
         longest = slot.read()
         if not longest:
             return first
@@ -263,7 +260,7 @@ def broadcast_message(
             else torch.empty(longest, dtype=torch.uint8, device=device)
         )
         last: Completion = communicator.broadcast(body[0], src)
-        return last if message is None else AllOf((first, last))
+        return last
 
     size_bytes = message.size_bytes if message is not None else 0
     operation = _run(lane, name, detail, program, size_bytes, timeout)
@@ -289,15 +286,14 @@ def scatter_messages(
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.scatter(slot.tensor, slots, src)
-        if messages is None or not longest:
-            yield first
-        needed = longest or slot.read()  # the source knows, and has its own part only when it has come
+        yield first
+        needed = slot.read()
         if not needed:
             return first
         body.append(torch.empty(needed, dtype=torch.uint8, device=device))
         sent = [_padded(m, needed, device) for m in messages] if messages is not None else None
         last: Completion = communicator.scatter(body[0], sent, src)
-        return AllOf((first, last)) if longest else last
+        return last
 
     operation = _run(lane, name, detail, program, longest, timeout)
     return Work((operation,), lambda: then(slot.messages(body)[0]))

@@ -73,9 +73,15 @@ class Stepping(Promise):
                 return self._done  # who gives up is missed by the progress thread, which goes on looking
             if step is self._last:
                 self.settle(step.error())
-            else:
-                self._drive()
+                continue
+            self._drive()
+            if not self._done and step is (self._last or self._job.step):
+                self.hand_over()  # another thread drives, or the lane has given the job up
         return True
+
+    def settle(self, error: BaseException | None = None) -> None:
+        super().settle(error)
+        self._job.let_go()
 
     def follow(self, completion: Completion) -> None:
         if self._job.driven and not completion.done():
@@ -91,10 +97,10 @@ class Stepping(Promise):
     def offer(self) -> None:
         """Leave it to its waiter, for a while."""
         step = self._last or self._job.step
-        if step is None or step.blockable:
-            progress.watch(self)
-        else:
+        if step is None or not step.blockable or step.done():
             self.hand_over()
+        else:
+            progress.watch(self)
 
     @property
     def finished(self) -> bool:

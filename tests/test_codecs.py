@@ -199,6 +199,24 @@ def test_garbage_is_a_typed_error(raw: bytes) -> None:
         SAFE.decode(raw)
 
 
+def test_a_stream_cannot_take_the_memory_of_a_tensor_away() -> None:
+    """A bytearray that a tensor lies on stays where it is, whatever the stream goes on to do with it."""
+    size = 400
+    text = lambda x: pickle.SHORT_BINUNICODE + bytes([len(x)]) + x.encode()  # noqa: E731
+    stream = [
+        pickle.PROTO + b"\x05",
+        pickle.GLOBAL + b"asynccoll.codecs\n_REBUILD\n",
+        pickle.MARK + text("tensor") + text("torch.uint8"),
+        pickle.BININT + size.to_bytes(4, "little") + pickle.TUPLE1,
+        pickle.BYTEARRAY8 + size.to_bytes(8, "little") + b"A" * size + pickle.MEMOIZE,
+        pickle.TUPLE + pickle.REDUCE,
+        pickle.BINGET + b"\x00" + pickle.MARK + (pickle.BININT1 + b"B") * 50_000 + pickle.APPENDS,
+        pickle.TUPLE2 + pickle.STOP,
+    ]
+    with pytest.raises(ac.CollectiveError, match="BufferError"):
+        SAFE.decode(b"".join(stream))
+
+
 def test_codecs_are_chosen_by_name_or_given() -> None:
     own = ac.Codec("reversed", lambda text: text[::-1].encode(), lambda raw: raw.decode()[::-1])
     assert get_codec(None) is SAFE

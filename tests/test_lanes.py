@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.runtime import current
+from asynccoll.spec import ReduceOp
+from asynccoll.work import Work
 from ranks import Rank, raising
 from worlds import World
 
@@ -507,3 +511,49 @@ def held_by_thread(me: Rank) -> None:
 def test_a_loop_may_follow_its_thread(pair: World) -> None:
     """The main thread, the loop it runs, and the thread again share a lane."""
     pair.run(held_by_thread)
+
+
+def torn_away(me: Rank, where: str) -> None:
+    """Ctrl-C comes on rank 0 while it drives a program of two calls that it waits for."""
+    lane = current().world.lane()
+    x = torch.ones(4)
+    armed = me.rank == 0
+
+    def interrupt() -> None:
+        nonlocal armed
+        if armed and threading.current_thread() is threading.main_thread():
+            armed = False
+            raise KeyboardInterrupt
+
+    def rest(real: Callable[[], bool] = lane._rest) -> bool:
+        if where == "the lane":
+            interrupt()
+        return real()
+
+    def program(communicator: Any) -> Any:
+        yield communicator.all_reduce(x, ReduceOp.SUM)
+        last = communicator.all_reduce(x, ReduceOp.SUM)
+        if where == "the program":
+            interrupt()
+        return last
+
+    ac.barrier().wait()
+    lane._rest = rest
+    try:
+        work = Work((lane.run("twice", program, awaited_soon=True),), None)
+        if me.rank == 0:
+            with raising(KeyboardInterrupt):
+                work.wait()
+        elif where == "the lane":
+            work.wait()
+        with contextlib.suppress(ac.CollectiveError):  # of the one that was interrupted itself
+            work.wait()
+    finally:
+        del lane._rest
+    assert ac.all_reduce(1).wait() == me.size
+
+
+@pytest.mark.parametrize("where", ["the lane", "the program"])
+def test_ctrl_c_in_a_waiter_that_drives_is_heard_and_stops_nobody(pair: World, where: str) -> None:
+    """It is raised where the program waits, and the lane goes on."""
+    pair.run(torn_away, where)

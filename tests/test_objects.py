@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -168,3 +169,15 @@ async def left_alone(me: Rank) -> None:
 def test_objects_arrive_though_nobody_waits_for_them(world: World, runner: str) -> None:
     """Also those of several calls, which a waiter who comes at once makes himself."""
     world.run(left_alone, runner=runner)
+
+
+async def let_go(me: Rank) -> None:
+    for turn in range(10):
+        oracle.same(await me.get(ac.all_gather_object("é" * 1000 * turn)), ["é" * 1000 * turn] * me.size)
+    kept = [one for one in gc.get_objects() if type(one).__name__ == "Job" and one.program is not None]
+    assert not kept, "what was sent is kept until the collector runs"
+
+
+def test_what_was_sent_is_let_go_of(pair: World, runner: str) -> None:
+    """A program that is over holds its messages no longer: tensors do not make the collector run."""
+    pair.run(let_go, runner=runner)

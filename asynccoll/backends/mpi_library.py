@@ -24,6 +24,7 @@ import torch
 
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.funnel import Funnel
+from asynccoll.progress import progress
 
 __all__ = ["INSTALL", "Library", "load"]
 
@@ -87,6 +88,8 @@ def _examine(mpi: Any) -> Library:
     if not mpi.Is_initialized():  # mpi4py.rc.initialize is False: it was left to us
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi, os.getpid())
+        atexit.unregister(progress.stop)
+        atexit.register(progress.stop)  # before it: the thread may be in the library
     atexit.register(_end_job_if_died, mpi, os.getpid())
     return Library(
         mpi,

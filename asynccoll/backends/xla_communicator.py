@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "XlaCommunicator"]
 
-Deliver = Callable[[torch.Tensor], object]
+#: Puts a result where the caller wants it; what has to wait for the device is returned, to be called then.
+Deliver = Callable[[torch.Tensor], Callable[[], object] | None]
 #: Makes the input of a collective of what the caller gave.
 Shape = Callable[[Any], torch.Tensor]
 
@@ -111,14 +112,17 @@ class Call:
     def end(self) -> None:
         """Deliver and wait for the device, in the replica's progress thread.
 
-        What is delivered is a graph upon the result, which is traced while the device is at work.
+        What is delivered there is a graph upon the result, which is traced while the device is at work.
         """
         device = self.replica.xla
         try:
             if self.result is not None:
                 with device.lock:
-                    self.deliver(self.collective.finish(self.result, self.matrix))
+                    rest = self.deliver(self.collective.finish(self.result, self.matrix))
                 device.wait()
+                if rest is not None:
+                    with device.lock:
+                        rest()
         except BaseException as error:
             self.promise.settle(error)
         else:
@@ -282,16 +286,22 @@ def _as_matrix(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.view(x.shape[0], -1)
 
 
-def _put(into: torch.Tensor, result: torch.Tensor) -> None:
+def _put(into: torch.Tensor, result: torch.Tensor) -> Callable[[], object] | None:
     if into.device.type == "cpu":
-        result = result.cpu()
+        return lambda: into.copy_(result.cpu().view(into.shape))
     into.copy_(result.view(into.shape))
+    return None
 
 
-def _put_rows(into: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-    rows = result.cpu() if into[0].device.type == "cpu" else result
-    for part, row in zip(into, rows.view(len(into), -1), strict=True):
-        part.copy_(row.view(part.shape))
+def _put_rows(into: Sequence[torch.Tensor], result: torch.Tensor) -> Callable[[], object] | None:
+    def put(rows: torch.Tensor) -> None:
+        for part, row in zip(into, rows.view(len(into), -1), strict=True):
+            part.copy_(row.view(part.shape))
+
+    if into[0].device.type == "cpu":
+        return lambda: put(result.cpu())
+    put(result)
+    return None
 
 
 def _drop(_: Any) -> None:
