@@ -84,6 +84,24 @@ def test_tags_tell_messages_apart(pair: World, runner: str) -> None:
     pair.run(tags, runner=runner)
 
 
+async def any_order(me: Rank) -> None:
+    peer = 1 - me.rank
+    received = {ac.recv(torch.tensor(0), src=peer, tag=tag): tag for tag in range(8)}
+    summed = ac.all_reduce(1)
+    sent = [ac.send(torch.tensor(tag), dst=peer, tag=tag) for tag in reversed(range(8))]
+    seen = [work async for work in ac.as_completed([*received, summed])]
+    assert len(seen) == 9
+    assert set(seen) == {*received, summed}, "each comes once"
+    assert {tag: work.result().item() for work, tag in received.items()} == {tag: tag for tag in range(8)}
+    await ac.wait_all(sent)
+
+
+@pytest.mark.processes
+def test_messages_are_taken_as_they_come(pair: World, loop: str) -> None:
+    """as_completed gives each once, whatever the order they were sent in."""
+    pair.run(any_order, runner=loop)
+
+
 async def into_out(me: Rank) -> None:
     x = oracle.moving(0, (4, 2), torch.int16)
     if me.rank == 0:
