@@ -553,6 +553,7 @@ def torn_away(me: Rank, where: str) -> None:
     assert ac.all_reduce(1).wait() == me.size
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("where", ["the lane", "the program"])
 def test_ctrl_c_in_a_waiter_that_drives_is_heard_and_stops_nobody(pair: World, where: str) -> None:
     """It is raised where the program waits, and the lane goes on."""

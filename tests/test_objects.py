@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 import asynccoll as ac
@@ -184,6 +185,7 @@ async def let_go(me: Rank) -> None:
     assert not kept, "what was sent is kept until the collector runs"
 
 
+@pytest.mark.processes
 def test_what_was_sent_is_let_go_of(pair: World, runner: str) -> None:
     """A program that is over holds its messages no longer: tensors do not make the collector run."""
     pair.run(let_go, runner=runner)
