@@ -30,18 +30,18 @@ def all_to_all(
     timeout: float | None,
 ) -> Work[Any]:
     x = require_tensor("all_to_all", x, "a tensor whose dim 0 is split among the ranks")
-    size = lane.group.size
-    if x.dim() == 0:
+    size, shape = lane.group.size, x.shape
+    if not shape:
         raise InvalidArgumentError("all_to_all: a 0-d tensor has no dim 0 to split; pass x.reshape(1)")
-    in_splits = check_splits("input_split_sizes", input_split_sizes, size, x.shape[0])
-    if input_split_sizes is None and x.shape[0] % size:
-        raise InvalidArgumentError(
-            f"all_to_all: dim 0 of shape {list(x.shape)} cannot be split evenly among {size} ranks; pass "
-            "input_split_sizes"
-        )
+    in_splits = check_splits("input_split_sizes", input_split_sizes, size, shape[0])
     out_splits = check_splits("output_split_sizes", output_split_sizes, size, None)
     if in_splits is None:
-        in_splits = [x.shape[0] // size] * size
+        if shape[0] % size:
+            raise InvalidArgumentError(
+                f"all_to_all: dim 0 of shape {list(shape)} cannot be split evenly among {size} ranks; pass "
+                "input_split_sizes"
+            )
+        in_splits = [shape[0] // size] * size
         out_splits = in_splits if out_splits is None else out_splits
     if autograd.tracked(x) and out is None:
         if out_splits is None:

@@ -76,9 +76,9 @@ def _all_gather_tensor(
                 return join_rows(rows, dim)
 
         return autograd.all_gather(lane, x, timeout).map(joined)
-    tensors.check_out(out, x, shape)
     if dim == 0:
         return tensors.start_all_gather(lane, x, out, timeout, tuple(shape))
+    tensors.check_out(out, x, shape)
     work = tensors.start_all_gather(lane, x, None, timeout)
     if out is None:
         return work.map(lambda rows: join_rows(rows, dim))

@@ -146,18 +146,22 @@ def reduce_scatter(
             lambda leaf: _check_scattered(lane, leaf, op, dim),
         )
     size = lane.group.size
-    dim = _check_scattered(lane, x, op, dim)
+    dim = _scattered_dim(x, dim, size)
     rows = split_rows(x, dim, size)
     if out is None and autograd.tracked(rows):
         return autograd.reduce_scatter(lane, rows, op, timeout)
     return tensors.start_reduce_scatter(lane, rows, op, out, timeout)
 
 
-def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> int:
-    """Refuse what cannot be shared out evenly; ``dim`` from the front."""
-    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
+def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> None:
+    """Refuse a leaf that cannot be reduced, or not be shared out evenly."""
+    _scattered_dim(x, dim, lane.group.size)
     tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)
-    size = lane.group.size
+
+
+def _scattered_dim(x: Any, dim: int, size: int) -> int:
+    """``dim`` from the front; refuses what ``size`` ranks cannot share evenly."""
+    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
     dim = normal_dim("reduce_scatter", x, dim)
     if x.shape[dim] % size:
         raise InvalidArgumentError(

@@ -15,6 +15,7 @@ from asynccoll.completion import Completion, Promise
 from asynccoll.encoding import combiner, decode, encode
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane, Program, Start
+from asynccoll.memory import has_memory, may_overlap, same_memory, same_storage
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.waiting import in_loop
@@ -258,28 +259,13 @@ def _holds(out: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> bool:
     return out.shape == torch.Size(shape) and out.dtype is x.dtype and out.device == x.device
 
 
-def has_memory(x: torch.Tensor) -> bool:
-    """Whether ``x`` is memory with an address; a lazy tensor (XLA) is a value that is computed some day."""
-    return x.device.type != "xla"
-
-
-def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors begin at one address. Of lazy ones, which have none, it is never said."""
-    return x.data_ptr() == y.data_ptr() and has_memory(x)
-
-
-def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
-    return has_memory(x) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-
 def serves(out: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether ``out`` can take a result of ``shape``, made of a plain ``x``, as it comes."""
     return (
         type(out) in _ORDINARY
         and _holds(out, x, shape)
         and out.is_contiguous()
-        and not (out.requires_grad or out.is_neg() or may_overlap(out, x))
+        and not (out.requires_grad or out.is_neg() or same_storage(out, x))
     )
 
 

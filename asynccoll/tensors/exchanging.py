@@ -11,13 +11,13 @@ from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion
 from asynccoll.encoding import decode, encode
 from asynccoll.lane import Lane, Program, Start
+from asynccoll.memory import may_overlap
 from asynccoll.spec import Op, dtype_name
 from asynccoll.tensors.common import (
     Call,
     check_out,
     deliver,
     encoding_again,
-    may_overlap,
     physical,
     plan_for,
     route_for,
@@ -50,9 +50,7 @@ def start_all_to_all(
         shape = (sum(out_splits), *x.shape[1:])
         if out is None or serves(out, x, shape):
             received = x.new_empty(shape) if out is None else out
-            row = numel // x.shape[0]
-            into, wire = received.view(shape[0], row), x.view(x.shape[0], row)  # matrices, as from the others
-            start: Start = lambda communicator: communicator.all_to_all(into, wire, out_splits, in_splits)  # noqa: E731
+            start: Start = lambda communicator: communicator.all_to_all(received, x, out_splits, in_splits)  # noqa: E731
             return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, received)
     return all_to_all_call(lane, x, in_splits, out_splits, out, op, detail).begin(lane, timeout)
 

@@ -12,6 +12,7 @@ from asynccoll.completion import READY, Completion
 from asynccoll.encoding import decode, encode
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.lane import Lane, Start
+from asynccoll.memory import same_memory
 from asynccoll.spec import Op, Plan, TensorSpec
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
@@ -26,7 +27,6 @@ from asynccoll.tensors.common import (
     physical,
     plan_for,
     route_for,
-    same_memory,
     serves,
     target_for,
 )
@@ -97,6 +97,7 @@ def start_all_gather(
         rows = x.new_empty(shape) if out is None else out
         start: Start = lambda communicator: communicator.all_gather(rows.view(-1), x.view(-1))  # noqa: E731
         return Work((lane.issue(route.estimate, start, x.nbytes, timeout),), None, rows)
+    check_out(out, x, shape)
     work = all_gather_call(lane, x, out).begin(lane, timeout)
     return work if shape == by_rows else work.map(lambda rows: deliver(rows.view(shape), out))
 

@@ -9,6 +9,7 @@ import torch
 
 from asynccoll.encoding import encode, reduce_chunks
 from asynccoll.lane import Lane, Start
+from asynccoll.memory import may_overlap, same_memory
 from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
@@ -20,13 +21,11 @@ from asynccoll.tensors.common import (
     delivered,
     encoding_again,
     issue,
-    may_overlap,
     owned,
     physical,
     plan_for,
     reduced,
     route_for,
-    same_memory,
     serves,
     target_for,
 )
@@ -187,9 +186,10 @@ def _swapped(
 ) -> Work[torch.Tensor]:
     """The same between two ranks, for a plain tensor: with as little around the message as there can be."""
     rank = lane.group.rank
-    own = (x.detach() if x.requires_grad else x).view(-1)
+    own = x.detach() if x.requires_grad else x
     received = torch.empty_like(own)
-    splits = [0, own.numel()] if rank == 0 else [own.numel(), 0]
+    count = own.shape[0]  # it has two elements at least, and so a dimension
+    splits = [0, count] if rank == 0 else [count, 0]
     rows = (own, received) if rank == 0 else (received, own)
     start: Start = lambda communicator: communicator.all_to_all(received, own, splits, splits)  # noqa: E731
 
@@ -197,7 +197,7 @@ def _swapped(
         if out is x:
             combine(*rows, out=own)
             return x
-        return combine(*rows, out=received).view(x.shape)
+        return combine(*rows, out=received)
 
     return Work((lane.issue(route.estimate, start, own.nbytes, timeout),), total)
 
@@ -276,15 +276,10 @@ def start_reduce_scatter(
     route = route_for(lane, Op.REDUCE_SCATTER, rows, op, numel)
     combine = route.combine(rows) if numel and not rows.requires_grad else None
     if combine is not None and (out is None or serves(out, rows, shape)):
-        wire = rows.view(2, -1)
-        received = torch.empty_like(wire)
-        start: Start = lambda communicator: communicator.all_to_all(received, wire, _ONE_EACH, _ONE_EACH)  # noqa: E731
-
-        def total() -> torch.Tensor:
-            mine = combine(*received.unbind(0), out=None if out is None else out.view(-1))
-            return mine.view(shape) if out is None else out
-
-        return Work((lane.issue(route.estimate, start, wire.nbytes, timeout),), total)
+        received = torch.empty_like(rows)
+        start: Start = lambda communicator: communicator.all_to_all(received, rows, _ONE_EACH, _ONE_EACH)  # noqa: E731
+        total = lambda: combine(*received.unbind(0), out=out)  # noqa: E731
+        return Work((lane.issue(route.estimate, start, rows.nbytes, timeout),), total)
     return reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
 
 
