@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _nn  # where DDP has them, too: one call for all tensors
 
+from asynccoll.memory import has_memory
+
 __all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap.
@@ -21,6 +23,7 @@ BUCKET_BYTES = 25 << 20
 #: What tensors that travel together have in common. Read of every one, so by a function in C.
 kind_of = attrgetter("dtype", "device", "layout")
 _numel = torch.Tensor.numel
+_dim = torch.Tensor.dim
 
 
 class Bucket(NamedTuple):
@@ -59,10 +62,17 @@ def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int)
     return [*full, *(Bucket(tuple(members)) for members, _ in filling.values())]
 
 
+def _flat(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether none needs another shape (biases, norms, buckets), which takes as long as copying it."""
+    return set(map(_dim, tensors)) == {1}
+
+
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor of the elements of ``tensors``, in order."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
+    if _flat(tensors):
+        return torch.cat(list(tensors))
     flat: torch.Tensor = _nn.flatten_dense_tensors(list(tensors))
     return flat
 
@@ -74,7 +84,13 @@ def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> No
 
 
 def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``flat`` in the shapes of ``like``: the inverse of ``pack``."""
-    if flat.numel() != sum(map(_numel, like)):
+    """``flat`` (whose history autograd does not record) in the shapes of ``like``: the inverse of ``pack``.
+
+    They share its memory.
+    """
+    sizes = list(map(_numel, like))
+    if flat.numel() != sum(sizes):
         raise ValueError(f"{flat.numel()} elements are not those of {len(like)} tensors")
+    if _flat(like) and has_memory(flat):  # lazy ones would be copies
+        return list(flat.unsafe_split_with_sizes(sizes))
     return list(_nn.unflatten_dense_tensors(flat, list(like)))

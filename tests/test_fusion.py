@@ -75,6 +75,25 @@ def test_what_is_unpacked_are_views() -> None:
     assert second.tolist() == [1.0, 1.0]
 
 
+def test_what_is_flat_is_not_copied_either() -> None:
+    flat = torch.zeros(5)
+    first, second = unpack(flat, [torch.empty(3), torch.empty(2)])
+    flat += 1
+    assert first.tolist() == [1.0, 1.0, 1.0]
+    second += 1
+    assert flat.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_flat_results_know_nothing_of_each_other() -> None:
+    """What is done to one in place has no part in the gradients of another."""
+    first, second = unpack(torch.zeros(4), [torch.empty(2), torch.empty(2)])
+    squares = (second * torch.ones(2, requires_grad=True)).square().sum()
+    first.add_(torch.ones(2, requires_grad=True))
+    squares.backward()  # a view of the same tensor would have been "modified by an inplace operation"
+    assert first.requires_grad
+    assert not second.requires_grad
+
+
 def test_strided_leaves_are_packed_in_their_own_order() -> None:
     x = torch.arange(6).reshape(2, 3).T
     assert pack([x, x]).tolist() == [0, 3, 1, 4, 2, 5] * 2
