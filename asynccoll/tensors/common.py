@@ -39,15 +39,16 @@ class Route:
         spec = TensorSpec.of(x)
         policy = lane.group.context.policy
         topology = lane.group.topology(spec.device)
+        known = topology.capabilities
         self.plan = dispatch.plan(op, spec, topology, policy, reduce)
         #: the native call leaves its input as it is
-        self.keeps_input = op in topology.capabilities.keeps_input
+        self.keeps_input = op in known.keeps_input
         self.itemsize = spec.dtype.itemsize
         self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
         dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)
         as_it_is = dense and not policy.check
         self._plain = self.plan.direct and as_it_is
-        swaps = reduce is not None and self.plan.via == "all_to_all" and topology.world_size == 2
+        swaps = known.exchange_bytes and self.plan.via == "all_to_all" and topology.world_size == 2
         self._combine = combiner(self.plan, x.dtype) if swaps and as_it_is else None
 
     def plain(self, x: torch.Tensor) -> bool:

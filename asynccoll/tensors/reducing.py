@@ -10,6 +10,7 @@ import torch
 from asynccoll.encoding import encode, reduce_chunks
 from asynccoll.lane import Lane, Start
 from asynccoll.memory import may_overlap, same_memory
+from asynccoll.operation import Estimate
 from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     OFFLOAD_BYTES,
@@ -35,7 +36,6 @@ from asynccoll.work import Work
 
 #: Up to here a copy costs less than the longer way of a call that fills another tensor.
 _SMALL_BYTES = 64 << 10
-_ONE_EACH = [1, 1]
 
 
 def start_all_reduce(
@@ -53,7 +53,10 @@ def start_all_reduce(
             start: Start = lambda communicator: communicator.all_reduce(buffer, wire_op)  # noqa: E731
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
     elif (out is x or out is None) and (combine := route.combine(x)) is not None:
-        return _swapped(lane, route, combine, x, out, timeout)
+        own = x.detach() if x.requires_grad else x
+        into = None if out is None else own
+        work = _swapped(lane, route.estimate, combine, own, own, into, numel * route.itemsize, timeout)
+        return work if out is None or own is x else work.map(lambda _: x)
     return all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
 
@@ -178,28 +181,27 @@ def _all_reduce_exchanged(lane: Lane, plan: Plan, x: torch.Tensor, out: torch.Te
 
 def _swapped(
     lane: Lane,
-    route: Route,
+    estimate: Estimate,
     combine: Callable[..., torch.Tensor],
-    x: torch.Tensor,
+    own: torch.Tensor,
+    sent: torch.Tensor,
     out: torch.Tensor | None,
+    size_bytes: int,
     timeout: float | None,
 ) -> Work[torch.Tensor]:
-    """The same between two ranks, for a plain tensor: with as little around the message as there can be."""
-    rank = lane.group.rank
-    own = x.detach() if x.requires_grad else x
-    received = torch.empty_like(own)
-    count = own.shape[0]  # it has two elements at least, and so a dimension
-    splits = [0, count] if rank == 0 else [count, 0]
-    rows = (own, received) if rank == 0 else (received, own)
-    start: Start = lambda communicator: communicator.all_to_all(received, own, splits, splits)  # noqa: E731
+    """``own`` reduced with what the other of two ranks has ``sent``: plain tensors of one shape.
 
-    def total() -> torch.Tensor:
-        if out is x:
-            combine(*rows, out=own)
-            return x
-        return combine(*rows, out=received)
-
-    return Work((lane.issue(route.estimate, start, own.nbytes, timeout),), total)
+    As little around the message as there can be. ``own``, ``sent`` and ``out`` may be one.
+    """
+    first = lane.group.rank == 0
+    received = torch.empty_like(sent)
+    count = sent.shape[0]
+    splits = [0, count] if first else [count, 0]
+    rows = (own, received) if first else (received, own)
+    start: Start = lambda communicator: communicator.all_to_all(received, sent, splits, splits)  # noqa: E731
+    into = received if out is None else out
+    total = lambda: combine(*rows, out=into)  # noqa: E731
+    return Work((lane.issue(estimate, start, size_bytes, timeout),), total)
 
 
 def _reduce_rows(
@@ -274,12 +276,11 @@ def start_reduce_scatter(
     """Row ``rank`` of the reduction of every rank's ``rows`` (n, ...)."""
     numel, shape = rows.numel(), rows.shape[1:]
     route = route_for(lane, Op.REDUCE_SCATTER, rows, op, numel)
-    combine = route.combine(rows) if numel and not rows.requires_grad else None
+    combine = route.combine(rows) if numel and shape and not rows.requires_grad else None
     if combine is not None and (out is None or serves(out, rows, shape)):
-        received = torch.empty_like(rows)
-        start: Start = lambda communicator: communicator.all_to_all(received, rows, _ONE_EACH, _ONE_EACH)  # noqa: E731
-        total = lambda: combine(*received.unbind(0), out=out)  # noqa: E731
-        return Work((lane.issue(route.estimate, start, rows.nbytes, timeout),), total)
+        both = rows.unbind(0)
+        rank = lane.group.rank
+        return _swapped(lane, route.estimate, combine, both[rank], both[1 - rank], out, rows.nbytes, timeout)
     return reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
 
 
