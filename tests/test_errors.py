@@ -112,10 +112,26 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("xml", "pickle"),
     ),
-    "sparse broadcast": (
-        lambda: ac.broadcast(torch.eye(2).to_sparse()),
+    **{
+        f"sparse {name}": (
+            lambda call=call: call(torch.eye(2).to_sparse()),
+            (NotImplementedError, TypeError),
+            ("sparse", name),
+        )
+        for name, call in {
+            "all_gather": ac.all_gather,
+            "all_to_all": ac.all_to_all,
+            "broadcast": ac.broadcast,
+            "gather": ac.gather,
+            "permute": lambda x: ac.permute(x, [(0, 1), (1, 0)]),
+            "reduce": ac.reduce,
+            "reduce_scatter": ac.reduce_scatter,
+        }.items()
+    },
+    "sparse leaf": (
+        lambda: ac.permute({"x": torch.ones(2), "y": torch.eye(2).to_sparse()}, [(0, 1), (1, 0)]),
         (NotImplementedError, TypeError),
-        ("sparse",),
+        ("sparse", "permute"),
     ),
 }
 

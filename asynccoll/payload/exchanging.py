@@ -17,6 +17,7 @@ from asynccoll.payload.common import (
     over_tree,
     require_tensor,
 )
+from asynccoll.spec import Op
 from asynccoll.trees import is_tree
 from asynccoll.work import Work
 
@@ -76,9 +77,9 @@ def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: f
             x,
             one_by_one(lambda leaf: permute(lane, leaf, listed, None, timeout)),
             lambda leaf: permute(lane, leaf, listed, None, timeout),
-            lambda leaf: require_tensor("permute", leaf),
+            lambda leaf: _check_permuted(lane, leaf),
         )
-    x = require_tensor("permute", x)
+    x = _check_permuted(lane, x)
     ranks = lane.group.ranks
     me = ranks[lane.group.rank]
     to = next((ranks.index(target) for source, target in listed if source == me), None)
@@ -86,6 +87,12 @@ def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: f
     if out is None and autograd.tracked(x):
         return autograd.permute(lane, x, to, origin, timeout)
     return tensors.start_permute(lane, x, to, origin, out, timeout)
+
+
+def _check_permuted(lane: Lane, x: Any) -> torch.Tensor:
+    tensor = require_tensor("permute", x)
+    tensors.plan_for(lane, Op.PERMUTE, tensor)
+    return tensor
 
 
 def check_pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:

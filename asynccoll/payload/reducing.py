@@ -147,6 +147,8 @@ def reduce_scatter(
         )
     size = lane.group.size
     dim = _scattered_dim(x, dim, size)
+    if x.layout is not torch.strided:
+        tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses what has no rows to split
     rows = split_rows(x, dim, size)
     if out is None and autograd.tracked(rows):
         return autograd.reduce_scatter(lane, rows, op, timeout)
