@@ -90,7 +90,7 @@ async def trees(rounds: int) -> dict[str, Any]:
                 work.wait()
 
         pair = {"ours": peers["ours"], "loop of raw calls": loop}
-        slow = await side_by_side(pair, rounds=3, operations=1)
+        slow = await side_by_side(pair, rounds=max(3, rounds * share // 40), operations=1)
         found[name] = show(name, series)
         found[name] |= {"loop over ours": slow["loop of raw calls"].ratio_to(slow["ours"])}
         if ac.get_rank() == 0:
