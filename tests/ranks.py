@@ -37,6 +37,7 @@ import oracle
 import starters_horovod
 from asynccoll import watch
 from asynccoll.launch import child
+from patience import patient
 
 Report = Callable[..., None]
 
@@ -99,6 +100,13 @@ class Rank:
     def get(self, work: Any) -> Awaitable[Any]:
         """The result of `work`: by `await` under a loop, by `wait()` without one."""
         return _wait(work) if self.runner == "blocking" else work
+
+    def look_until_done(self, work: Any, otherwise: str) -> None:
+        """Nobody waits for `work`: it is only looked at."""
+        deadline = time.monotonic() + patient(10)
+        while not work.done():
+            assert time.monotonic() < deadline, otherwise
+            time.sleep(0.001)
 
     def show(self, sign: str) -> None:
         """Tell the other ranks, past all that is under test, that this one has come so far."""

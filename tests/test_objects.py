@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import asynccoll as ac
 import oracle
 import payloads
-from patience import patient
 from ranks import Rank
 from worlds import World
 
@@ -155,11 +153,8 @@ def test_programs_of_several_calls_stay_in_order(world: World, runner: str) -> N
 async def left_alone(me: Rank) -> None:
     every = [[rank, "é" * 50_000 * rank] for rank in range(me.size)]
     with me.case("nobody waits"):
-        work = ac.all_gather_object(every[me.rank])
-        deadline = time.monotonic() + patient(10)
-        while not work.done():  # its second call is for the progress thread to make
-            assert time.monotonic() < deadline, "it stops after its first call"
-            time.sleep(0.001)
+        work = ac.all_gather_object(every[me.rank])  # its second call is for the progress thread to make
+        me.look_until_done(work, "it stops after its first call")
         oracle.same(work.result(), every)
     with me.case("one waits for what comes after it"):
         first, second = ac.all_gather_object(every[me.rank]), ac.all_gather_object(me.rank)

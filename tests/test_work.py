@@ -192,10 +192,7 @@ async def becomes_done(me: Rank) -> None:
     if me.rank == 0:
         me.show("go")
     work = pending(me)
-    deadline = time.monotonic() + patient(10)
-    while not work.done():
-        assert time.monotonic() < deadline, "done() never becomes true"
-        time.sleep(0.001)
+    me.look_until_done(work, "done() never becomes true")
     oracle.same(work.result(), TWO)
 
 
@@ -569,10 +566,7 @@ async def late(me: Rank) -> None:
         await me.get(work)
     assert time.monotonic() - told > 0.04, "waiting on is not waiting again"
     me.show("go")
-    deadline = time.monotonic() + patient(10)
-    while not work.done():
-        assert time.monotonic() < deadline, "never done after its timeout"
-        time.sleep(0.001)
+    me.look_until_done(work, "never done after its timeout")
     oracle.same(await me.get(work), TWO)
 
 
