@@ -27,6 +27,7 @@ from asynccoll.errors import (
     PeerLostError,
     collective_error,
 )
+from asynccoll.modes import as_called, program_as_called
 from asynccoll.operation import Estimate, Operation
 from asynccoll.place import NOWHERE, Place, Spot, caller
 from asynccoll.stepping import Stepping, waiting
@@ -159,7 +160,7 @@ class Lane:
                 or self._driving
                 or self._turnstile is not None
             ):
-                job = Job(start, None, message=stream is not None)
+                job = Job(as_called(start), None, message=stream is not None)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
             else:
                 # First of all the start: what is noted down afterwards costs no latency.
@@ -181,6 +182,7 @@ class Lane:
 
         ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
         """
+        program = program_as_called(program)
         estimate = self.estimate(name, size_bytes)
         awaited_soon = awaited_soon or waiting.get()
         with self._lock:

@@ -21,6 +21,7 @@ from asynccoll.errors import (
     UnawaitedWorkWarning,
     WorkNotDoneError,
 )
+from asynccoll.modes import as_called
 from asynccoll.waiting import block, pause, quick, suspend
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class Work(Generic[T]):
         self, operations: tuple[Operation, ...], finish: Callable[[], T] | None, value: T = _NOTHING
     ) -> None:
         self._operations = operations
-        self._finish = finish  # None: the result is ``value`` as it will be, and nothing is left to do
+        # None: the result is ``value`` as it will be, and nothing is left to do
+        self._finish = None if finish is None else as_called(finish)
         self._state = _PENDING
         self._heard = False
         self._error: BaseException | None = None
@@ -140,7 +142,10 @@ class Work(Generic[T]):
         return self._state < _DONE
 
     def done(self) -> bool:
-        """Whether waiting would return at once (with the result or the error)."""
+        """Whether waiting would return at once (with the result or the error).
+
+        Inputs may be written to, and ``out`` be read, once somebody has waited, or called ``result()``.
+        """
         return self._state > _FINISHING or all(operation.done() for operation in self._operations)
 
     def result(self) -> T:

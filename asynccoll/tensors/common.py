@@ -13,9 +13,10 @@ from asynccoll.backends.waiters import Waiters
 from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion, Promise
 from asynccoll.encoding import combiner, decode, encode
-from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.memory import has_memory, may_overlap, same_memory, same_storage
+from asynccoll.modes import as_called
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.waiting import in_loop
@@ -65,7 +66,14 @@ def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, nume
 
     Of the size a plan knows the power of two (``spec.size_class``).
     """
-    key = (op, reduce, x.dtype, x.device, x.layout, x.is_contiguous(), numel.bit_length())
+    layout = x.layout
+    dense = layout is torch.strided
+    if not dense and layout is not torch.sparse_coo:
+        raise UnsupportedOpError(
+            f"{op.value} of a tensor of layout {str(layout).removeprefix('torch.')} is not supported; pass a "
+            "dense one, such as x.to_dense(), or its parts"
+        )
+    key = (op, reduce, x.dtype, x.device, layout, dense and x.is_contiguous(), numel.bit_length())
     found: Route | None = lane.routes.get(key)
     if found is None:
         if x.device.type == "meta":
@@ -195,6 +203,7 @@ def _after(before: Callable[[], object], start: Start, program: Program | None) 
 def in_thread(job: Callable[[], object]) -> Promise:
     """Done, or failed, as ``job`` is, which runs in a thread of its own."""
     promise = Promise()
+    job = as_called(job)
 
     def run() -> None:
         try:
@@ -250,14 +259,17 @@ def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -
     if not isinstance(out, torch.Tensor):
         raise PayloadTypeError(f"out must be a tensor, got {type(out).__name__}")
     if not _holds(out, x, shape):
-        raise InvalidArgumentError(
-            f"out is {dtype_name(out.dtype)}{list(out.shape)} on {out.device}; expected "
-            f"{dtype_name(x.dtype)}{list(shape)} on {x.device}"
-        )
+        raise InvalidArgumentError(f"out is {_described(out, out.shape)}; expected {_described(x, shape)}")
 
 
 def _holds(out: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> bool:
-    return out.shape == torch.Size(shape) and out.dtype is x.dtype and out.device == x.device
+    alike = out.dtype is x.dtype and out.device == x.device and out.layout is x.layout
+    return alike and out.shape == torch.Size(shape)
+
+
+def _described(x: torch.Tensor, shape: Sequence[int]) -> str:
+    layout = "" if x.layout is torch.strided else f" ({str(x.layout).removeprefix('torch.')})"
+    return f"{dtype_name(x.dtype)}{list(shape)} on {x.device}{layout}"
 
 
 def serves(out: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:

@@ -1,0 +1,64 @@
+"""Collectives in inference mode: what they make can be written to there alone, and they finish elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+from asynccoll.tensors.common import OFFLOAD_BYTES
+from ranks import Rank
+from worlds import World
+
+#: One element, a few, and what a thread copies.
+COUNTS = (1, 8, OFFLOAD_BYTES // 4 + 1)
+
+
+def calls(me: Rank, count: int) -> dict[str, tuple[Callable[[], ac.Work[Any]], Any]]:
+    """Each call with what it gives, of a vector of rank + 1."""
+    size = me.size
+    total = float(sum(range(1, size + 1)))
+    mine, every = torch.full((count,), me.rank + 1.0), torch.full((size * count,), me.rank + 1.0)
+    again = mine.clone()
+    tree = {"flat": mine, "deep": [mine.view(-1, 1), mine.double()]}
+    sums, first = torch.full((count,), total), torch.ones(count)
+    ranks = torch.arange(1.0, size + 1).repeat_interleave(count)
+    return {
+        "all_reduce": (lambda: ac.all_reduce(mine), sums),
+        "of a new lane": (lambda: ac.all_reduce(mine, op="avg", lane=f"mode {count}"), sums / size),
+        "average": (lambda: ac.all_reduce(mine, op="avg"), sums / size),
+        "product": (lambda: ac.all_reduce(mine > 0, op="product"), mine > 0),
+        "into out": (lambda: ac.all_reduce(mine, out=torch.empty(count)), sums),
+        "in place": (lambda: ac.all_reduce(again, out=again), sums),
+        "factors": (lambda: ac.all_reduce(mine, prescale=0.5, compression="fp16"), sums / 2),
+        "tree": (lambda: ac.all_reduce(tree), {"flat": sums, "deep": [sums.view(-1, 1), sums.double()]}),
+        "mapped": (lambda: ac.all_reduce(mine).map(lambda x: x.neg_()), -sums),
+        "reduce_scatter": (lambda: ac.reduce_scatter(every), sums),
+        "broadcast": (lambda: ac.broadcast(mine), first),
+        "all_gather": (lambda: ac.all_gather(mine), ranks),
+        "uneven": (lambda: ac.all_gather(mine, uneven=True), list(ranks.chunk(size))),
+        "object": (lambda: ac.broadcast_object({"x": mine}), {"x": first}),
+    }
+
+
+async def inferring(me: Rank, awaited_inside: bool) -> None:
+    for count in COUNTS:
+        with torch.inference_mode():
+            made = calls(me, count)
+        for name, (call, expect) in made.items():
+            with me.case(f"{name} of {count}"):
+                with torch.inference_mode():
+                    work = call()
+                    if awaited_inside:
+                        await me.get(work)
+                oracle.same(await me.get(work), expect)
+
+
+@pytest.mark.parametrize("awaited_inside", [False, True])
+def test_what_is_called_in_inference_mode(world: World, runner: str, awaited_inside: bool) -> None:
+    """The result is there, wherever it is waited for; no thread of ours writes to it in another mode."""
+    world.run(inferring, awaited_inside, runner=runner)
