@@ -102,8 +102,8 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 def combiner(plan: Plan, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """``f(a, b, out=)`` where a plan reduces two tensors as they are, in one operation; else None."""
-    plain = plan.wire is Wire.SAME and not plan.divide and dtype not in _HALF
-    return _COMBINE.get(plan.wire_reduce) if plain and plan.wire_reduce is not None else None
+    as_they_are = plan.wire is Wire.SAME and plan.stage is None and not plan.divide and dtype not in _HALF
+    return _COMBINE.get(plan.wire_reduce) if as_they_are and plan.wire_reduce is not None else None
 
 
 def reduce_chunks(

@@ -9,7 +9,8 @@ Said once, for every function here:
 - **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` waits for the host as well.
-- **Inputs** are never changed, and must not be changed until the work is ready. ``out`` (one tensor,
+- **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
+  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
   the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for as long again.
@@ -323,7 +324,7 @@ def all_to_all(
 
     Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
     ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
-    travel first.
+    travel first, and there can be no ``out``.
 
     >>> await ac.all_to_all(torch.tensor([0, 1]) + 10 * rank)
     tensor([ 0, 10])                                          # r0: shape (2,) -> (2,)

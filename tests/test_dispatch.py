@@ -14,6 +14,7 @@ import torch.distributed as dist
 import asynccoll as ac
 import oracle
 from asynccoll import dispatch
+from asynccoll.encoding import combiner
 from asynccoll.spec import (
     Capabilities,
     Op,
@@ -127,6 +128,16 @@ def test_tensors_elsewhere_are_staged() -> None:
     known = dataclasses.replace(FULL, devices=frozenset({"cuda"}))
     assert plan(Op.ALL_REDUCE, known=known, reduce="sum").stage == "cuda"
     assert plan(Op.ALL_REDUCE, known=known, reduce="sum", device="cuda").stage is None
+
+
+def test_what_is_staged_is_not_reduced_as_it_is() -> None:
+    """A small all_reduce between two ranks adds up what came where it came: not on another device."""
+    known = dataclasses.replace(FULL, exchange_bytes=1 << 10)
+    for device, reduced_there in (("cpu", True), ("cuda", False)):
+        spec = TensorSpec(torch.float32, (4,), device)
+        made = dispatch.plan(Op.ALL_REDUCE, spec, Topology(known, 2), Policy(), ReduceOp.SUM)
+        assert made.via == "all_to_all"
+        assert (combiner(made, spec.dtype) is not None) is reduced_there
 
 
 def test_planning_is_pure_and_cached() -> None:

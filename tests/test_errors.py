@@ -128,6 +128,37 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
             "reduce_scatter": ac.reduce_scatter,
         }.items()
     },
+    **{
+        f"{layout} {call.__name__}": (
+            lambda call=call, make=make: call(make()),
+            (NotImplementedError, TypeError),
+            (layout, call.__name__),
+        )
+        for layout, make in {
+            "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+            "_mkldnn": lambda: torch.eye(2).to_mkldnn(),
+            "jagged": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        }.items()
+        for call in (ac.all_gather, ac.all_reduce, ac.broadcast, ac.reduce, ac.reduce_scatter)
+    },
+    **{
+        f"sparse out of {call.__name__}": (
+            lambda call=call: call(torch.eye(2), out=torch.eye(2).to_sparse()),
+            ValueError,
+            ("out", "sparse_coo"),
+        )
+        for call in (ac.all_reduce, ac.all_to_all, ac.broadcast)
+    },
+    "out of a sparse sum": (
+        lambda: ac.all_reduce(torch.eye(2).to_sparse(), out=torch.eye(2).to_sparse()),
+        ValueError,
+        ("out", "sparse"),
+    ),
+    "out of unknown rows": (
+        lambda: ac.all_to_all(torch.ones(4), input_split_sizes=[1, 3], out=torch.ones(4)),
+        ValueError,
+        ("out", "output_split_sizes"),
+    ),
     "sparse leaf": (
         lambda: ac.permute({"x": torch.ones(2), "y": torch.eye(2).to_sparse()}, [(0, 1), (1, 0)]),
         (NotImplementedError, TypeError),

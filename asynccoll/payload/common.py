@@ -46,7 +46,7 @@ def no_out(name: str, out: Any) -> None:
 
 
 def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
-    """``x`` if it is a dense tensor."""
+    """``x`` if it is a tensor."""
     if not isinstance(x, torch.Tensor):
         raise refuse(name, x, role)
     return x

@@ -44,6 +44,10 @@ def all_to_all(
             )
         in_splits = [shape[0] // size] * size
         out_splits = in_splits if out_splits is None else out_splits
+    if out is not None and out_splits is None:
+        raise InvalidArgumentError(
+            "all_to_all: with out=, output_split_sizes is needed beside input_split_sizes"
+        )
     if autograd.tracked(x) and out is None:
         if out_splits is None:
             raise InvalidArgumentError(

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from asynccoll.encoding import encode, reduce_chunks
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.lane import Lane, Start
 from asynccoll.memory import may_overlap, same_memory
 from asynccoll.operation import Estimate
@@ -54,8 +55,16 @@ def start_all_reduce(
             return Work((lane.issue(route.estimate, start, size_bytes, timeout),), None, buffer)
     elif (out is x or out is None) and (combine := route.combine(x)) is not None:
         own = x.detach() if x.requires_grad else x
-        into = None if out is None else own
-        work = _swapped(lane, route.estimate, combine, own, own, into, numel * route.itemsize, timeout)
+        work = _swapped(
+            lane,
+            route.estimate,
+            combine,
+            timeout,
+            own=own,
+            sent=own,
+            out=None if out is None else own,
+            size_bytes=numel * route.itemsize,
+        )
         return work if out is None or own is x else work.map(lambda _: x)
     return all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
@@ -68,6 +77,8 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
         return _all_reduce_into(route, x, out)
     plan = route.plan
     if x.layout is not torch.strided:
+        if out is not None:
+            raise InvalidArgumentError("all_reduce: out= is for a dense tensor; a sparse sum is returned")
         return _all_reduce_sparse(plan, x)
     if plan.via not in ("native", "nodes"):
         composed = _all_reduce_exchanged if plan.via == "all_to_all" else _all_reduce_gathered
@@ -183,11 +194,12 @@ def _swapped(
     lane: Lane,
     estimate: Estimate,
     combine: Callable[..., torch.Tensor],
+    timeout: float | None,
+    *,
     own: torch.Tensor,
     sent: torch.Tensor,
     out: torch.Tensor | None,
     size_bytes: int,
-    timeout: float | None,
 ) -> Work[torch.Tensor]:
     """``own`` reduced with what the other of two ranks has ``sent``: plain tensors of one shape.
 
@@ -280,7 +292,16 @@ def start_reduce_scatter(
     if combine is not None and (out is None or serves(out, rows, shape)):
         both = rows.unbind(0)
         rank = lane.group.rank
-        return _swapped(lane, route.estimate, combine, both[rank], both[1 - rank], out, rows.nbytes, timeout)
+        return _swapped(
+            lane,
+            route.estimate,
+            combine,
+            timeout,
+            own=both[rank],
+            sent=both[1 - rank],
+            out=out,
+            size_bytes=rows.nbytes,
+        )
     return reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
 
 
