@@ -54,6 +54,7 @@ class Call:
         "collective",
         "deliver",
         "error",
+        "inferring",
         "matrix",
         "promise",
         "replica",
@@ -84,6 +85,9 @@ class Call:
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None  # of the computation of its input
         self.promise = Promise()
+        self.inferring = (
+            torch.is_inference_mode_enabled()
+        )  # so is where the result is delivered to (``modes``)
 
     def stage(self) -> None:
         """Bring the input onto the device, as it is to travel."""
@@ -117,11 +121,11 @@ class Call:
         device = self.replica.xla
         try:
             if self.result is not None:
-                with device.lock:
+                with torch.inference_mode(self.inferring), device.lock:
                     rest = self.deliver(self.collective.finish(self.result, self.matrix))
                 device.wait()
                 if rest is not None:
-                    with device.lock:
+                    with torch.inference_mode(self.inferring), device.lock:
                         rest()
         except BaseException as error:
             self.promise.settle(error)
