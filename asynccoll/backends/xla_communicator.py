@@ -85,9 +85,8 @@ class Call:
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None  # of the computation of its input
         self.promise = Promise()
-        self.inferring = (
-            torch.is_inference_mode_enabled()
-        )  # so is where the result is delivered to (``modes``)
+        # As is the memory that the result is delivered to, which can be written to so alone (``modes``).
+        self.inferring = torch.is_inference_mode_enabled()
 
     def stage(self) -> None:
         """Bring the input onto the device, as it is to travel."""
