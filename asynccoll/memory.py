@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["has_memory", "may_overlap", "same_memory", "same_storage"]
+__all__ = ["has_memory", "may_overlap", "overlap", "same_memory", "same_storage"]
 
 
 def has_memory(x: torch.Tensor) -> bool:
@@ -25,3 +25,9 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 def same_storage(x: torch.Tensor, y: torch.Tensor) -> bool:
     """The same of two that are known to be memory."""
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have bytes in common."""
+    at, other = x.data_ptr(), y.data_ptr()
+    return at < other + y.nbytes and other < at + x.nbytes

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from asynccoll.completion import Completion
 
+if TYPE_CHECKING:
+    from asynccoll.lane import Program
+
 __all__ = ["as_called", "program_as_called"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Program = Callable[[Any], Generator[Completion, None, Completion]]
 _inferring = torch.is_inference_mode_enabled
 
 
@@ -34,7 +36,7 @@ def as_called(function: Callable[P, T]) -> Callable[P, T]:
     return inside
 
 
-def program_as_called(program: _Program) -> _Program:
+def program_as_called(program: Program) -> Program:
     """``program``, each step of which is taken in the mode of now."""
     if not _inferring():
         return program

@@ -17,7 +17,7 @@ from asynccoll.spec import Capabilities, ReduceOp
 if TYPE_CHECKING:
     from asynccoll.group import Group
 
-__all__ = ["Backend", "Communicator"]
+__all__ = ["Backend", "Communicator", "as_matrix"]
 
 
 class Communicator(Protocol):
@@ -118,3 +118,8 @@ class Backend(Protocol):
     def native_group(self, group: Group) -> Any:
         """The communicator of the group's default lane, as the library underneath knows it."""
         ...
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """The rows of ``x`` as such: for libraries in which all ranks must pass as many dimensions."""
+    return x if x.dim() == 2 else x.view(x.shape[0], x.shape[1:].numel())

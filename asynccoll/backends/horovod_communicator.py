@@ -17,6 +17,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import mpi_lib
 
+from asynccoll.backends.base import as_matrix
 from asynccoll.backends.horovod_completion import Common, HorovodCompletion, typed
 from asynccoll.completion import READY, AllOf, Completion, Promise, Ready
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
@@ -228,7 +229,7 @@ class HorovodCommunicator:
         out_splits: Sequence[int],
         in_splits: Sequence[int],
     ) -> Completion:
-        return self._exchange(_as_matrix(out), _as_matrix(x), out_splits, in_splits)
+        return self._exchange(as_matrix(out), as_matrix(x), out_splits, in_splits)
 
     def _exchange(
         self,
@@ -286,8 +287,3 @@ class HorovodCommunicator:
     def abort(self) -> None:
         """Give up what is in flight: Horovod cannot take an operation back, and keeps its memory."""
         self._common.abandoned = True
-
-
-def _as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """Rows: all ranks must pass as many dimensions."""
-    return x.view(x.shape[0], x.shape[1:].numel())

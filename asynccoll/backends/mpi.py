@@ -114,7 +114,7 @@ class MpiBackend:
         from asynccoll.backends.mpi_completion import BURST, BURST_WHERE_CROWDED
         from asynccoll.backends.mpi_opening import Opener
 
-        self.library = library
+        self.mpi = library
         self.device = device
         self._base = base
         self._burst = BURST_WHERE_CROWDED if crowded else BURST
@@ -122,7 +122,7 @@ class MpiBackend:
         self._opener = Opener(library, base, f"asynccoll {next(_worlds)} ")
 
     def capabilities(self, device: str) -> Capabilities:
-        return _ROWS[self.library.cuda_aware, self.library.name.startswith("Open MPI")]
+        return _ROWS[self.mpi.cuda_aware, self.mpi.name.startswith("Open MPI")]
 
     def open(self, group: Group, lane: str, epoch: int) -> MpiCommunicator:
         from asynccoll.backends.mpi_communicator import MpiCommunicator
@@ -130,7 +130,7 @@ class MpiBackend:
         native = self._opener.open(f"{group.key}/{lane}@{epoch}", group.ranks, group.context)
         # All members are here, so all beacons are in the store: from now on the dead can be named.
         group.context.liveness.learn(group.ranks)
-        return MpiCommunicator(native, self.library, group.rank, group.size, self._burst)
+        return MpiCommunicator(native, self.mpi, group.rank, group.size, self._burst)
 
     def native_group(self, group: Group) -> Any:
         """The group's mpi4py communicator, once it is open; torch has no group of ours."""
@@ -142,8 +142,8 @@ class MpiBackend:
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-        if not (abort or self.library.MPI.Is_finalized()):
-            with contextlib.suppress(self.library.MPI.Exception):
+        if not (abort or self.mpi.MPI.Is_finalized()):
+            with contextlib.suppress(self.mpi.MPI.Exception):
                 self._base.Free()
 
 

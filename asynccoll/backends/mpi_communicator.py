@@ -35,12 +35,12 @@ from asynccoll.backends.mpi_types import (
     bytes_of,
     memory,
     offsets,
-    overlap,
     run_of_bytes,
     spread,
 )
 from asynccoll.completion import Completion, Ready
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.memory import overlap
 from asynccoll.spec import ReduceOp
 
 __all__ = ["MpiCommunicator"]

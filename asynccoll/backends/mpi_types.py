@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from asynccoll.spec import ReduceOp
 
-__all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "overlap", "run_of_bytes", "spread"]
+__all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "run_of_bytes", "spread"]
 
 BYTE = MPI.BYTE
 
@@ -83,9 +83,3 @@ def spread(parts: Sequence[torch.Tensor]) -> int:
     """The bytes from the first of ``parts`` in memory to the end of the last."""
     _, places = offsets(parts)
     return max((place + part.nbytes for place, part in zip(places, parts, strict=True)), default=0)
-
-
-def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    at, other = x.data_ptr(), y.data_ptr()
-    return at < other + y.nbytes and other < at + x.nbytes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asynccoll.backends.base import as_matrix
 from asynccoll.backends.xla_collectives import (
     AllGather,
     AllReduce,
@@ -253,7 +254,7 @@ class XlaCommunicator:
         in_splits: Sequence[int],
     ) -> Completion:
         splits = (tuple(in_splits), tuple(out_splits))
-        return self._start(AllToAll(self._members), x, partial(_put, out), _as_matrix, splits)
+        return self._start(AllToAll(self._members), x, partial(_put, out), as_matrix, splits)
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         raise AssertionError("XLA has no messages between two ranks: refused before")
@@ -283,10 +284,6 @@ class XlaCommunicator:
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1)
-
-
-def _as_matrix(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.view(x.shape[0], -1)
 
 
 def _put(into: torch.Tensor, result: torch.Tensor) -> Callable[[], object] | None:

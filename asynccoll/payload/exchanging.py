@@ -44,15 +44,14 @@ def all_to_all(
             )
         in_splits = [shape[0] // size] * size
         out_splits = in_splits if out_splits is None else out_splits
-    if out is not None and out_splits is None:
-        raise InvalidArgumentError(
-            "all_to_all: with out=, output_split_sizes is needed beside input_split_sizes"
-        )
-    if autograd.tracked(x) and out is None:
-        if out_splits is None:
+    tracked = out is None and autograd.tracked(x)
+    if out_splits is None:
+        if tracked or out is not None:
             raise InvalidArgumentError(
-                "all_to_all: with gradients, output_split_sizes is needed beside input_split_sizes"
+                f"all_to_all: with {'gradients' if tracked else 'out='}, output_split_sizes is needed beside "
+                "input_split_sizes"
             )
+    elif tracked:
         return autograd.all_to_all(lane, x, in_splits, out_splits, timeout)
     return tensors.start_all_to_all(lane, x, in_splits, out_splits, timeout, out)
 

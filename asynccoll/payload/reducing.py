@@ -146,9 +146,7 @@ def reduce_scatter(
             lambda leaf: _check_scattered(lane, leaf, op, dim),
         )
     size = lane.group.size
-    if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
-        tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses what has no rows to split
-    dim = _scattered_dim(x, dim, size)
+    dim = _scattered_dim(lane, x, op, dim)
     rows = split_rows(x, dim, size)
     if out is None and autograd.tracked(rows):
         return autograd.reduce_scatter(lane, rows, op, timeout)
@@ -157,17 +155,16 @@ def reduce_scatter(
 
 def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> None:
     """Refuse a leaf that cannot be reduced, or not be shared out evenly."""
-    tensors.plan_for(lane, Op.REDUCE_SCATTER, _require(x), op)
-    _scattered_dim(x, dim, lane.group.size)
+    _scattered_dim(lane, x, op, dim)
+    tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)
 
 
-def _require(x: Any) -> torch.Tensor:
-    return require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
-
-
-def _scattered_dim(x: Any, dim: int, size: int) -> int:
-    """``dim`` from the front; refuses what ``size`` ranks cannot share evenly."""
-    x = _require(x)
+def _scattered_dim(lane: Lane, x: Any, op: ReduceOp, dim: int) -> int:
+    """``dim`` from the front; refuses what the ranks cannot share evenly."""
+    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
+    if x.layout is not torch.strided:
+        tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses what has no rows
+    size = lane.group.size
     dim = normal_dim("reduce_scatter", x, dim)
     if x.shape[dim] % size:
         raise InvalidArgumentError(
