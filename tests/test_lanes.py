@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -388,8 +387,7 @@ def drains_what_is_refused(me: Rank) -> None:
         work.detach()
 
         def tell() -> None:
-            while not work.done():
-                time.sleep(0.001)
+            me.look_until_done(work, "nobody heard of the refusal")
             me.show("it is over")
 
         threading.Thread(target=tell, daemon=True).start()
