@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from asynccoll.funnel import funnel_here
-
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
@@ -98,9 +96,6 @@ class Promise(Completion):
 
     def wait(self, seconds: float) -> bool:
         if not self._done:
-            funnel = funnel_here()
-            if funnel is not None:  # what is waited for may be this thread's own to move
-                return funnel.wait(self.done, seconds)
             event = self._event or threading.Event()
             with _settling:
                 if self._done:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from asynccoll.completion import Completion
 from asynccoll.errors import CollectiveError
-from asynccoll.funnel import notice_loop
 from asynccoll.place import Place, Spot
 
 if TYPE_CHECKING:
@@ -124,7 +123,6 @@ class Operation:
             assert self._wakers is not None
             self._wakers.append(waker)
         if first:
-            notice_loop()
             self.completion.add_callback(self._wake)
         if self.done():
             self._wake()

@@ -1,4 +1,4 @@
-"""The mpi backend where mpi4py or its library is missing: the line to type, or torch's own MPI."""
+"""The mpi backend where mpi4py or its library is missing: the line to type."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import asynccoll as ac
-from asynccoll import backends
-from asynccoll.explaining import explain_offline
 from asynccoll.launch import mpiexec
 
 INSTALL = r"pip install asynccoll\[mpi\]"
@@ -54,25 +51,6 @@ def test_a_missing_library_is_told_like_a_missing_package(monkeypatch: pytest.Mo
     with pytest.raises(ac.BackendNotFoundError, match=INSTALL) as caught:
         mpi_library.load()
     assert "cannot load MPI library" in str(caught.value)
-
-
-@pytest.mark.usefixtures("no_mpi4py")
-def test_torchs_own_mpi_takes_the_name_where_mpi4py_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice is visible in the plan."""
-    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
-    assert "mpi" in backends.available()
-    plan = explain_offline("all_reduce", backend="mpi", world_size=2)
-    assert "torch's own MPI" in str(plan)
-    with pytest.raises(ac.UnsupportedOpError, match="send"):
-        explain_offline("send", backend="mpi", world_size=2)
-
-
-def test_mpi4py_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both are there, mpi4py: it has what torch's lacks."""
-    monkeypatch.setattr(backends, "_has", lambda package: lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: object())
-    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
-    assert "torch's own" not in str(explain_offline("all_reduce", backend="mpi", world_size=2))
 
 
 def test_no_mpiexec_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

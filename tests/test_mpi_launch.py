@@ -251,13 +251,32 @@ THREADS = """
 """
 
 
-@pytest.mark.parametrize("level", ["serialized", "funneled", "single"])
-def test_a_library_that_gives_less_than_every_thread(tmp_path: Path, level: str) -> None:
-    """Every call behind a lock, or in the one thread that may make it; lanes and groups included."""
-    source = THREADS.replace("THREAD_LEVEL", f"THREAD_{level.upper()}").replace("LEVEL", level)
+def test_a_library_that_takes_one_call_at_a_time(tmp_path: Path) -> None:
+    """Every call behind a lock; lanes and groups included."""
+    source = THREADS.replace("THREAD_LEVEL", "THREAD_SERIALIZED").replace("LEVEL", "serialized")
     ended = by_hand(tmp_path, source, 3)
     assert ended.code == 0, ended.said
     assert ended.out.count("level True") == 3
+
+
+ONE_THREAD = """
+    import sys
+    import mpi4py
+    mpi4py.rc.thread_level = "LEVEL"
+    import asynccoll as ac
+    try:
+        ac.initialize("mpi")
+    except ac.InvalidArgumentError as error:
+        sys.stdout.write(f"{'MPI_THREAD_NAME' in str(error)} {'thread_level' in str(error)}\\n")
+"""
+
+
+@pytest.mark.parametrize("level", ["funneled", "single"])
+def test_a_library_that_takes_calls_of_one_thread_is_refused(tmp_path: Path, level: str) -> None:
+    """By name, with the cure, on every rank; the job ends normally."""
+    ended = by_hand(tmp_path, ONE_THREAD.replace("NAME", level.upper()).replace("LEVEL", level))
+    assert ended.code == 0, ended.said
+    assert ended.out.split() == ["True"] * 4, ended.said
 
 
 DEVICE_MEMORY = """

@@ -1,4 +1,4 @@
-"""The mpi backend on a library that gives less than `MPI_THREAD_MULTIPLE`: slower to move, never wrong.
+"""The mpi backend on a library that gives `MPI_THREAD_SERIALIZED`: slower to move, never wrong.
 
 Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have them.
 """
@@ -6,7 +6,6 @@ Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have th
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,22 +16,19 @@ import trio
 import asynccoll as ac
 import worlds
 from patience import patient
-from ranks import Rank, raising
+from ranks import Rank
 
 pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
 
-LEVELS = ["serialized", "funneled"]  # for us, single is as funneled; the launcher's tests have it
 
-
-def join(level: str) -> None:
-    """`initialize` in a process whose MPI was started with this level."""
+def join() -> None:
+    """`initialize` in a process whose MPI takes one call at a time."""
     import mpi4py
 
-    mpi4py.rc.thread_level = level
+    mpi4py.rc.thread_level = "serialized"
     from mpi4py import MPI
 
-    wanted = {"single": MPI.THREAD_SINGLE, "funneled": MPI.THREAD_FUNNELED}.get(level, MPI.THREAD_SERIALIZED)
-    assert MPI.Query_thread() == wanted
+    assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
     ac.initialize("mpi", timeout=patient(30))
 
 
@@ -86,9 +82,9 @@ async def beside_a_thread(me: Rank) -> None:
     assert got == [3 * me.size] * 2
 
 
-def everything(me: Rank, level: str) -> None:
+def everything(me: Rank) -> None:
     for life in range(2):
-        join(level)
+        join()
         coroutine = collectives(me, blocked, f"blocking {life}")
         with pytest.raises(StopIteration):
             coroutine.send(None)
@@ -99,37 +95,7 @@ def everything(me: Rank, level: str) -> None:
         ac.finalize()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_kind_of_call_where_mpi_takes_fewer_threads(level: str) -> None:
+def test_every_kind_of_call_where_mpi_takes_one_call_at_a_time() -> None:
     """On asyncio, on trio, blocking and from another thread; lanes in whatever order."""
     with worlds.fresh("mpi", 3, bare=True) as world:
-        world.run(everything, level, timeout=60)
-
-
-def elsewhere(me: Rank) -> None:
-    import mpi4py
-
-    mpi4py.rc.thread_level = "funneled"
-    from mpi4py import MPI
-
-    assert MPI.Is_thread_main()
-    join("funneled")
-    ac.finalize()
-    heard: list[BaseException] = []
-
-    def initialize() -> None:
-        with raising(ac.InvalidArgumentError, "MPI_THREAD_FUNNELED", "MPI_THREAD_MULTIPLE") as caught:
-            ac.initialize("mpi")
-        assert caught.error is not None
-        heard.append(caught.error)
-
-    thread = threading.Thread(target=initialize)
-    thread.start()
-    thread.join(patient(10))
-    assert heard, "another thread than MPI's own may not join"
-
-
-def test_another_thread_than_the_one_that_may_call_mpi_is_refused() -> None:
-    """Before it calls MPI."""
-    with worlds.fresh("mpi", 2, bare=True) as world:
-        world.run(elsewhere)
+        world.run(everything, timeout=60)

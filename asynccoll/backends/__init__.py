@@ -78,7 +78,7 @@ _TABLE: dict[str, _Entry] = {
     ),
     "mpi": _Entry(
         "asynccoll.backends.mpi:create",
-        lambda: _has("mpi4py")() or dist.is_mpi_available(),
+        _has("mpi4py"),
         "mpi4py and an MPI library: pip install asynccoll[mpi]",
     ),
     "horovod": _Entry("asynccoll.backends.horovod:create", horovod_library.present, horovod_library.INSTALL),

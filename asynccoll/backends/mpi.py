@@ -1,14 +1,11 @@
 """MPI through mpi4py: nonblocking collectives on the tensors' own memory, on plain wheels.
 
-This module says what the backend can do and joins a world; it loads MPI only when asked to. Where
-mpi4py is not installed and torch was built with its own MPI, the name ``mpi`` means that one, through
-c10d; ``explain`` tells which.
+This module says what the backend can do and joins a world; it loads MPI only when asked to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -148,17 +145,8 @@ class MpiBackend:
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The row of the MPI that ``create`` would take."""
-    if _torch_has_the_only_one():
-        from asynccoll.backends import mpi_torch
-
-        return mpi_torch.CAPABILITIES
+    """The row of a library that takes no device memory."""
     return _ROWS[False, False]
-
-
-def _torch_has_the_only_one() -> bool:
-    """Whether the name means torch's own MPI: mpi4py, which can do more, is not here."""
-    return dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is None
 
 
 # Making one
@@ -168,10 +156,6 @@ def create(request: Request) -> Context:
     """Join the world that mpiexec made (of one, where there was none)."""
     from asynccoll.context import Context
 
-    if _torch_has_the_only_one():
-        from asynccoll.backends import mpi_torch
-
-        return mpi_torch.create(request)
     options = request.take_options("torch_group")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(

@@ -18,7 +18,6 @@ from mpi4py import MPI
 from asynccoll.backends.mpi_completion import (
     LARGE_BYTES,
     Common,
-    Funneled,
     Guarded,
     LeftToThread,
     Many,
@@ -58,7 +57,7 @@ class MpiCommunicator:
         self._gate = library.gate
         self._limit = library.limit
         self._on_device = library.cuda_aware
-        self._guarded = self._on_device or (library.gate or library.funnel) is not None
+        self._guarded = self._on_device or library.gate is not None
         self._large = 0 if self._guarded else LARGE_BYTES
         self._iallreduce = native.Iallreduce
         self._common = Common(burst)
@@ -77,8 +76,6 @@ class MpiCommunicator:
             return LeftToThread(partial(call, *arguments), (x, keep), size, common)
         if self._on_device:
             _settle_stream(x)
-        if self._library.funnel is not None:
-            return Funneled(partial(call, *arguments), (x, keep), size, common, self._library.funnel)
         try:
             if self._gate is None:
                 request = call(*arguments)
@@ -236,7 +233,7 @@ class MpiCommunicator:
 
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
         """In place of a send, an empty message; of a recv, one without room, which drops what comes."""
-        self._soon(self._refuse_send if role == "send" else self._refuse_recv, peer, tag)
+        self._attempt(self._refuse_send if role == "send" else self._refuse_recv, peer, tag)
 
     def _refuse_send(self, peer: int, tag: int) -> None:
         self.native.Isend(NO_BYTES, peer, self._tag(tag)).Free()
@@ -244,18 +241,14 @@ class MpiCommunicator:
     def _refuse_recv(self, peer: int, tag: int) -> None:
         self._dropping.append(self.native.Irecv(NO_BYTES, peer, self._tag(tag)))
 
-    def _soon(self, call: Callable[..., object], *arguments: Any) -> None:
-        """``call(*arguments)``, which may fail: now, or when the thread that may call MPI comes to it."""
+    def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
+        """``call(*arguments)``, which may fail."""
 
         def attempt() -> None:
             with contextlib.suppress(MPI.Exception):
                 call(*arguments)
 
-        funnel = self._library.funnel
-        if funnel is None or funnel.here():
-            self._library.call(attempt)
-        else:
-            funnel.hand_over(attempt)
+        self._library.call(attempt)
 
     def barrier(self) -> Completion:
         return self._start(self.native.Ibarrier, (), _NOTHING)
@@ -265,7 +258,7 @@ class MpiCommunicator:
     def close(self) -> None:
         """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
         if not self._common.abandoned and not MPI.Is_finalized():
-            self._soon(self._free)
+            self._attempt(self._free)
 
     def _free(self) -> None:
         for request in self._dropping:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
@@ -21,7 +20,6 @@ from mpi4py import MPI
 from asynccoll.backends.mpi_errors import typed
 from asynccoll.completion import Callback, Completion
 from asynccoll.errors import CollectiveError, CollectiveMismatchError
-from asynccoll.funnel import Funnel
 from asynccoll.progress import (
     GRACE_SECONDS,
     LONGEST_NAP_SECONDS,
@@ -35,7 +33,6 @@ __all__ = [
     "BURST_WHERE_CROWDED",
     "LARGE_BYTES",
     "Common",
-    "Funneled",
     "Guarded",
     "LeftToThread",
     "Many",
@@ -64,7 +61,7 @@ _never_ending: list[Any] = []
 class Common:
     """What the requests of one communicator have in common."""
 
-    __slots__ = ("abandoned", "burst", "left", "overlapped", "unmade")
+    __slots__ = ("abandoned", "burst", "left", "overlapped")
 
     def __init__(self, burst: int) -> None:
         #: it is of no use any more; what is in flight there never ends
@@ -75,8 +72,6 @@ class Common:
         self.overlapped = True
         #: the call that was left to the thread; it goes before any other
         self.left: LeftToThread | None = None
-        #: those that wait for the one thread that may make them
-        self.unmade: deque[Funneled] = deque()
 
 
 class MpiCompletion(Completion):
@@ -256,62 +251,6 @@ class LeftToThread(MpiCompletion):
         if self._call is not None:
             self.make()
         return super()._test(times)
-
-
-class Funneled(MpiCompletion):
-    """An operation of a library that takes calls from one thread only (``asynccoll.funnel``).
-
-    That thread makes the call, in the order in which the calls of the communicator came, and asks MPI;
-    others have it do so.
-    """
-
-    def __init__(
-        self, call: Callable[[], Any], buffers: Any, size_bytes: int, common: Common, funnel: Funnel
-    ) -> None:
-        self._call: Callable[[], Any] | None = call
-        self._funnel = funnel
-        self._asked = False
-        self._queue = common.unmade
-        super().__init__(None, buffers, size_bytes, common)
-        self._queue.append(self)  # now whole: that thread may take it at once
-        if funnel.here():
-            funnel.notice()  # the next call may be another thread's, which this one's loop must hear of
-            self._make_all()
-        else:
-            funnel.hand_over(self._make_all)
-
-    def _make_all(self) -> None:
-        while self._queue:
-            self._queue.popleft()._make()
-
-    def _make(self) -> None:
-        call, self._call = self._call, None
-        assert call is not None, "made once, when taken out of the queue"
-        try:
-            self._request = call()
-        except MPI.Exception as error:
-            self._fail(error)
-
-    def _test(self, times: Iterable[int] = ONCE) -> bool:
-        if self.finished:
-            return True
-        if self._funnel.here():
-            self._make_all()
-            return super()._test(times)
-        if not self._asked:
-            self._asked = True
-            self._funnel.hand_over(self._look)
-        return self.finished
-
-    def _look(self) -> None:
-        self._asked = False
-        self.poll()
-
-    def _test_with_naps(self, deadline: float) -> bool:
-        if not self._funnel.here():
-            return super()._test_with_naps(deadline)
-        self._funnel.wait(lambda: self._test() or self._common.abandoned, deadline - monotonic())
-        return self.finished
 
 
 class Many:

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
-from asynccoll.funnel import Funnel
 from asynccoll.progress import progress
 
 __all__ = ["INSTALL", "Library", "load"]
@@ -43,8 +42,6 @@ class Library:
     name: str
     #: taken around every call where the library wants one at a time (MPI_THREAD_SERIALIZED), else None
     gate: threading.Lock | None
-    #: the thread that makes all calls where the library takes none of others (FUNNELED, SINGLE), else None
-    funnel: Funnel | None
     #: it can make communicators out of a group and a name (MPI-4)
     by_name: bool
     #: the largest count of a call
@@ -53,9 +50,7 @@ class Library:
     cuda_aware: bool
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
-        """``call(*arguments)``, in the thread and at a time that suit the library; waits for it."""
-        if self.funnel is not None:
-            return self.funnel.run(call, *arguments)
+        """``call(*arguments)``, at a time that suits the library."""
         if self.gate is not None:
             with self.gate:
                 return call(*arguments)
@@ -67,8 +62,8 @@ def load() -> Library:
 
     Raises:
         BackendNotFoundError: mpi4py or an MPI library is missing.
-        InvalidArgumentError: MPI was finalized already, which it can be once in a process; or it takes calls
-            from the thread that initialised it alone, and this is another.
+        InvalidArgumentError: MPI was finalized already, which it can be once in a process; or it was
+            initialised below ``MPI_THREAD_SERIALIZED``, and takes calls of one thread only.
     """
     mpi = _import()
     if mpi.Is_finalized():
@@ -76,10 +71,7 @@ def load() -> Library:
             "MPI was finalized in this process and cannot be initialised again; call "
             "ac.initialize('mpi') before MPI.Finalize()"
         )
-    library = _examine(mpi)
-    if library.funnel is not None and not library.funnel.here():
-        raise _other_thread()
-    return library
+    return _examine(mpi)
 
 
 @lru_cache(maxsize=1)
@@ -90,12 +82,12 @@ def _examine(mpi: Any) -> Library:
         atexit.register(_finalize, mpi, os.getpid())
         atexit.unregister(progress.stop)
         atexit.register(progress.stop)  # before it: the thread may be in the library
+    _check_level(mpi)
     atexit.register(_end_job_if_died, mpi, os.getpid())
     return Library(
         mpi,
         _name(mpi),
         gate=threading.Lock() if mpi.Query_thread() == mpi.THREAD_SERIALIZED else None,
-        funnel=_funnel(mpi),
         by_name=mpi.Get_version() >= (4, 0),
         limit=_COUNT_MAX if mpi.Get_version() >= (4, 0) else _INT_MAX,
         highest_tag=mpi.COMM_WORLD.Get_attr(mpi.TAG_UB),
@@ -124,20 +116,16 @@ def _name(mpi: Any) -> str:
     return text.split(",")[0].replace("MPICH Version:", "MPICH")
 
 
-def _funnel(mpi: Any) -> Funnel | None:
-    """The calling thread, where the library takes calls from the one alone that initialised it."""
-    if mpi.Query_thread() >= mpi.THREAD_SERIALIZED:
-        return None
-    if not mpi.Is_thread_main():
-        raise _other_thread()
-    return Funnel()
-
-
-def _other_thread() -> InvalidArgumentError:
-    return InvalidArgumentError(
-        "MPI was initialised with MPI_THREAD_FUNNELED or MPI_THREAD_SINGLE, and so takes calls only from the "
-        "thread that did it; call ac.initialize('mpi') there, or initialise MPI with MPI_THREAD_MULTIPLE"
-    )
+def _check_level(mpi: Any) -> None:
+    """The progress thread, lanes that open and waiters in threads all call MPI beside the main thread."""
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_SERIALIZED:
+        name = "MPI_THREAD_SINGLE" if level == mpi.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
+        raise InvalidArgumentError(
+            f"backend 'mpi' needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, but MPI was initialised with "
+            f"{name}, which takes calls of one thread only; leave mpi4py.rc.thread_level at its default "
+            "('multiple'), or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
+        )
 
 
 def _cuda_aware(mpi: Any) -> bool:

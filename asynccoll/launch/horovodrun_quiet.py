@@ -1,9 +1,8 @@
-"""horovodrun without its own account of the end: ``python horovodrun_quiet.py ARGS...``.
+"""horovodrun without a traceback of its own at the end: ``python horovodrun_quiet.py ARGS...``.
 
-When a rank has failed, or at Ctrl-C, horovodrun prints a line for each rank on standard output, which is the
-program's, and then ends with an uncaught exception, whose twenty lines would be the last that a user sees.
-``asynccoll run`` tells what happened. Started by its path, in the Python that has Horovod; what ranks print
-and how they end are untouched.
+When a rank has failed, or at Ctrl-C, horovodrun ends with an uncaught exception, whose twenty lines would be
+the last that a user sees. ``asynccoll run`` tells what happened. Started by its path, in the Python that has
+Horovod; what ranks print and how they end are untouched.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sys
 
 #: Horovod's words for ranks that ended with another code than 0.
 _RANK_FAILED = "one or more processes exited with non-zero"
-_RANKS_END = ("Process ", "Terminating remaining workers")
 _INTERRUPTED = 130
 
 
@@ -22,9 +20,8 @@ def main() -> int:
         del sys.path[0]  # this file's directory, with modules that are not top-level ones
     sys.argv[0] = "horovodrun"
     try:
-        from horovod.runner import gloo_run, launch
+        from horovod.runner import launch
 
-        gloo_run.print = _say
         launch.run_commandline()
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -33,12 +30,6 @@ def main() -> int:
             raise
         return 1
     return 0
-
-
-def _say(text: object) -> None:
-    """What horovodrun prints about its ranks."""
-    if not str(text).startswith(_RANKS_END):
-        print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

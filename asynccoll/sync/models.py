@@ -30,7 +30,7 @@ class Model:
 
 
 def _torch_backends() -> tuple[str, ...]:
-    """In ignite's order; torch's own MPI goes by mpi-dist, as mpi4py does."""
+    """In ignite's order; MPI goes by mpi-dist, through mpi4py."""
     if not dist.is_available():
         return ()
     found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
