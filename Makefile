@@ -95,7 +95,7 @@ soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
 			$(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
 
 # Those of files that start whole programs are left to `make test`.
-PROGRAMS := cli compiled examples exit faults hosts launchers nodes notebook packaging parallel slurm spawn sync_launch
+PROGRAMS := cli cli_ends compiled examples exit faults hosts launchers nodes notebook packaging parallel slurm spawn sync_launch
 INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from patience import patient
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+import jobs
 import worlds
 
 #: Seconds after which a test is stopped where it stands.
@@ -88,6 +90,19 @@ def _close_worlds() -> Iterator[None]:
     """No rank outlives the session."""
     yield
     worlds.close_all()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., jobs.Job]]:
+    """Starts ``asynccoll`` in a fresh directory; whatever is left at the end is killed."""
+    with jobs.starting(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    """Writes a script into that directory and returns its name."""
+    return jobs.writing(tmp_path)
 
 
 def _world_fixture(sizes: list[int]) -> list[object]:

@@ -9,12 +9,8 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
-import threading
-import uuid
-from pathlib import Path
 
 import pytest
 
@@ -22,104 +18,7 @@ import asynccoll
 from asynccoll.cli import main
 from asynccoll.launch import report
 from asynccoll.launch.report import Failure
-from patience import patient
-
-#: Seconds after which a job of this file is killed, and its test fails.
-LIMIT_S = patient(60)
-
-_INHERITED = re.compile(r"^(PET_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|GLOO_|OMP_)|^(RANK|WORLD_SIZE)$")
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-
-
-class Job:
-    """A command line of ours in a session of its own, whose every process can be found again."""
-
-    def __init__(self, directory, *arguments, python=(sys.executable,), **variables):
-        self.token = uuid.uuid4().hex
-        environ = {k: v for k, v in os.environ.items() if not _INHERITED.search(k)}
-        here = str(Path(asynccoll.__file__).parent.parent)
-        path = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environ |= {"PYTHONPATH": os.pathsep.join(path), "ASYNCCOLL_TEST_TOKEN": self.token}
-        self.process = subprocess.Popen(
-            [*python, *map(str, arguments)],
-            cwd=directory,
-            env=environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._limit = threading.Timer(LIMIT_S, self._out_of_time)
-        self._limit.start()
-        self._stderr = ""
-        self._ended = None
-        self._reader = threading.Thread(target=self._read_stderr)
-        self._reader.start()
-
-    def _read_stderr(self):
-        self._stderr = self.process.stderr.read()
-
-    def _out_of_time(self):
-        for pid in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def lines(self, count):
-        """The next lines that ranks print, to say that they are where a test wants them."""
-        found = [self.process.stdout.readline().strip() for _ in range(count)]
-        assert all(found), f"ended early: {found} {self.wait()}"
-        return sorted(found)
-
-    def wait(self):
-        """The exit code, the rest of standard output, and all of standard error."""
-        if self._ended is None:
-            output = self.process.stdout.read()
-            self._reader.join()
-            self._ended = self.process.wait(), output, self._stderr
-            self._limit.cancel()
-            self.process.stdout.close()
-            self.process.stderr.close()
-        return self._ended
-
-    def left(self):
-        """Processes of this job that still are."""
-        token = f"ASYNCCOLL_TEST_TOKEN={self.token}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if token in entry.read_bytes():
-                    found.append(int(entry.parent.name))
-        return found
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Starts ``asynccoll`` in a fresh directory; whatever is left at the end is killed."""
-    jobs = []
-
-    def start(*arguments, **options):
-        jobs.append(Job(tmp_path, "-m", "asynccoll", *arguments, **options))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job._out_of_time()
-        job.wait()
-
-
-@pytest.fixture
-def script(tmp_path):
-    """Writes a script of the given text and returns its name."""
-
-    def write(text, name="program.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-        return name
-
-    return write
-
+from jobs import INHERITED, LIMIT_S, Job, on_linux
 
 # --- as plain python ------------------------------------------------------------------------
 
@@ -529,6 +428,7 @@ def test_logs_are_kept_where_the_user_wants_them(tmp_path, start, script):
 
 WRONG = {
     "no-script": (["run", "-n", "2", "nowhere.py"], "no 'nowhere.py'"),
+    "no-such-program": (["run", "--no-python", "no-such-program"], "no program 'no-such-program'"),
     "mpi": (["run", "--backend", "mpi", __file__], "mpiexec"),
     "horovod": (["run", "--backend", "Horovod", __file__], "horovodrun"),
     "no-program": (["run"], "required: program"),
@@ -594,7 +494,7 @@ def test_the_version(capsys):
 def unlaunched(monkeypatch):
     """This process without any launcher's variables."""
     for name in os.environ:
-        if _INHERITED.search(name):
+        if INHERITED.search(name):
             monkeypatch.delenv(name)
     return monkeypatch
 

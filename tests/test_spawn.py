@@ -199,6 +199,46 @@ def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ranks_outlive_the_thread_that_spawned_them(method: str, tmp_path: Path) -> None:
+    """To the kernel their parent is a thread; the ranks belong to the process all the same."""
+    code = """
+        import sys, threading, time
+        from pathlib import Path
+        import asynccoll as ac, spawned
+
+        def start():
+            contexts.append(ac.spawn("gloo", spawned.linger, (sys.argv[1],), nproc_per_node=2, join=False,
+                                     start_method=sys.argv[2]))
+
+        if __name__ == "__main__":
+            contexts = []
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join()
+            while len(list(Path(sys.argv[1]).glob("here-*"))) < 2:  # an exit shows in join
+                contexts[0].join(0.01)
+            Path(sys.argv[1], "go").touch()
+            while not contexts[0].join():
+                pass
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    said = tmp_path / "said"
+    said.mkdir()
+    paths = [str(Path(ac.__file__).parent.parent), str(Path(__file__).parent)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, str(script), str(said), method],
+        env=environ,
+        timeout=patient(60),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda n: n.name)
 def test_no_rank_outlives_the_one_that_spawned_it(number: signal.Signals, tmp_path: Path) -> None:
     """A parent that is killed takes its ranks with it, and so does one that alone gets a Ctrl-C."""

@@ -171,12 +171,13 @@ def record(path: Path, error: BaseException, *, shown: bool) -> None:
     now = time.time()
     data = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": _told(error),
             "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
         },
         "asynccoll": {
             "host": socket.gethostname(),
             "exited": isinstance(error, SystemExit),
+            "code": _exit_code(error),
             "shown": shown,
             "time": now,
         },
@@ -185,6 +186,21 @@ def record(path: Path, error: BaseException, *, shown: bool) -> None:
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text(json.dumps(data))
         unfinished.replace(path)
+
+
+def _told(error: BaseException) -> str:
+    """The error in a line; a group by what is in it, since its own text tells nothing of the cause."""
+    own = f"{type(error).__name__}: {error}"
+    inside = getattr(error, "exceptions", ())  # by its attribute: Python 3.10 has no such class
+    if not (isinstance(inside, tuple) and inside and isinstance(inside[0], BaseException)):
+        return own
+    return f"{'; '.join(map(_told, inside))} (in {own})"
+
+
+def _exit_code(error: BaseException) -> int:
+    """What Python ends with after ``error``, if nobody kills it on the way out."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code if isinstance(code, int) else 1
 
 
 def read_record(path: Path) -> dict[str, object] | None:

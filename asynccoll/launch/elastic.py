@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -67,6 +68,11 @@ def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path
     except SignalException as stop:
         processes.kill_children()
         return _say_stopped(stop.sigval)
+    except (DistNetworkError, DistStoreError) as error:
+        raise InvalidArgumentError(
+            f"the hosts cannot meet at {config.rdzv_endpoint}: {str(error).splitlines()[0]}; choose another "
+            "address or port (--master-addr, --master-port or --rdzv-endpoint), the same on all hosts"
+        ) from error
     return 0
 
 
@@ -92,11 +98,20 @@ def _torchrun_arguments(request: RunRequest) -> list[str]:
     """The command line for torchrun: its own options, then our runner around the program."""
     flags: list[str] = []
     for name, value in request.options.items():
+        if name == "--no-python":  # our runner becomes the program, so that it dies with us
+            continue
         flags += [name] if value is True else [f"{name}={value}"]
-    if "--no-python" in request.options:
-        return [*flags, request.program, *request.arguments]
-    kind = "module" if request.module else "script"
-    return [*flags, child.__file__, kind, request.program, *request.arguments]
+    return [*flags, child.__file__, *_kind_and_program(request), *request.arguments]
+
+
+def _kind_and_program(request: RunRequest) -> tuple[str, str]:
+    """What our runner is told to run."""
+    if request.options.get("--no-python"):
+        found = shutil.which(request.program)
+        if found is None:
+            raise InvalidArgumentError(f"--no-python: there is no program {request.program!r} to run")
+        return "program", found
+    return ("module" if request.module else "script"), request.program
 
 
 def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]:
@@ -109,13 +124,17 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
         given.rdzv_id = uuid.uuid4().hex
     if given.master_port is None:
         given.master_port = 29500  # torchrun's
-    # Torch's handlers would take the place of ours; these two signals are ours.
-    given.signals_to_handle = "SIGHUP,SIGQUIT"
+    given.signals_to_handle = ",".join(_torchs_signals())
     config, command, arguments = torchrun.config_from_args(given)
     assert isinstance(command, str), "--run-path is not offered"
-    if not given.no_python:
-        arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
+    arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
     return config, command, arguments
+
+
+def _torchs_signals() -> list[str]:
+    """The signals that torch is to handle: not those with handlers of ours, nor what nohup had us ignore."""
+    names = ("SIGHUP", "SIGQUIT")
+    return [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
 
 
 def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool]) -> None:

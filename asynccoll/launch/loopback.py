@@ -7,10 +7,11 @@ for, so nothing else is needed.
 
 from __future__ import annotations
 
+import errno
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -19,6 +20,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["ADDRESS", "NAME", "listening_store", "register"]
 
@@ -30,7 +33,11 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One agent, one store per attempt, so that a restart never reads what the last one wrote."""
+    """One agent, one store per attempt, so that a restart never reads what the last one wrote.
+
+    The agent's own notes go into a store in memory: a reference of the agent's would keep the ranks' old
+    store alive, and with it a port that was asked for by number and is wanted again for a restart.
+    """
 
     def __init__(self, run_id: str, port: int) -> None:
         self._run_id = run_id
@@ -45,10 +52,9 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = None  # frees a port that was asked for by number
+        self._store = None  # frees the port
         self._store = listening_store(self._port)
-        control = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(control, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
 
     def is_closed(self) -> bool:
         return False
@@ -67,8 +73,20 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def listening_store(port: int) -> TCPStore:
-    """A store served at the loopback address; port 0 takes any that is free."""
-    listener = socket.create_server((ADDRESS, port))
+    """A store served at the loopback address; port 0 takes any that is free.
+
+    Raises:
+        InvalidArgumentError: another process listens at that port.
+    """
+    try:
+        listener = socket.create_server((ADDRESS, port))
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise InvalidArgumentError(
+            f"port {port} of {ADDRESS} cannot be used ({error.strerror}); choose another --master-port, or "
+            "leave it out on one host: a free one is found"
+        ) from error
     port = listener.getsockname()[1]
     return TCPStore(
         ADDRESS,

@@ -96,9 +96,10 @@ def on_stop_signals(
 ) -> None:
     """Call ``first`` for the first Ctrl-C or SIGTERM; kill all children at the second.
 
-    A rank that waits in native code does not notice SIGINT, so after three seconds what
-    is left gets SIGTERM. And if it is this process that waits in native code, so that ``first`` cannot
-    be called by then, ``stuck`` is called on another thread.
+    A rank that waits in native code does not notice SIGINT, so three seconds after it what is left gets
+    SIGTERM. (SIGTERM is never sent twice: a handler that saves a checkpoint would be entered again.) And
+    if it is this process that waits in native code, so that ``first`` cannot be called by then, ``stuck``
+    is called on another thread.
     """
     noticed = threading.Event()
 
@@ -107,9 +108,10 @@ def on_stop_signals(
             signal_children(signal.SIGKILL)
             return
         noticed.set()
-        escalation = threading.Timer(_INTERRUPT_GRACE_S, signal_children, [signal.SIGTERM])
-        escalation.daemon = True
-        escalation.start()
+        if number == signal.SIGINT:
+            escalation = threading.Timer(_INTERRUPT_GRACE_S, signal_children, [signal.SIGTERM])
+            escalation.daemon = True
+            escalation.start()
         first(signal.Signals(number))
 
     for number in (signal.SIGINT, signal.SIGTERM):

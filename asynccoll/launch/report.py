@@ -54,6 +54,8 @@ def read_failure(
     extra = message.get("extraInfo", {})
     if not isinstance(ours, Mapping):  # the script's own `record` decorator wrote it
         ours = {}
+    if code == -signal.SIGTERM:  # stopped by the launcher on its way out: what it failed with counts
+        code = int(ours.get("code", code))
     return Failure(
         rank,
         pid,

@@ -17,8 +17,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import spawn as preparing
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,7 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
     with _reporting(replace(task, options=kwargs)) as told:
         start: Any = mp.start_processes
         rank = _forked_rank if how["start_method"] == "fork" else _rank
-        context = start(rank, (told, nodes, variables), ranks, join=False, **how)
+        context = _kept(lambda: start(rank, (told, nodes, variables), ranks, join=False, **how))
         if not join:
             context.asynccoll_store = store  # the ranks meet there for as long as they live
             return context
@@ -146,6 +148,34 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
             end(context.processes)
             raise
     return None
+
+
+def _kept(start: Callable[[], Any]) -> Any:
+    """What ``start`` returns, called on a thread that lives as long as the ranks that it starts.
+
+    To the kernel, which ends ranks with their parent, the parent is the thread that started them.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return start()
+    started: Future[Any] = Future()
+
+    def keep() -> None:
+        try:
+            context = start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        # Copies: who joins the ranks may close theirs meanwhile.
+        left = {os.dup(process.sentinel) for process in context.processes}
+        started.set_result(context)
+        while left:
+            for ended in wait(left):
+                assert isinstance(ended, int)
+                os.close(ended)
+                left.discard(ended)
+
+    threading.Thread(target=keep, name="asynccoll-parent-of-ranks", daemon=True).start()
+    return started.result()
 
 
 def _start_options(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""How jobs of ``asynccoll run`` end: signals, restarts, ports that are taken, ranks that all fail."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+
+import pytest
+
+from asynccoll.launch import processes
+from jobs import LIMIT_S, on_linux
+
+#: The launcher with less time between Ctrl-C and what follows.
+HASTY = f"""
+import sys
+from asynccoll.cli import main
+from asynccoll.launch import processes
+assert processes._INTERRUPT_GRACE_S == {processes._INTERRUPT_GRACE_S}
+processes._INTERRUPT_GRACE_S = 0.2
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@on_linux
+def test_a_handler_of_sigterm_is_not_entered_twice(start, script):
+    """It may be writing a checkpoint, which takes longer than the launcher waits after Ctrl-C."""
+    script("""
+        import signal, sys
+
+        def save(*_):
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            again = signal.sigtimedwait([signal.SIGTERM], 1.5)
+            print("again" if again else "saved")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        print("ready")
+        signal.pause()
+    """)
+    job = start("run", "-n", 2, "program.py", python=(sys.executable, "-c", HASTY))
+    assert job.lines(2) == ["ready", "ready"]
+    job.process.send_signal(signal.SIGTERM)
+    assert job.lines(2) == ["saved", "saved"]
+    assert job.wait()[0] == 128 + signal.SIGTERM
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def test_a_restart_meets_at_the_port_that_was_asked_for(start, script):
+    script("""
+        import os
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("the first time")
+        print(os.environ["MASTER_PORT"])
+        dist.destroy_process_group()
+    """)
+    port = free_port()
+    job = start("run", "-n", 1, "--master-port", port, "--max-restarts", 1, "program.py")
+    code, output, errors = job.wait()
+    assert (code, output) == (0, f"{port}\n"), errors
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_port_that_is_taken_is_told_in_a_line(start, script, hosts):
+    script("")
+    where = ["--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1"] if hosts == 2 else []
+    # On all addresses, as torch elastic listens where hosts meet.
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        port = taken.getsockname()[1]
+        code, output, errors = start("run", *where, "--master-port", port, "program.py").wait()
+    assert (code, output) == (2, "")
+    assert errors.startswith("asynccoll: error: ")
+    assert str(port) in errors
+    assert "choose another" in errors
+    assert len(errors.splitlines()) == 1
+
+
+@on_linux
+def test_a_rank_that_is_stopped_on_its_way_out_ends_with_its_own_code(tmp_path, start, script):
+    """Where every rank raises, the launcher stops some that have told why and not ended yet."""
+    os.mkfifo(tmp_path / "told")
+    script("""
+        import atexit, os, signal
+
+        def linger():
+            open("told", "w").close()
+            signal.pause()
+
+        if os.environ["RANK"] == "0":
+            atexit.register(linger)
+        else:
+            open("told").read()
+        raise ValueError(f"the reason of {os.environ['RANK']}")
+    """)
+    code, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert code == 1
+    assert errors.count("ValueError: the reason of 0") == 1
+    assert "exit code 1" in errors
+    assert "SIGTERM" not in errors
+
+
+@on_linux
+def test_programs_that_are_no_scripts_die_with_the_launcher_too(start):
+    program = "import os, signal; os.write(1, b'%d\\n' % os.getpid()); signal.pause()"
+    job = start("run", "-n", 2, "--no-python", sys.executable, "-c", program)
+    ends = [os.pidfd_open(int(pid)) for pid in job.lines(2)]
+    job.process.kill()
+    for end in ends:
+        assert select.select([end], [], [], LIMIT_S)[0], "a rank lives on"
+        os.close(end)
+
+
+@on_linux
+def test_nohup_keeps_it_running(tmp_path, start, script):
+    os.mkfifo(tmp_path / "hung-up")
+    script("""
+        import os
+        print("ready")
+        print(open("hung-up").read())
+    """)
+    job = start("run", "-n", 1, "program.py", python=("nohup", sys.executable))
+    assert job.lines(1) == ["ready"]
+    job.process.send_signal(signal.SIGHUP)
+    (tmp_path / "hung-up").write_text("on")
+    code, output, errors = job.wait()
+    assert (code, output) == (0, "on\n"), errors
+
+
+@on_linux
+@pytest.mark.slow
+def test_without_nohup_a_hangup_ends_it(start, script):
+    script("import signal; print('ready'); signal.pause()")
+    job = start("run", "-n", 1, "program.py")
+    assert job.lines(1) == ["ready"]
+    job.process.send_signal(signal.SIGHUP)
+    code, _, errors = job.wait()
+    assert code == 128 + signal.SIGHUP
+    assert "got SIGHUP" in errors
+    assert job.left() == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups are of Python 3.11")
+def test_the_leaves_of_an_exception_group_are_told(tmp_path, start, script):
+    os.mkfifo(tmp_path / "first-lives")
+    script("""
+        import os
+        if os.environ["RANK"] == "1":
+            end = open("first-lives", "w")
+            raise ValueError("the reason")
+        open("first-lives").read()  # returns when rank 1 is gone
+        inner = ExceptionGroup("of a nursery", [KeyError("b")])
+        raise ExceptionGroup("of tasks", [OSError("a"), inner])
+    """)
+    code, _, errors = start("run", "-n", 2, "--monitor-interval", 1, "program.py").wait()
+    assert code == 1
+    assert "rank 0 failed too: OSError: a; KeyError: 'b' (in ExceptionGroup: of a nursery" in errors
