@@ -7,6 +7,7 @@ threads of one process, each has its own.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Context:
         self.nodes = nodes
         self.thread_rank = thread_rank
         self.closed = False
+        #: ``initialize`` is over
+        self.joined = False
         #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
         self.observers: tuple[Callable[[Operation, int], object], ...] = ()
         self.store = store if identity.world_size > 1 else None
@@ -89,6 +92,15 @@ class Context:
 
     def __repr__(self) -> str:
         return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
+
+    @property
+    def meeting_seconds(self) -> float:
+        """How long the members of a lane that is being opened are waited for.
+
+        While the world comes together, as long as ``initialize`` may take; later without a bound: an
+        operation there has a deadline of its own, after which it can be awaited again.
+        """
+        return math.inf if self.joined else self.timeout
 
     def add_group(self, ranks: tuple[int, ...]) -> Group:
         """The group of ``ranks``: one per set, however often it is asked for."""

@@ -158,6 +158,7 @@ def _adopt(process: _Process) -> Context:
         context = backends.adopt(
             dist.get_backend(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
+        context.joined = True
         process.adopted = (weakref.ref(native), context)
         _install_exit_hook()
         return context
@@ -223,6 +224,7 @@ def initialize(
         check=mode,
         options=backend_options,
     )
+    context.joined = True
     with process.lock:
         if context.thread_rank:
             process.thread_ranks.append(context)

@@ -166,9 +166,11 @@ def _turn_of(loop: Any) -> _Turn:
 def _late(operation: Operation) -> CollectiveTimeoutError:
     waited = monotonic() - operation.started
     operation.extend()
+    opening = operation.lane.communicator is None
+    why = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
     return CollectiveTimeoutError(
-        f"{operation!r} is not ready after {waited:.3f} s; it is still out, and its lane's order with "
-        "it (await the same work again to go on waiting)"
+        f"{operation!r} is not ready after {waited:.3f} s{why}. It is still in flight, and later calls on "
+        "its lane wait behind it; await the same work again to go on waiting"
     )
 
 

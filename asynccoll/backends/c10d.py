@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = ["C10dBackend"]
 
+#: A native time limit that does not come before that of any operation. gloo takes no infinity.
+_NEVER = timedelta(days=3650)
 #: How long closing waits for lanes that are being opened; they are told to give up.
 _OPENING_SECONDS = 2.0
 #: Without its types: the stubs leave out half of it.
@@ -97,50 +99,57 @@ class C10dBackend:
 
     def open(self, group: Group, lane: str, epoch: int) -> C10dCommunicator:
         name = f"{group.key}/{lane}@{epoch}"
-        opened = self._communicator(group.context, name, group.rank, group.size, self.by_device)
+        context, order = group.context, group.lane(lane)
+        given_up = lambda: context.closed or order.broken is not None  # noqa: E731  # what it says
+        opened = self._communicator(context, name, group.rank, group.size, self.by_device, given_up)
         # All members are here, so all beacons are in the store: from now on the dead can be named.
-        group.context.liveness.learn(group.ranks)
+        context.liveness.learn(group.ranks)
 
         def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:
             node, index = group.place
             each, on_host = group.size // group.nodes, {"cpu": "gloo"}
-            within = self._communicator(group.context, f"{name}/node/{node}", index, each, on_host)
+            within = self._communicator(context, f"{name}/node/{node}", index, each, on_host, given_up)
             across = f"{name}/across/{index}"
-            return within, self._communicator(group.context, across, node, group.nodes, on_host)
+            return within, self._communicator(context, across, node, group.nodes, on_host, given_up)
 
         opened.open_parts_with(open_parts)
         return opened
 
     def _communicator(
-        self, context: Context, name: str, rank: int, size: int, by_device: dict[str, str]
+        self,
+        context: Context,
+        name: str,
+        rank: int,
+        size: int,
+        by_device: dict[str, str],
+        given_up: Callable[[], bool],
     ) -> C10dCommunicator:
         """The communicator of those who meet under ``name``."""
-        transports = {
-            device: self._transport(native, context, f"{name}/{device}", rank, size)
-            for device, native in by_device.items()
-        }
+
+        def open_group(native: str, name: str, rank: int, size: int) -> Any:
+            made = self._native(native, context, name, rank, size, given_up)
+            if native == "gloo":  # its members have met: from now on each operation's deadline decides
+                made._set_default_timeout(_NEVER)
+            return made
 
         def open_pair(peer: int) -> Any:
             low, high = sorted((rank, peer))
-            return self._native("gloo", context, f"{name}/p2p/{low}-{high}", int(rank > peer), 2)
+            return open_group("gloo", f"{name}/p2p/{low}-{high}", int(rank > peer), 2)
 
+        transports = {
+            device: _transport(native, open_group(native, f"{name}/{device}", rank, size))
+            for device, native in by_device.items()
+        }
         return C10dCommunicator(transports, Channels(open_pair, rank), size)
 
-    def _transport(self, native: str, context: Context, name: str, rank: int, size: int) -> Transport:
-        stream_ordered = native == "nccl"
-        return Transport(
-            self._native(native, context, name, rank, size),
-            StreamCompletion if stream_ordered else HostCompletion,
-            GLOO.exchange_bytes if native == "gloo" else 0,
-        )
-
-    def _native(self, native: str, context: Context, name: str, rank: int, size: int) -> Any:
+    def _native(
+        self, native: str, context: Context, name: str, rank: int, size: int, given_up: Callable[[], bool]
+    ) -> Any:
         """A native group that meets its members under ``name``."""
         clients = context.clients
         assert clients is not None
         with self._opening:
-            given_up = lambda: context.closed  # noqa: E731  # what it says
-            clients.meet(name, rank, size, context.timeout, given_up)
+            clients.meet(name, rank, size, context.meeting_seconds, given_up)
             if native != "gloo":  # may ask the store again, whenever it likes
                 create = _CREATE.get(native, _create_other(native))
                 return create(self, dist.PrefixStore(name, clients.take()), rank, size)
@@ -156,11 +165,17 @@ class C10dBackend:
         assert clients is not None
         # Compiled graphs keep the name: one made for a world of another size must not find this one.
         name = f"asynccoll_{group.key}_{group.size}"
+        context = group.context
+        given_up = lambda: context.closed  # noqa: E731  # what it says
+        # torch's own calls run there, which have no deadline of ours: the context's is their native one.
         natives = {
-            device: (native, self._native(native, group.context, f"{name}/{device}", group.rank, group.size))
+            device: (
+                native,
+                self._native(native, context, f"{name}/{device}", group.rank, group.size, given_up),
+            )
             for device, native in self.by_device.items()
         }
-        store = dist.PrefixStore(name, Waiting(clients, group.context.timeout, lambda: group.context.closed))
+        store = dist.PrefixStore(name, Waiting(clients, context.timeout, given_up))
         made = self._published[group.key] = publish(name, group.ranks, group.rank, store, natives)
         return made
 
@@ -230,6 +245,14 @@ class C10dBackend:
         described.group_rank, described.group_size = rank, size
         described.global_ranks_in_group = []  # as for torch's default group: a world of its own
         return plugin.creator_fn(described, None)
+
+
+def _transport(native: str, group: Any) -> Transport:
+    return Transport(
+        group,
+        StreamCompletion if native == "nccl" else HostCompletion,
+        GLOO.exchange_bytes if native == "gloo" else 0,
+    )
 
 
 def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], Any]:

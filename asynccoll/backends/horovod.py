@@ -201,7 +201,7 @@ def create(request: Request) -> Context:
             "--backend horovod`, and pass neither store= nor init_method="
         )
     hvd = load()
-    start(hvd, request.launch, options.get("comm"))
+    start(hvd, request.launch, options.get("comm"), request.timeout)
     identity = _locate(hvd)
     _check_place(request, identity)
     timeout = timedelta(seconds=request.timeout)

@@ -177,7 +177,7 @@ def typed(error: Exception) -> CollectiveError:
     elif _SHUT_DOWN.search(text):
         ours = PeerLostError(
             "Horovod was shut down: a rank has ended, failed, or not answered for "
-            "HOROVOD_GLOO_TIMEOUT_SECONDS (30 unless set)"
+            "HOROVOD_GLOO_TIMEOUT_SECONDS (30 where hvd.init() was called before ac.initialize)"
         )
     else:
         return collective_error(error, "Horovod's operation")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
+from concurrent.futures import Future
 from typing import Any
 
-from asynccoll.errors import BackendNotFoundError, LaunchEnvironmentError
+from asynccoll.errors import BackendNotFoundError, CollectiveTimeoutError, LaunchEnvironmentError
 from asynccoll.launch.info import LaunchInfo
 
 __all__ = ["INSTALL", "load", "present", "start"]
@@ -21,6 +23,10 @@ INSTALL = (
     "Horovod 0.28.1, which the package index has as sources that need patches: `python "
     "tools/horovod_wheel.py --install` in a checkout of asynccoll builds it (docs/backends/horovod.md)"
 )
+
+
+_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_NEVER_SECONDS = 3650 * 86_400
 
 
 def present() -> bool:
@@ -43,10 +49,11 @@ def load() -> Any:
     return hvd
 
 
-def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None) -> None:
-    """Initialise Horovod, unless the user did; ``comm`` is that of ``hvd.init``.
+def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None, seconds: float = 1800.0) -> None:
+    """Initialise Horovod within ``seconds``, unless the user did; ``comm`` is that of ``hvd.init``.
 
     Raises:
+        CollectiveTimeoutError: the other ranks did not come.
         LaunchEnvironmentError: a launcher that Horovod does not know has started several ranks.
     """
     if hvd.is_initialized():
@@ -59,4 +66,31 @@ def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None) -> None:
         )
     # Groups are process sets that are made while the job runs.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    hvd.init(comm=comm)
+    if os.environ.get("HOROVOD_ELASTIC") == "1":  # there, Horovod's own limit begins the next round
+        hvd.init(comm=comm)
+        return
+    # Its limit for the other ranks' threads would fail every operation of a rank that is stopped for a while.
+    os.environ.setdefault(_LIMIT, str(_NEVER_SECONDS))
+    _init(hvd, comm, seconds)
+
+
+def _init(hvd: Any, comm: Any, seconds: float) -> None:
+    """``hvd.init`` within ``seconds``: Horovod's limit, which bounds that as well, is none."""
+    ended: Future[None] = Future()
+
+    def init() -> None:
+        try:
+            ended.set_result(hvd.init(comm=comm))
+        except BaseException as error:  # belongs to the caller
+            ended.set_exception(error)
+
+    threading.Thread(target=init, name="asynccoll-horovod-init", daemon=True).start()
+    try:
+        ended.result(seconds)
+    except TimeoutError as error:
+        if ended.done():
+            raise
+        raise CollectiveTimeoutError(
+            f"hvd.init() did not return within {seconds} s: a rank has not called ac.initialize, or is not "
+            "reachable"
+        ) from error

@@ -124,7 +124,8 @@ class MpiBackend:
     def open(self, group: Group, lane: str, epoch: int) -> MpiCommunicator:
         from asynccoll.backends.mpi_communicator import MpiCommunicator
 
-        native = self._opener.open(f"{group.key}/{lane}@{epoch}", group.ranks, group.context)
+        name = f"{group.key}/{lane}@{epoch}"
+        native = self._opener.open(name, group.ranks, group.context, group.lane(lane))
         # All members are here, so all beacons are in the store: from now on the dead can be named.
         group.context.liveness.learn(group.ranks)
         return MpiCommunicator(native, self.mpi, group.rank, group.size, self._burst)

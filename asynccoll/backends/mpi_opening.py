@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from asynccoll.context import Context
+    from asynccoll.lane import Lane
 
 __all__ = ["Opener"]
 
@@ -49,24 +51,32 @@ class Opener:
         self._read = 0
         self._made: dict[str, Any] = {}
 
-    def open(self, name: str, ranks: tuple[int, ...], context: Context) -> Any:
+    def open(self, name: str, ranks: tuple[int, ...], context: Context, lane: Lane) -> Any:
         """The communicator of ``ranks`` called ``name``; waits for all of them."""
         if len(ranks) == 1:
             return self._library.call(self._library.MPI.COMM_SELF.Dup)
         assert context.clients is not None
-        store = Waiting(context.clients, context.timeout, lambda: context.closed)
+        given_up = lambda: context.closed or lane.broken is not None  # noqa: E731  # what it says
+        store = Waiting(context.clients, context.timeout, given_up)
         _announce(store, name, ranks, self._rank)
-        made = self._await(store, name, ranks, context)
+        made = self._await(store, name, ranks, context.meeting_seconds, given_up)
         if isinstance(made, BaseException):
             raise made
         return made
 
-    def _await(self, store: dist.Store, name: str, ranks: tuple[int, ...], context: Context) -> Any:
-        deadline = monotonic() + context.timeout
+    def _await(
+        self,
+        store: dist.Store,
+        name: str,
+        ranks: tuple[int, ...],
+        seconds: float,
+        given_up: Callable[[], bool],
+    ) -> Any:
+        deadline = monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
             with self._turn, self._making:
-                if context.closed:
+                if given_up():
                     raise AbortedError(f"opening {name} was given up")
                 self._follow(store)
                 if name in self._made:
@@ -74,7 +84,7 @@ class Opener:
             if monotonic() >= deadline:
                 absent = [rank for rank in ranks if not store.check([_ready(name, rank)])]
                 raise CollectiveTimeoutError(
-                    f"after {context.timeout} s rank {', '.join(map(str, absent))} had not come to {name}"
+                    f"after {seconds} s rank {', '.join(map(str, absent))} had not come to {name}"
                 )
             sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
