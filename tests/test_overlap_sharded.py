@@ -196,10 +196,10 @@ async def waits_in_forward(me: Rank) -> None:
     with optimizer, ac.trace.recording() as timeline:
         model(torch.ones(2, 8)).sum().backward()
         await step(me, optimizer)
-        out = [bucket.gathering is not None for bucket in optimizer.gradients.buckets]
+        out = [bucket.arrival.work is not None for bucket in optimizer.gradients.buckets]
         assert out == [True] * 3, "the step has started to send, and waits for nothing"
         model[0](torch.ones(2, 8))
-        out = [bucket.gathering is not None for bucket in optimizer.gradients.buckets]
+        out = [bucket.arrival.work is not None for bucket in optimizer.gradients.buckets]
         assert out == [True, True, False], "the first layer has waited for its own parameters alone"
         await gathered(me, optimizer)
     names = [span.name for span in timeline.spans if span.is_operation]
@@ -271,7 +271,7 @@ async def attending(me: Rank, bucket_bytes: int) -> None:
         def in_attention(*_: object) -> None:
             read = {id(x) for x in ours.self_attn.parameters()}
             for bucket in buckets:
-                assert bucket.gathering is None or not read & {id(x) for x in bucket.parameters}
+                assert bucket.arrival.work is None or not read & {id(x) for x in bucket.parameters}
 
         ours.self_attn.register_forward_pre_hook(in_attention)
         for turn in range(3):
@@ -285,23 +285,24 @@ def test_attention_waits_for_its_output_projection(pair: World, bucket_bytes: in
     pair.run(attending, bucket_bytes, runner="asyncio")
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(batch(0, 0)).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-REFUSED = {
-    "state": (stepped, "before its first step"),
+REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
     "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
+    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor does not treat every"),
+    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be shared out"),
+    "Muon": (
+        lambda model: torch.optim.Muon([x for x in model.parameters() if x.dim() == 2]),
+        "Muon cannot be",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
+    """Before anything is sent or taken over."""
     make, says = REFUSED[name]
     model = network()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
     with pytest.raises(ac.InvalidArgumentError, match=says):
         ac.overlap.shard_optimizer(model, make(model))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before

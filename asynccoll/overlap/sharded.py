@@ -15,119 +15,90 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import chain, count
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops import all_gather, all_reduce, reduce_scatter
-from asynccoll.overlap.buckets import Bucket, assign
-from asynccoll.overlap.gradients import GradientReducer, check_not_ddp
+from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
+from asynccoll.overlap import norms
+from asynccoll.overlap.elementwise import check_elementwise
+from asynccoll.overlap.gradients import check_not_ddp
 from asynccoll.overlap.lanes import backward_lane
-from asynccoll.runtime import get_rank, get_world_size
-from asynccoll.work import Work
+from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
+from asynccoll.overlap.states import State, parts_of, whole_of
+from asynccoll.overlap.steps import Steps, run, run_blocking
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
-
-
-class ShardBucket(Bucket):
-    """Parameters and their gradients in flat memory that divides by the ranks, and this rank's part of it."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
-        super().__init__(parameters, tail=-sum(parameter.numel() for parameter in parameters) % size)
-        self.values = torch.zeros_like(self.flat)
-        for parameter, view in zip(parameters, self.cut(self.values), strict=True):
-            parameter.data = view.copy_(parameter.detach())
-        self.shard = nn.Parameter(self.values.chunk(size)[rank])
-        self.reduced = torch.zeros_like(self.shard)
-        self.gathering: Work[torch.Tensor] | None = None
-        #: indices of the parameters that nobody has waited for since they were sent
-        self.stale: set[int] = set()
-
-    def adopt(self) -> None:
-        self.shard.grad = self.reduced
-
-    def gathered(self) -> Iterator[Work[torch.Tensor]]:
-        """What is to be waited for before the parameters are those of the last step."""
-        if self.gathering is not None:
-            yield self.gathering
-            self.gathering = None
-
-
-class ShardReducer(GradientReducer):
-    """Gradients reduced to each rank's part as backward makes them."""
-
-    def __init__(self, optimizer: Optimizer, **options: Any) -> None:
-        self._of = {
-            id(x): index for index, given in enumerate(optimizer.param_groups) for x in given["params"]
-        }
-        super().__init__([x for given in optimizer.param_groups for x in given["params"]], **options)
-
-    def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[ShardBucket]:
-        """Apart by the optimizer's parameter groups, whose options differ."""
-        rank, size = get_rank(self._group), get_world_size(self._group)
-        members = assign(parameters, first, limit, apart=lambda parameter: self._of[id(parameter)])
-        self.buckets = [ShardBucket(together, rank, size) for together in members]
-        return self.buckets
-
-    def shards_of(self, group: int) -> list[nn.Parameter]:
-        """This rank's parts of the optimizer's parameter group of that index."""
-        return [bucket.shard for bucket in self.buckets if self._of[id(bucket.parameters[0])] == group]
-
-    def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
-        assert isinstance(bucket, ShardBucket)
-        return reduce_scatter(
-            flat, out=bucket.reduced, group=self._group, lane=self._lane, timeout=self._timeout
-        )
-
-    def _arrived(self, bucket: Bucket, index: int) -> None:
-        if isinstance(bucket, ShardBucket) and index in bucket.stale:
-            raise InvalidArgumentError(
-                f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
-                "it had come back from the last step. The forward of the module that it belongs to waits for "
-                "it, and was not called: call the module, or `await optimizer.gathered()` after the step"
-            )
-        super()._arrived(bucket, index)
 
 
 class ShardedOptimizer:
     """An optimizer whose state and arithmetic are shared out over the ranks; ``shard_optimizer`` makes it.
 
+    Each coroutine here has a twin without an event loop, called ``wait_...``.
+
     - ``await step()`` waits for this rank's part of the gradients, updates its part of the parameters and
-      starts sending it. Each module's forward waits for the parameters that it has. What reads them
-      elsewhere (``state_dict``, a weight used without its module's forward) comes after
+      starts sending it. Each module's forward, and its ``state_dict()``, wait for the parameters that it has.
+      What reads them elsewhere (a weight used without its module's forward) comes after
       ``await optimizer.gathered()``.
-    - Its parts, for code of yours between them: ``await optimizer.reduced()``, ``optimizer.wrapped.step()``,
-      ``optimizer.gather()``. ``wait_step()``, ``wait_reduced()`` and ``wait_gathered()`` are the same
-      without an event loop.
+    - ``await step(closure)`` runs ``closure`` (zero_grad, forward, backward) first and returns its loss.
     - ``await clip_grad_norm_(max_norm)`` before it clips by the norm over all ranks.
-    - ``wrapped`` is the optimizer, of flat parts: one parameter per bucket. Schedulers and gradient
-      scalers take it, and its ``state_dict()`` is this rank's part.
+    - With a gradient scaler: ``scaler.scale(loss).backward()``, ``await unscale_(scaler)`` if you clip,
+      ``await step(scaler=scaler)``, ``scaler.update()``. An overflow on one rank skips the step on all.
+    - Gradients gather until ``zero_grad()`` (or the model's), as in torch. To leave a step out after
+      ``reduced()`` or ``clip_grad_norm_()``, zero the gradients, or call ``skip()``; the same on every rank.
+    - Its parts, for code of yours between them: ``await reduced()``, ``wrapped.step()``, ``gather()``. Once
+      reduced, the gradients are in ``wrapped.param_groups``, and ``.grad`` of the model's parameters is zero.
+    - ``wrapped`` is the optimizer, of flat parts: one parameter per bucket. Schedulers take it. Its
+      ``state_dict()`` is this rank's part; ``await full_state_dict()`` is that of the whole optimizer, which
+      any number of ranks can load.
     - A parameter that no rank used has a gradient of zeros here, not None.
 
-    ``close()`` (or leaving a ``with`` block) takes the hooks away; the parameters stay complete.
+    ``close()`` (or leaving a ``with`` or ``async with`` block) takes the hooks away; the parameters stay
+    complete.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        _check(model, optimizer)
+        names = _check(model, optimizer)
         lane = options.setdefault("lane", "sharded")
         self.wrapped = optimizer
-        self.gradients = ShardReducer(optimizer, **options)
+        #: the optimizer's own parameters, in its order: what a whole state is numbered by
+        self._groups = [list(given["params"]) for given in optimizer.param_groups]
+        self._parameters = list(chain.from_iterable(self._groups))
+        self.gradients = ShardReducer(self._groups, **options)
+        self._frozen = {names[id(x)]: x for x in self._parameters if not x.requires_grad}
         self._reduced = False  # for the step that is to come
+        self._agreed = False  # on whether a gradient overflowed
         self._tail: dict[str, Any] = {
             "group": options.get("group"),
             "lane": backward_lane(f"{lane}/parameters"),
             "timeout": options.get("timeout"),
         }
-        for index, given in enumerate(optimizer.param_groups):
-            given["params"] = self.gradients.shards_of(index)
-        hooks = list(_hooks(model, self.gradients.buckets))
-        self._unhook = weakref.finalize(self, _remove, hooks)
+        self.gradients.align(**self._tail)
+        self._take_over(dict(optimizer.state))
+        hooks = list(waiting_hooks(model, self.gradients.buckets))
+        arrivals = [bucket.arrival for bucket in self.gradients.buckets]
+        self._unhook = weakref.finalize(self, _dropped, hooks, arrivals)
+        self._unhook.atexit = False
+
+    def _take_over(self, states: dict[Any, State]) -> None:
+        """Give the optimizer this rank's parts in place of the parameters and of their ``states``."""
+        parts: defaultdict[Any, State] = defaultdict(dict)
+        for index, given in enumerate(self.wrapped.param_groups):
+            buckets = self.gradients.of_group(index)
+            given["params"] = [bucket.shard for bucket in buckets]
+            for bucket in buckets:
+                own = [states.get(parameter, {}) for parameter in bucket.parameters]
+                if any(own):
+                    parts[bucket.shard] = parts_of(own, bucket.cut, bucket.values, bucket.rank, bucket.size)
+        self.wrapped.state = parts
 
     def __repr__(self) -> str:
         return f"<ShardedOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
@@ -137,53 +108,88 @@ class ShardedOptimizer:
 
     # Once a step
 
-    async def step(self) -> None:
+    async def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Update this rank's part once its gradients are there, and start sending it."""
-        await self.reduced()
-        self.wrapped.step()
-        self.gather()
+        return await run(self._step(closure, scaler))
 
-    def wait_step(self) -> None:
+    def wait_step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """The same without an event loop."""
-        self.wait_reduced()
-        self.wrapped.step()
+        return run_blocking(self._step(closure, scaler))
+
+    def _step(self, closure: Callable[[], Any] | None, scaler: Any) -> Steps[Any]:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        yield from self._reduce()
+        if scaler is None:
+            self.wrapped.step()
+        else:
+            yield from self._agree()
+            scaler.step(self.wrapped)
         self.gather()
+        return loss
 
     async def reduced(self) -> None:
         """Wait until this rank's part of the gradients is the average of all ranks'; once a step."""
-        if not self._reduced:
-            await self.gradients
-            await self.gathered()  # what no forward has waited for
-            self._reduced = True
+        await run(self._reduce())
 
     def wait_reduced(self) -> None:
         """The same without an event loop."""
+        run_blocking(self._reduce())
+
+    def _reduce(self) -> Steps[None]:
+        self._check_parameters()
+        if self._reduced and not self.gradients.touched:
+            return
+        self._reduced = self._agreed = False
+        yield self.gradients
+        yield from self.gradients.gathered()  # what no forward has waited for
+        self._reduced = True
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that came after the sharding: no rank would train them."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InvalidArgumentError(
+                    f"the parameter {name!r} was frozen when the optimizer was sharded, and requires a "
+                    "gradient now: unfreeze it before sharding, or shard a new optimizer (full_state_dict() "
+                    "and load_full_state_dict() carry the state over)"
+                )
+        for index, given in enumerate(self.wrapped.param_groups):
+            known = {id(bucket.shard) for bucket in self.gradients.of_group(index)}
+            strange = [x for x in given["params"] if id(x) not in known]
+            if strange:
+                raise _added(list(strange[0].shape))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: parameters are shared out when the optimizer is sharded."""
+        given = param_group.get("params", [])
+        first = given if isinstance(given, torch.Tensor) else next(iter(given), torch.empty(0))
+        raise _added(list(first.shape))
+
+    def skip(self) -> None:
+        """Leave this step out, after ``reduced()`` or ``clip_grad_norm_()``; the same on every rank."""
         if not self._reduced:
-            self.gradients.wait()
-            self.wait_gathered()
-            self._reduced = True
+            raise InvalidArgumentError(
+                "skip() before the gradients were reduced: `await optimizer.reduced()` first, or other ranks "
+                "would wait for this one's"
+            )
+        self.zero_grad()
+        self._reduced = False
 
     def gather(self) -> None:
         """Start sending this rank's part of the parameters, those of the first layers first."""
-        for bucket in reversed(self.gradients.buckets):
-            own = bucket.shard.detach().clone()  # not of the memory that is written to
-            bucket.gathering = all_gather(own, out=bucket.values, **self._tail)
-            bucket.gathering.detach()  # after the last step nobody need wait
-            bucket.stale = set(range(len(bucket.parameters)))
+        self.gradients.gather(**self._tail)
         self._reduced = False
 
     async def gathered(self) -> None:
         """Wait until every parameter is that of the last step."""
-        for bucket in reversed(self.gradients.buckets):
-            for work in bucket.gathered():
-                await work
-            bucket.stale.clear()
+        await run(self.gradients.gathered())
 
     def wait_gathered(self) -> None:
         """The same without an event loop."""
-        for bucket in reversed(self.gradients.buckets):
-            _wait(bucket)
-            bucket.stale.clear()
+        run_blocking(self.gradients.gathered())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, or make them zeros."""
@@ -194,31 +200,122 @@ class ShardedOptimizer:
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
 
-    async def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    # Clipping and scaling
+
+    @property
+    def _shards(self) -> list[nn.Parameter]:
+        return [bucket.shard for bucket in self.gradients.buckets]
+
+    async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients down so that their norm over all parameters is at most ``max_norm``.
 
         Returns the norm before. If it is not finite, the gradients become NaN on every rank, so that a
-        gradient scaler skips the step on all of them: with one, clip to ``max_norm * scaler.get_scale()``
-        before ``scaler.unscale_``.
+        gradient scaler skips the step on all of them.
         """
-        await self.reduced()
-        own = [bucket.reduced for bucket in self.gradients.buckets]
-        squares = torch.stack([part.norm(dtype=torch.float32).square() for part in own]).sum()
-        norm = (await all_reduce(squares, **self._tail)).sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if norm.isfinite() else norm * torch.nan
-        for part in own:
-            part.mul_(factor.to(part.dtype))
+        return await run(self._clip(max_norm, norm_type))
+
+    def wait_clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """The same without an event loop."""
+        return run_blocking(self._clip(max_norm, norm_type))
+
+    def _clip(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
+        yield from self._reduce()
+        norm = yield from norms.clip(self._shards, max_norm, norm_type, **self._tail)
+        self._agreed = True
         return norm
+
+    async def unscale_(self, scaler: Any) -> None:
+        """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
+        await run(self._unscale(scaler))
+
+    def wait_unscale_(self, scaler: Any) -> None:
+        """The same without an event loop."""
+        run_blocking(self._unscale(scaler))
+
+    def _unscale(self, scaler: Any) -> Steps[None]:
+        yield from self._reduce()
+        yield from self._agree()
+        scaler.unscale_(self.wrapped)
+
+    def _agree(self) -> Steps[None]:
+        if not self._agreed:
+            yield from norms.agree_on_overflow(self._shards, **self._tail)
+            self._agreed = True
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
         return self.gradients.no_sync()
+
+    # Checkpoints
+
+    async def full_state_dict(self) -> dict[str, Any]:
+        """The state of the whole optimizer, the same on every rank; all of them call it together.
+
+        As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
+        ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on all.
+        """
+        return await run(self._full_state_dict())
+
+    def wait_full_state_dict(self) -> dict[str, Any]:
+        """The same without an event loop."""
+        return run_blocking(self._full_state_dict())
+
+    def _full_state_dict(self) -> Steps[dict[str, Any]]:
+        numbers = {id(x): number for number, x in enumerate(self._parameters)}
+        states: dict[int, State] = {}
+        for bucket in self.gradients.buckets:
+            part = self.wrapped.state.get(bucket.shard)
+            if part:
+                whole = yield from whole_of(part, bucket.cut, bucket.values, **self._tail)
+                states |= {numbers[id(x)]: state for x, state in zip(bucket.parameters, whole, strict=True)}
+        groups = [
+            {**{name: value for name, value in given.items() if name != "params"}, "params": listed}
+            for given, listed in zip(self.wrapped.param_groups, self._numbered(), strict=True)
+        ]
+        return {"state": dict(sorted(states.items())), "param_groups": groups}
+
+    def _numbered(self) -> list[list[int]]:
+        numbers = count()
+        return [[next(numbers) for _ in group] for group in self._groups]
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of the state of a whole optimizer: of ``full_state_dict``, or of torch's.
+
+        Nothing is sent. The parameters are loaded into the model, as ever.
+
+        Raises:
+            InvalidArgumentError: it is of other parameter groups.
+        """
+        counts = [len(given["params"]) for given in state_dict["param_groups"]]
+        expected = [len(group) for group in self._groups]
+        if counts != expected:
+            raise InvalidArgumentError(
+                f"the state is of parameter groups of {counts} parameters; expected {expected}, as in the "
+                "optimizer that was sharded"
+            )
+        found = state_dict["state"]
+        states: dict[Any, State] = {}
+        for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
+            states |= {
+                x: found[number] for x, number in zip(group, given["params"], strict=True) if number in found
+            }
+        self._take_over(states)
+        for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
+            given |= {name: value for name, value in saved.items() if name != "params"}
 
     # Leaving
 
     def close(self) -> None:
         """Take the hooks away, once the parameters are there."""
         self.wait_gathered()
+        self._remove_hooks()
+
+    async def aclose(self) -> None:
+        """The same in an event loop."""
+        await self.gathered()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         self._unhook()
         self.gradients.close()
 
@@ -228,31 +325,39 @@ class ShardedOptimizer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-            return
-        self._unhook()  # the block has an error of its own: wait for nothing
-        self.gradients.close()
+        else:  # the block has an error of its own: wait for nothing
+            self._remove_hooks()
+
+    async def __aenter__(self) -> ShardedOptimizer:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self.aclose()
+        else:
+            self._remove_hooks()
 
 
 def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> ShardedOptimizer:
     """``optimizer`` with its work shared out: each rank updates an n-th of the parameters of ``model``.
 
-    >>> await ac.overlap.broadcast_parameters(model)
     >>> optimizer = ac.overlap.shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     >>> loss_fn(model(x), y).backward()     # gradients leave meanwhile
     >>> await optimizer.step()              # the parameters come back while the next forward runs
 
-    For optimizers that treat every element alone (SGD, Adam, AdamW; not LAMB, LARS or Muon): the parts are
-    flat, and cross the borders of parameters. Parameter groups with options of their own stay apart.
+    For optimizers that treat every element alone (SGD, Adam, AdamW, Adagrad; not LAMB, LARS, Adafactor or
+    Muon, which are found out by trying): the parts are flat, and cross the borders of parameters. Parameter
+    groups with options of their own stay apart. All ranks start from the parameters of the group's first.
 
     Args:
         model: the module whose forward uses the parameters.
-        optimizer: a new one, of parameters of ``model``.
+        optimizer: of parameters of ``model``. State that it has already is shared out as well.
         options: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
 
     Raises:
-        InvalidArgumentError: the optimizer has stepped before, or has parameters that are not the
+        InvalidArgumentError: the optimizer is not elementwise, or has parameters that are not the
             model's; as ``ac.overlap_gradients``. From backward, if a parameter took part that nobody has
-            waited for.
+            waited for. From ``step``, if a parameter was added or unfrozen meanwhile.
 
     Source: Rajbhandari et al., 2020; ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
@@ -262,13 +367,10 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
 # Making one
 
 
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
+def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Refuse what cannot be shared out; the names of the model's parameters."""
     check_not_ddp(model)
-    if optimizer.state:
-        raise InvalidArgumentError(
-            "the optimizer has state already, of whole parameters: shard it before its first step"
-        )
-    known = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, given in enumerate(optimizer.param_groups):
         for parameter in given["params"]:
             if id(parameter) not in known:
@@ -276,33 +378,31 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
                     f"parameter group {index} has one of shape {list(parameter.shape)} that is not the "
                     "model's, so no forward would wait for it: pass the module that has all of them"
                 )
+    check_elementwise(optimizer)
+    return known
 
 
-def _hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[Any]:
-    """Have the forward of every module wait for the buckets that the parameters it reads are in."""
-    where = {id(x): (bucket, index) for bucket in buckets for index, x in enumerate(bucket.parameters)}
-    for module in model.modules():
-        # Attention reads the weight of its output projection, whose own forward it never calls.
-        reads = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
-        own = [where[id(x)] for x in reads if id(x) in where]
-        if own:
-            yield module.register_forward_pre_hook(_waiting(own))
+def _added(shape: Sequence[int]) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"a parameter of shape {list(shape)} was added after the optimizer was sharded, so no rank would "
+        "train it: give the optimizer all of its parameters first, then shard it (full_state_dict() and "
+        "load_full_state_dict() carry the state over)"
+    )
 
 
-def _waiting(own: list[tuple[ShardBucket, int]]) -> Callable[..., None]:
-    def before_forward(*_: Any) -> None:
-        for bucket, index in own:
-            _wait(bucket)
-            bucket.stale.discard(index)
+def _dropped(hooks: list[Any], arrivals: list[Arrival]) -> None:
+    """Remove the hooks, unless parameters are on their way, for which the model's next forward has to wait.
 
-    return before_forward
-
-
-def _wait(bucket: ShardBucket) -> None:
-    for work in bucket.gathered():
-        work.wait()
-
-
-def _remove(hooks: list[Any]) -> None:
+    Nothing is waited for: this may run wherever memory is collected.
+    """
+    if any(arrival.work is not None for arrival in arrivals):
+        warnings.warn(
+            "a ShardedOptimizer was dropped while parameters were on their way: the model's forward and "
+            "state_dict() wait for them, other code may read old ones. `await optimizer.gathered()` after "
+            "the last step, or use it in a `with` or `async with` block",
+            UnawaitedWorkWarning,
+            stacklevel=2,
+        )
+        return
     for hook in hooks:
         hook.remove()

@@ -1,0 +1,96 @@
+"""Whether an optimizer treats every element alone, so that parts of flat tensors can be handed to it.
+
+Nobody can tell from its name: it is tried out on a few numbers, whole and in parts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["check_elementwise"]
+
+_SHAPES = ((3, 4), (4,))
+_TRIES = 2
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that comes to something else on flat parts than on whole parameters."""
+    kind = type(optimizer).__name__
+    whole, parts = _twins()
+    try:
+        for given in optimizer.param_groups:
+            states = (optimizer.state[x] for x in given["params"] if x in optimizer.state)
+            pattern: Mapping[str, Any] = next(states, {})
+            _try_out(optimizer, given, pattern, whole)
+            _try_out(optimizer, given, pattern, parts)
+    except Exception as error:  # whatever an optimizer says of vectors, or of a step without a closure
+        raise InvalidArgumentError(
+            f"{kind} cannot be shared out over the ranks: it was tried on flat parts of parameters, and said "
+            f"{type(error).__name__}: {error}. Shard an optimizer that treats every element alone (SGD, "
+            "Adam, AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
+        ) from error
+    together = torch.cat([x.detach().reshape(-1) for x in whole])
+    if not torch.allclose(together, torch.cat([x.detach() for x in parts]), rtol=1e-3, atol=1e-6):
+        raise InvalidArgumentError(
+            f"{kind} does not treat every element alone (on flat parts of the parameters it comes to other "
+            "numbers than on whole ones), so it cannot be shared out over the ranks: shard an elementwise "
+            "one (SGD, Adam, AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
+        )
+
+
+def _twins() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The same numbers and gradients, as tensors of some shapes and as flat parts across their borders."""
+    generator = torch.Generator().manual_seed(1)
+    count = sum(torch.Size(shape).numel() for shape in _SHAPES)
+    values, gradients = torch.randn((2, count), generator=generator, device="cpu", dtype=torch.float32)
+    sizes = [torch.Size(shape).numel() for shape in _SHAPES]
+    half = count // 2
+    whole = _with_gradients(values.split(sizes), gradients.split(sizes), _SHAPES)
+    parts = _with_gradients(values.split(half), gradients.split(half), ((half,), (half,)))
+    return whole, parts
+
+
+def _with_gradients(
+    values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+) -> list[nn.Parameter]:
+    made = []
+    for value, gradient, shape in zip(values, gradients, shapes, strict=True):
+        parameter = nn.Parameter(value.clone().view(shape))
+        parameter.grad = gradient.clone().view(shape)
+        made.append(parameter)
+    return made
+
+
+def _try_out(
+    optimizer: Optimizer, given: Mapping[str, Any], pattern: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> None:
+    """Some steps of one like ``optimizer`` with the options of one group, on ``parameters``."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    options = {name: value for name, value in given.items() if name not in {"params", "param_names"}}
+    twin.param_groups = [{**options, "params": parameters}]
+    twin.state = defaultdict(dict)
+    for hooks in [name for name in vars(twin) if name.endswith("_hooks")]:
+        setattr(twin, hooks, OrderedDict())
+    for parameter in parameters:
+        if pattern:
+            twin.state[parameter] = {name: _alike(value, parameter) for name, value in pattern.items()}
+    for _ in range(_TRIES):
+        twin.step()
+
+
+def _alike(value: Any, parameter: torch.Tensor) -> Any:
+    """A state of ``parameter`` as it might be: of its shape, if ``value`` has that of its own parameter."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0:
+        return value.detach().cpu().clone()
+    return torch.full_like(parameter, value.flatten()[0].item() if value.numel() else 0.0)

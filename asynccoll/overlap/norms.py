@@ -1,0 +1,67 @@
+"""The norm of gradients of which each rank has a part, and clipping by it.
+
+Knows nothing of where the parts come from: the parts of all ranks together are the gradient, and none of
+it is on two ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops import all_reduce
+from asynccoll.overlap.steps import Steps
+
+__all__ = ["agree_on_overflow", "clip"]
+
+
+def clip(
+    parts: Sequence[nn.Parameter], max_norm: float, norm_type: float, **call: Any
+) -> Steps[torch.Tensor]:
+    """Scale the ``.grad`` of ``parts`` so that the norm over all ranks is at most ``max_norm``.
+
+    Returns the norm before, float64 if a part is, else float32. A norm that is not finite makes the
+    gradients NaN on every rank, so that a gradient scaler skips the step on all of them.
+    """
+    if not norm_type > 0:
+        raise InvalidArgumentError(
+            f"norm_type must be positive (math.inf for the largest), got {norm_type!r}"
+        )
+    own = [_real(part.grad) for part in parts if part.grad is not None]
+    of_maximum = math.isinf(norm_type)
+    total: torch.Tensor = yield all_reduce(_local(own, norm_type), op="max" if of_maximum else "sum", **call)
+    norm = total if of_maximum else total.pow(1 / norm_type)
+    # clamp keeps NaN, and an infinite norm would make a factor of zero where the others see NaN
+    nn.utils.clip_grads_with_norm_(parts, max_norm, norm if norm.isfinite() else norm * math.nan)
+    return norm if any(x.dtype is torch.float64 for x in own) else norm.float()
+
+
+def agree_on_overflow(parts: Sequence[nn.Parameter], **call: Any) -> Steps[None]:
+    """If a gradient of any rank is not finite, make those of all ranks NaN."""
+    own = [_real(part.grad) for part in parts if part.grad is not None]
+    finite = yield all_reduce(all(bool(x.isfinite().all()) for x in own), op="and", **call)
+    if not finite:
+        for x in own:
+            x.fill_(math.nan)
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    """A complex number counts as its two parts, here as in every norm of torch's."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _local(own: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """This rank's share: the largest magnitude, or the sum of the powers. In float64: powers overflow."""
+    if not own:
+        return torch.zeros((), dtype=torch.float64)
+    norms = [
+        torch.linalg.vector_norm(x, norm_type, dtype=x.dtype if x.dtype is torch.float64 else torch.float32)
+        for x in own
+    ]
+    together = torch.stack([norm.double() for norm in norms])
+    return together.max() if math.isinf(norm_type) else together.pow(norm_type).sum()

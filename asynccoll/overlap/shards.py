@@ -1,0 +1,234 @@
+"""Parameters in flat memory of which each rank has a part, and the gradients of that part.
+
+Knows nothing of optimizers; that is ``sharded``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops import all_gather, broadcast, reduce_scatter
+from asynccoll.overlap.buckets import Bucket, assign
+from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.steps import Steps
+from asynccoll.runtime import get_rank, get_world_size
+from asynccoll.work import Work
+
+__all__ = ["Arrival", "ShardBucket", "ShardReducer", "waiting_hooks"]
+
+
+class Arrival:
+    """The parameters of one bucket on their way: from the start, or from the last step.
+
+    What the hooks of a model hold on to: it outlives the optimizer that sent the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+        self.parameters = parameters
+        self.values = values
+        self.work: Work[Any] | None = None
+        #: indices of the parameters that nobody has waited for since they were sent
+        self.stale: set[int] = set()
+
+    def expect(self, work: Work[Any]) -> None:
+        """``work`` fills the parameters."""
+        work.detach()  # after the last step nobody need wait
+        self.work = work
+        self.stale = set(range(len(self.parameters)))
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Wait without an event loop until they are there; those at ``indices`` may be read now."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        self._may_be_read(self.stale.intersection(indices))
+
+    def steps(self) -> Steps[None]:
+        """The same with or without a loop, of all of them."""
+        if self.work is not None:
+            yield self.work
+            self.work = None
+        self._may_be_read(set(self.stale))
+
+    def _may_be_read(self, indices: set[int]) -> None:
+        self.stale -= indices
+        # The native call wrote past autograd. What has read them before this, in a hook that ran too early,
+        # must not be differentiated as if it had read these values: torch refuses it by the version.
+        for index in indices:
+            torch.autograd.graph.increment_version(self.parameters[index])
+
+
+class ShardBucket(Bucket):
+    """Parameters and their gradients in flat memory that divides by the ranks, and this rank's part of it.
+
+    Gradients gather over several reductions until they are zeroed, as they do in torch: what backward has
+    brought is local, and once it is reduced its memory, which ``.grad`` stays a view of, is zero again.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
+        super().__init__(parameters, tail=-sum(parameter.numel() for parameter in parameters) % size)
+        self.rank, self.size = rank, size
+        self.views = [view.data for view in self.views]  # each with a version of its own
+        self._versions = [view._version for view in self.views]
+        self._zeroed = [True] * len(parameters)
+        self.values = torch.zeros_like(self.flat)
+        for parameter, view in zip(parameters, self.cut(self.values), strict=True):
+            parameter.data = view.copy_(parameter.detach())
+        self.shard = nn.Parameter(self.own(self.values))
+        self.shard.grad = torch.zeros_like(self.shard)
+        self._incoming = self.shard.grad
+        self.arrival = Arrival(parameters, self.values)
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor laid out as this one."""
+        return flat.chunk(self.size)[self.rank]
+
+    def noted(self, index: int) -> None:
+        """Backward has added to the gradient at ``index``, which somebody may have zeroed before."""
+        self._look(index, additions=1)
+
+    def _look(self, index: int, additions: int) -> None:
+        """Note whether it was zeroed: it is None, another tensor, or was written to by more than backward."""
+        view = self.views[index]
+        if self.parameters[index].grad is not view or view._version > self._versions[index] + additions:
+            self._zeroed[index] = True
+        self._versions[index] = view._version
+
+    def put(self, index: int, scale: float) -> None:
+        super().put(index, scale)
+        self._versions[index] = self.views[index]._version
+
+    def fill(self, scale: float) -> None:
+        for index, has in enumerate(self.has):
+            if not has:
+                self._look(index, additions=0)
+        super().fill(scale)
+
+    @property
+    def touched(self) -> bool:
+        """Whether gradients were zeroed since the last reduction."""
+        for index, has in enumerate(self.has):
+            if not has:
+                self._look(index, additions=0)
+        return any(self._zeroed)
+
+    def target(self) -> torch.Tensor:
+        """Where this rank's part of the reduction is to go: beside what has gathered, if that counts."""
+        assert self.shard.grad is not None
+        if all(self._zeroed):
+            self._incoming = self.shard.grad
+        else:
+            self._incoming = torch.empty_like(self.shard.grad)
+        return self._incoming
+
+    def adopt(self) -> None:
+        gathered = self.shard.grad
+        assert gathered is not None
+        if self._incoming is not gathered:
+            gathered.mul_(self._kept()).add_(self._incoming)
+            self._incoming = gathered
+        self.flat.zero_()
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            parameter.grad = view
+            self._versions[index] = view._version
+        self._zeroed = [False] * len(self._zeroed)
+
+    def _kept(self) -> torch.Tensor:
+        """1 for the elements of this rank's part whose gradients gather on, 0 for those that were zeroed."""
+        kept = torch.ones_like(self.flat)
+        for view, zeroed in zip(self.cut(kept), self._zeroed, strict=True):
+            if zeroed:
+                view.zero_()
+        return self.own(kept)
+
+
+class ShardReducer(GradientReducer):
+    """Gradients reduced to each rank's part as backward makes them; ``groups`` of parameters stay apart."""
+
+    def __init__(self, groups: Sequence[Sequence[torch.Tensor]], **options: Any) -> None:
+        self._of = {id(x): index for index, group in enumerate(groups) for x in group}
+        super().__init__([x for group in groups for x in group], **options)
+
+    def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[ShardBucket]:
+        rank, size = get_rank(self._group), get_world_size(self._group)
+        members = assign(parameters, first, limit, apart=lambda parameter: self._of[id(parameter)])
+        self.buckets = [ShardBucket(together, rank, size) for together in members]
+        return self.buckets
+
+    def of_group(self, index: int) -> list[ShardBucket]:
+        """The buckets of the group of that index."""
+        return [bucket for bucket in self.buckets if self._of[id(bucket.parameters[0])] == index]
+
+    @property
+    def touched(self) -> bool:
+        """Whether anything has come to the gradients since they were last reduced, or was taken away."""
+        return bool(self._works) or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
+
+    def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
+        assert isinstance(bucket, ShardBucket)
+        return reduce_scatter(
+            flat, out=bucket.target(), group=self._group, lane=self._lane, timeout=self._timeout
+        )
+
+    def _arrived(self, bucket: Bucket, index: int) -> None:
+        assert isinstance(bucket, ShardBucket)
+        if index in bucket.arrival.stale:
+            raise InvalidArgumentError(
+                f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
+                "it had arrived (from the first rank at the start, from all of them after a step). The "
+                "forward of the module that it belongs to waits for it, and was not called: call the module, "
+                "or `await optimizer.gathered()` before"
+            )
+        bucket.noted(index)
+        super()._arrived(bucket, index)
+
+    # The parameters' way back
+
+    def align(self, **call: Any) -> None:
+        """Start sending the parameters of the group's first rank to the others."""
+        if get_world_size(self._group) > 1:
+            src = all_gather(get_rank(), **call).wait()[0]
+            for bucket in reversed(self.buckets):
+                bucket.arrival.expect(broadcast(bucket.values, src=src, out=bucket.values, **call))
+
+    def gather(self, **call: Any) -> None:
+        """Start sending each rank's part of the parameters to the others, those of the first layers first."""
+        for bucket in reversed(self.buckets):
+            own = bucket.shard.detach().clone()  # not of the memory that is written to
+            bucket.arrival.expect(all_gather(own, out=bucket.values, **call))
+
+    def gathered(self) -> Steps[None]:
+        """Wait until every parameter is there."""
+        for bucket in reversed(self.buckets):
+            yield from bucket.arrival.steps()
+
+
+def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[Any]:
+    """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
+    where = {id(x): (bucket.arrival, i) for bucket in buckets for i, x in enumerate(bucket.parameters)}
+    for module in model.modules():
+        # Attention reads the weight of its output projection, whose own forward it never calls.
+        reads = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+        own: dict[Arrival, list[int]] = {}
+        for arrival, index in (where[id(x)] for x in reads if id(x) in where):
+            own.setdefault(arrival, []).append(index)
+        if own:
+            wait = _waiting(own)
+            # Before the hooks that read parameters, such as those of weight_norm and spectral_norm.
+            yield module.register_forward_pre_hook(wait, prepend=True)
+            yield module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            yield module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+
+
+def _waiting(own: dict[Arrival, list[int]]) -> Callable[..., None]:
+    def wait(*_: Any) -> None:
+        for arrival, indices in own.items():
+            if arrival.stale:
+                arrival.wait(indices)
+
+    return wait

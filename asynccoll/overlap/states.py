@@ -1,0 +1,78 @@
+"""The state of an optimizer, of whole parameters and of this rank's parts of them, each made of the other.
+
+A state of whole parameters is what ``torch.optim.Optimizer.state_dict`` has: it does not depend on how many
+ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asynccoll.ops import all_gather
+from asynccoll.overlap.steps import Steps
+
+__all__ = ["State", "parts_of", "whole_of"]
+
+State = dict[str, Any]
+#: States of these names are one number for all elements, also where the parameter itself is one number.
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+#: The views of a flat tensor that are the parameters', in their shapes.
+Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def parts_of(
+    states: Sequence[Mapping[str, Any]], cut: Cut, like: torch.Tensor, rank: int, size: int
+) -> State:
+    """This rank's part of the ``states`` of parameters that lie in one flat tensor ``like``.
+
+    Parameters without a state (those that have never had a gradient) count as zeros.
+    """
+    shapes = [view.shape for view in cut(like)]
+    part: State = {}
+    for name in sorted({name for state in states for name in state}):
+        values = [state.get(name) for state in states]
+        if any(_is_of(name, value, shape) for value, shape in zip(values, shapes, strict=True)):
+            dtype = next(value.dtype for value in values if isinstance(value, torch.Tensor))
+            flat = torch.zeros_like(like, dtype=dtype)
+            for view, value in zip(cut(flat), values, strict=True):
+                if value is not None:
+                    view.copy_(value)
+            part[name] = flat.chunk(size)[rank].clone()
+        else:
+            part[name] = _largest([value for value in values if value is not None])
+    return part
+
+
+def _is_of(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state has an element for each of the parameter's."""
+    return name not in _SCALARS and isinstance(value, torch.Tensor) and value.shape == shape
+
+
+def _largest(values: list[Any]) -> Any:
+    """Of numbers of steps: a parameter that was not used now and then has fewer."""
+    first = values[0]
+    if isinstance(first, torch.Tensor) and first.dim() == 0:
+        return max(values, key=float).clone()
+    return max(values) if isinstance(first, (int, float)) else first
+
+
+def whole_of(part: Mapping[str, Any], cut: Cut, like: torch.Tensor, **call: Any) -> Steps[list[State]]:
+    """The state of each of the parameters in the flat tensor ``like``, of the parts that all ranks have."""
+    states: list[State] = [{} for _ in cut(like)]
+    for name in sorted(part):
+        value = part[name]
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and name not in _SCALARS:
+            flat = yield all_gather(value, **call)
+            for state, view in zip(states, cut(flat), strict=True):
+                state[name] = view.clone()
+        else:
+            for state in states:
+                state[name] = _copy(value)
+    return states
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,416 @@
+"""A sharded optimizer in the loops that people write: what one process comes to that sees all data."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asynccoll as ac
+import oracle
+from overlapping import SMALL, alike, batch, close, loss_of, network
+from ranks import Rank, raising
+from worlds import World
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def on_all_data(model: nn.Module, size: int, turn: int, loss: Callable[..., Tensor] = loss_of) -> None:
+    """Backward in one process of the mean of all ranks' losses."""
+    for rank in range(size):
+        (loss(model, batch(rank, turn)) / size).backward()
+
+
+def same(ours: nn.Module, twin: nn.Module) -> None:
+    for (name, mine), its in zip(ours.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, its, rtol=1e-4, atol=1e-5), f"{name}: {mine} instead of {its}"
+
+
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Flatten(), norm(nn.Linear(8, 6)), nn.Tanh(), norm(nn.Linear(6, 3)))
+
+
+NORMS = {
+    "weight_norm by hook": nn.utils.weight_norm,
+    "spectral_norm by hook": nn.utils.spectral_norm,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+}
+
+
+async def with_hooks(me: Rank, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # weight_norm by hook is deprecated, and in use
+        ours, twin = normed(NORMS[name]), normed(NORMS[name])
+    whole = sgd(twin.parameters())
+    with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
+        for turn in range(3):
+            optimizer.zero_grad()
+            loss_of(ours, batch(0, turn)).backward()  # the same data: a hook counts forwards
+            await optimizer.step()
+            whole.zero_grad()
+            loss_of(twin, batch(0, turn)).backward()
+            whole.step()
+        got = ours(batch(0, 9))  # its hooks, too, read what the step has sent
+    assert torch.allclose(got, twin(batch(0, 9)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_hooks_that_read_parameters(pair: World, name: str) -> None:
+    """They see those of the last step, not those on their way."""
+    pair.run(with_hooks, name, runner="asyncio")
+
+
+async def read_too_early(me: Rank) -> None:
+    model = alike(nn.Sequential(nn.Linear(4, 4)))
+    seen: list[Tensor] = []
+    with ac.overlap.shard_optimizer(model, sgd(model.parameters())) as optimizer:
+        model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight**2), prepend=True)
+        model(torch.ones(1, 4)).sum().backward()
+        await optimizer.step()
+        model(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            seen[-1].sum().backward()
+
+
+def test_a_hook_that_reads_before_ours(pair: World) -> None:
+    """Is refused by autograd, for what it has read has changed since."""
+    pair.run(read_too_early, runner="asyncio")
+
+
+def forget(how: str, optimizer: ac.overlap.ShardedOptimizer, model: nn.Module) -> None:
+    if how == "skip":
+        optimizer.skip()
+    elif how == "model.zero_grad":
+        model.zero_grad()
+    elif how == "model.zero_grad to zeros":
+        model.zero_grad(set_to_none=False)
+    else:
+        optimizer.zero_grad()
+
+
+async def skipped(me: Rank, how: str, clips: bool) -> None:
+    ours, twin = network(), network()
+    whole = sgd(twin.parameters())
+    with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
+        for turn in range(4):
+            x = batch(me.rank, turn)
+            if turn == 1 and me.rank == 0:
+                x = torch.full_like(x, torch.inf)
+            loss_of(ours, x).backward()
+            if clips:
+                norm = await optimizer.clip_grad_norm_(0.01)
+                assert norm.isfinite() == (turn != 1)
+            else:
+                await optimizer.reduced()
+            if turn == 1:
+                forget(how, optimizer, ours)
+                continue
+            await optimizer.step()
+            forget("zero_grad", optimizer, ours)
+
+            on_all_data(twin, me.size, turn)
+            if clips:
+                assert close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
+            whole.step()
+            whole.zero_grad()
+    same(ours, twin)
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clip", "reduced"])
+@pytest.mark.parametrize("how", ["skip", "zero_grad", "model.zero_grad", "model.zero_grad to zeros"])
+def test_a_step_that_is_skipped(pair: World, how: str, clips: bool) -> None:
+    """Leaves no trace in those that follow."""
+    pair.run(skipped, how, clips, runner="asyncio")
+
+
+async def never_zeroed(me: Rank, no_sync: bool) -> None:
+    ours, twin = network(), network()
+    whole = torch.optim.SGD(twin.parameters(), lr=0.01)
+    with ac.overlap.shard_optimizer(ours, torch.optim.SGD(ours.parameters(), lr=0.01), **SMALL) as optimizer:
+        for turn in range(3):
+            if no_sync:
+                with optimizer.no_sync():
+                    loss_of(ours, batch(me.rank, turn + 10)).backward()
+                on_all_data(twin, me.size, turn + 10)
+            if me.rank < me.size - 1 or turn != 1:  # the last rank has no data once
+                loss_of(ours, batch(me.rank, turn)).backward()
+            await optimizer.step()
+
+            for rank in range(me.size):
+                if rank < me.size - 1 or turn != 1:
+                    (loss_of(twin, batch(rank, turn)) / me.size).backward()
+            whole.step()
+    same(ours, twin)
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_gradients_that_nobody_zeroes(world: World, no_sync: bool) -> None:
+    """Gather over the steps, as they do in one process."""
+    world.run(never_zeroed, no_sync, runner="asyncio")
+
+
+async def half_zeroed(me: Rank) -> None:
+    ours, twin = network(), network()
+    whole = torch.optim.SGD(twin.parameters(), lr=0.01)
+    with ac.overlap.shard_optimizer(ours, torch.optim.SGD(ours.parameters(), lr=0.01)) as optimizer:
+        for turn in range(3):
+            loss_of(ours, batch(me.rank, turn)).backward()
+            await optimizer.step()
+            on_all_data(twin, me.size, turn)
+            whole.step()
+            for model in (ours, twin):
+                model[0].zero_grad()
+    same(ours, twin)
+
+
+def test_some_gradients_are_zeroed_and_others_not(pair: World) -> None:
+    """In one bucket."""
+    pair.run(half_zeroed, runner="asyncio")
+
+
+def trained(me: Rank) -> nn.Module:
+    """As many write it: the optimizer ends with the function."""
+    model = network()
+    optimizer = ac.overlap.shard_optimizer(model, sgd(model.parameters()), **SMALL)
+    loss_of(model, batch(me.rank, 0)).backward()
+    optimizer.wait_step()
+    return model
+
+
+async def dropped(me: Rank) -> None:
+    twin = network()
+    on_all_data(twin, me.size, 0)
+    sgd(twin.parameters()).step()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        first, second = trained(me), trained(me)
+        gc.collect()
+    if me.size > 1:
+        assert len([one for one in heard if "ShardedOptimizer was dropped" in str(one.message)]) == 2
+    assert torch.allclose(first(batch(0, 5)), twin(batch(0, 5)), rtol=1e-4, atol=1e-5)
+    for name, value in second.state_dict().items():
+        assert torch.allclose(value, twin.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_ends_before_its_parameters_are_there(pair: World) -> None:
+    """The model's forward and `state_dict()` wait for them, and the drop is told."""
+    pair.run(dropped, runner="asyncio")
+
+
+async def different_starts(me: Rank) -> None:
+    ours, twin = network(), network()
+    for parameter in ours.parameters():
+        parameter.data.add_(me.rank)
+    whole = sgd(twin.parameters())
+    with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
+        loss_of(ours, batch(me.rank, 0)).backward()
+        await optimizer.step()
+    on_all_data(twin, me.size, 0)
+    whole.step()
+    same(ours, twin)
+
+
+def test_ranks_that_start_from_different_weights(world: World) -> None:
+    """Train those of the first."""
+    world.run(different_starts, runner="asyncio")
+
+
+async def changed_meanwhile(me: Rank) -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    optimizer = ac.overlap.shard_optimizer(model, sgd(model.parameters()), **SMALL)
+    with raising(ac.InvalidArgumentError, "[2, 2]", "added after"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    model[0].bias.requires_grad_(True)
+    with raising(ac.InvalidArgumentError, "'0.bias'", "unfreeze"):
+        await optimizer.step()
+    model[0].bias.requires_grad_(False)
+    optimizer.wrapped.add_param_group({"params": [nn.Parameter(torch.ones(3, 2))]})
+    with raising(ac.InvalidArgumentError, "[3, 2]", "added after"):
+        await optimizer.step()
+    optimizer.close()
+
+
+def test_parameters_that_come_later_are_refused(pair: World) -> None:
+    """By name, before anything is sent: no rank would train them."""
+    pair.run(changed_meanwhile, runner="asyncio")
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Adagrad": lambda parameters: torch.optim.Adagrad(
+        parameters, lr=0.05, initial_accumulator_value=0.1, weight_decay=0.01
+    ),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True, amsgrad=True),
+    "Adam fused": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "SGD": sgd,
+}
+
+
+async def taken_over(me: Rank, name: str) -> None:
+    """Three whole steps, then sharded, saved, loaded into another sharded one, and into a whole one."""
+    twin = network()
+    whole = OPTIMIZERS[name](twin.parameters())
+    ours = network()
+    before = OPTIMIZERS[name](ours.parameters())
+    for turn in range(2):
+        for model, optimizer in ((ours, before), (twin, whole)):
+            optimizer.zero_grad()
+            on_all_data(model, me.size, turn)
+            optimizer.step()
+    async with ac.overlap.shard_optimizer(ours, before, **SMALL) as sharded:
+        await both(me, sharded, whole, ours, twin, 2)
+        saved = await sharded.full_state_dict()
+    expected = whole.state_dict()
+    assert saved["param_groups"] == expected["param_groups"]
+    oracle.same(saved["state"], {k: dict(sorted(v.items())) for k, v in expected["state"].items()}, rtol=1e-4)
+
+    resumed = copy.deepcopy(twin)  # in another layout of buckets, as on another number of ranks
+    again = ac.overlap.shard_optimizer(
+        resumed, OPTIMIZERS[name](resumed.parameters()), bucket_bytes=50, first_bucket_bytes=50
+    )
+    again.load_full_state_dict(copy.deepcopy(saved))
+    alone = copy.deepcopy(twin)
+    plain = OPTIMIZERS[name](alone.parameters())
+    plain.load_state_dict(saved)
+    async with again:
+        await both(me, again, whole, resumed, twin, 3)
+    on_all_data(alone, me.size, 3)
+    plain.step()
+    same(resumed, twin)
+    same(alone, twin)
+
+
+async def both(me: Rank, sharded: Any, whole: Any, ours: nn.Module, twin: nn.Module, turn: int) -> None:
+    sharded.zero_grad()
+    loss_of(ours, batch(me.rank, turn)).backward()
+    await sharded.step()
+    whole.zero_grad()
+    on_all_data(twin, me.size, turn)
+    whole.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_the_whole_optimizer(world: World, name: str) -> None:
+    """Shared out, and put together again: the same as one process has, for any number of ranks to load."""
+    world.run(taken_over, name, runner="asyncio")
+
+
+async def of_other_groups(me: Rank) -> None:
+    model = network()
+    with ac.overlap.shard_optimizer(model, sgd(model.parameters())) as optimizer:
+        other = sgd([nn.Parameter(torch.ones(1))]).state_dict()
+        with raising(ac.InvalidArgumentError, "[1]", "[6]"):
+            optimizer.load_full_state_dict(other)
+
+
+def test_a_state_of_another_model_is_refused(pair: World) -> None:
+    pair.run(of_other_groups, runner="asyncio")
+
+
+async def clipped(me: Rank, dtype: torch.dtype, norm_type: float) -> None:
+    def make() -> nn.Module:
+        return alike(nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.Linear(5, 2))).to(dtype)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.to(dtype)).abs().square().mean()
+
+    ours, twin = make(), make()
+    with ac.overlap.shard_optimizer(ours, torch.optim.SGD(ours.parameters(), lr=0.1), **SMALL) as optimizer:
+        loss(ours, batch(me.rank, 0)).backward()
+        norm = await optimizer.clip_grad_norm_(0.01, norm_type)
+        await optimizer.step()
+    on_all_data(twin, me.size, 0, loss)
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.01, norm_type)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert torch.allclose(
+        norm.double(), expected.double(), rtol=1e-5 if dtype is not torch.bfloat16 else 0.02
+    )
+    assert (norm.dtype is torch.float64) == (dtype is torch.float64)
+    for mine, its in zip(ours.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, its, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16], ids=str)
+def test_clipping_of_any_dtype(pair: World, dtype: torch.dtype, norm_type: float) -> None:
+    pair.run(clipped, dtype, norm_type, runner="asyncio")
+
+
+async def scaled(me: Rank, clips: bool) -> None:
+    ours, twin = network(), network()
+    whole = sgd(twin.parameters())
+    mine, its = (torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2) for _ in range(2))
+    async with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
+        for turn in range(4):
+            overflows = turn == 1
+            x = batch(me.rank, turn)
+            if overflows and me.rank == me.size - 1:
+                x = torch.full_like(x, torch.inf)  # of one rank, in every rank's part
+            optimizer.zero_grad()
+            mine.scale(loss_of(ours, x)).backward()
+            if clips:
+                await optimizer.unscale_(mine)
+                await optimizer.clip_grad_norm_(0.01)
+            await optimizer.step(scaler=mine)
+            mine.update()
+
+            whole.zero_grad()
+            its.scale(loss_of(twin, batch(0, turn) * (torch.inf if overflows else 0))).backward()
+            for parameter in twin.parameters():
+                if not overflows:
+                    parameter.grad = None
+            if not overflows:
+                for rank in range(me.size):
+                    its.scale(loss_of(twin, batch(rank, turn)) / me.size).backward()
+            if clips:
+                its.unscale_(whole)
+                nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+            its.step(whole)
+            its.update()
+            assert mine.get_scale() == its.get_scale()
+    same(ours, twin)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clip"])
+def test_a_gradient_scaler(world: World, clips: bool) -> None:
+    """An overflow on one rank skips the step on all, whether one clips or not."""
+    world.run(scaled, clips, runner="asyncio")
+
+
+async def by_closure(me: Rank) -> None:
+    ours, twin = network(), network()
+    whole = sgd(twin.parameters())
+    async with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(ours, batch(me.rank, 0))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            assert (await optimizer.step(closure)).requires_grad
+            whole.zero_grad()
+            on_all_data(twin, me.size, 0)
+            whole.step()
+    same(ours, twin)
+
+
+def test_a_closure(pair: World) -> None:
+    pair.run(by_closure, runner="asyncio")
