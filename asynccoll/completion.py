@@ -11,11 +11,14 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from asynccoll.forks import renew
+
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
 #: Held for the moment in which any promise changes; nothing is allocated under it.
 _settling = threading.Lock()
+renew(_settling)
 
 
 class Completion:

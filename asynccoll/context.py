@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from asynccoll.backends.base import Backend
+    from asynccoll.completion import Completion
     from asynccoll.lane import Lane
     from asynccoll.operation import Operation
 
@@ -170,6 +171,12 @@ class Context:
         assert self.clients is not None
         with self.clients.borrow() as store:
             return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
+
+    def disown(self, error: CollectiveError) -> list[Completion]:
+        """In a forked child: it says who this is, and carries nothing; what of it must not be destroyed."""
+        self._lock = threading.Lock()
+        self.liveness.disown()
+        return [completion for group in self.groups.values() for completion in group.disown(error)]
 
     async def on_host(self, operation: Operation, value: object) -> None:
         """Wait until the host may read ``value``, which ``operation`` delivered on the device."""

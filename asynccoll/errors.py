@@ -2,6 +2,7 @@
 
     AsyncCollError
     ├── NotInitializedError (RuntimeError)      no context, or already finalized
+    │   └── ForkedProcessError                  a forked child would communicate (a CollectiveError, too)
     ├── BackendNotFoundError (ImportError)      unknown name, or its package is missing
     ├── LaunchEnvironmentError (ValueError)     contradictory or incomplete launcher variables
     ├── InvalidArgumentError (ValueError)       a value no call of this kind can have
@@ -34,6 +35,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "ForkedProcessError",
     "InvalidArgumentError",
     "LaneLimitError",
     "LaneOrderError",
@@ -105,6 +107,13 @@ class WorkNotDoneError(AsyncCollError, RuntimeError):
 
 class CollectiveError(AsyncCollError, RuntimeError):
     """An operation that was accepted has failed."""
+
+
+class ForkedProcessError(NotInitializedError, CollectiveError):
+    """A process that was forked from a rank, as a DataLoader's worker is, cannot use that rank's connections.
+
+    Who it is (``get_rank`` and the like) can be asked there.
+    """
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):

@@ -18,8 +18,10 @@ from asynccoll.spec import Topology, equal_nodes, place_of
 from asynccoll.turnstile import Turnstile
 
 if TYPE_CHECKING:
+    from asynccoll.completion import Completion
     from asynccoll.context import Context
     from asynccoll.costs import Cost
+    from asynccoll.errors import CollectiveError
 
 __all__ = ["MAX_LANES", "Group"]
 
@@ -110,6 +112,11 @@ class Group:
             f"rank {self.context.rank} is not in the group of ranks {list(self.ranks)}; only "
             "members may communicate in it (guard the call with `ac.get_rank(group) >= 0`)"
         )
+
+    def disown(self, error: CollectiveError) -> list[Completion]:
+        """In a forked child: the lanes are the parent's; what of them must not be destroyed."""
+        self._lock = threading.Lock()
+        return [completion for lane in self.opened.values() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:
         """Close the lanes and what orders them."""

@@ -563,6 +563,12 @@ class Lane:
         with self._lock:
             return [operation for operation in (*self._in_flight, *self._apart) if not operation.done()]
 
+    def disown(self, error: CollectiveError) -> list[Completion]:
+        """In a forked child: refuse what comes, fail what is in flight; what of it must not be destroyed."""
+        self._lock = threading.Lock()
+        self.broken = error
+        return [operation.disown(error) for operation in (*self._in_flight, *self._apart)]
+
     def close(self, *, abort: bool = False) -> None:
         """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
         if abort:

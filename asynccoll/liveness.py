@@ -118,6 +118,11 @@ class Liveness:
         _, _, host, pid = self._peers[rank]
         return f"rank {rank} (host {host}, pid {pid})"
 
+    def disown(self) -> None:
+        """In a forked child: a copy of the beacon would shine on after the rank has died."""
+        self._asking = threading.Lock()
+        self.close()
+
     def close(self) -> None:
         """Put the light out: from now on this rank counts as gone."""
         if self._beacon is not None:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from asynccoll.completion import Completion
+from asynccoll.completion import Completion, Ready
 from asynccoll.errors import CollectiveError
+from asynccoll.forks import renew
 from asynccoll.place import Place, Spot
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ INLINE_SECONDS = 1e-3
 #: By so much a timer may be early.
 EARLY_SECONDS = 1e-3
 _wakers_lock = threading.Lock()
+renew(_wakers_lock)
 
 
 class Estimate:
@@ -139,6 +141,14 @@ class Operation:
             self.failure = error
             self.completion.abandon()
             self._wake()
+
+    def disown(self, error: CollectiveError) -> Completion:
+        """In a forked child: it is the parent's. What must not be asked here any more, nor be destroyed."""
+        native = self.completion
+        if not self.over:
+            self.failure = error
+            self.completion = Ready(error)
+        return native
 
     def error(self) -> CollectiveError | None:
         """What went wrong, as one of ours; None if nothing did. Only once done."""

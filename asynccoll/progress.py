@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Protocol
 
+from asynccoll.forks import in_child
+
 __all__ = ["Pollable", "Progress", "progress"]
 
 #: Looks without sleep at what is overdue, before naps begin.
@@ -251,6 +253,5 @@ def _forget_parent() -> None:
     progress.__init__()  # type: ignore[misc]  # the same object: others hold it
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+in_child(after_in_child=_forget_parent)
 atexit.register(progress.stop)

@@ -20,10 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asynccoll import backends, compiled
+from asynccoll import backends, compiled, forks
 from asynccoll.backends.serial import SerialBackend
+from asynccoll.backends.tcpstore import served
 from asynccoll.context import Context, Identity
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, NotInitializedError
+from asynccoll.errors import (
+    CollectiveTimeoutError,
+    ForkedProcessError,
+    InvalidArgumentError,
+    NotInitializedError,
+)
 from asynccoll.group import Group, check_ranks, resolve_group
 from asynccoll.launch.env import detect
 
@@ -66,21 +72,46 @@ class _Process:
         self.finalized = False
         self.thread_ranks: list[Context] = []  # those that are threads of this process
         self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
+        self.parent: Context | None = None  # its context, in a forked child: says who this is
+        self.parent_adopted = False
 
 
 _process = _Process()
 
 
-def _forget_parent() -> None:
-    """A forked child starts uninitialised: the parent's connections are not its own."""
-    global _process  # noqa: PLW0603  # what a process has is what this module is for
-    _process = _Process()
-    _process.inherited = dist.distributed_c10d.GroupMember.WORLD if dist.is_available() else None
+def _in_forked_child() -> None:
+    """It has its parent's place in the world, whose connections and native objects are the parent's alone."""
+    global _process  # what a process has is what this module is for
+    before, _process = _process, _Process()
+    adopted = before.adopted[1] if before.adopted else None
+    mine = _of_thread.get() or before.context or adopted or before.parent
     _of_thread.set(None)
+    forks.keep(before, served)
+    if dist.is_available():
+        _process.inherited = dist.distributed_c10d.GroupMember.WORLD
+        forks.keep(*dist.distributed_c10d._world.pg_map.items())
+    if mine is None:
+        return
+    if isinstance(mine.backend, SerialBackend):  # nobody else is there to be disturbed
+        _process.context = Context(SerialBackend(), Identity(), timeout=mine.timeout, check="off")
+        return
+    _process.parent = mine
+    _process.parent_adopted = before.parent_adopted if mine is before.parent else mine is adopted
+    for context in {before.context, adopted, mine, *before.thread_ranks}:
+        if context is not None and context is not before.parent:
+            forks.keep(context.disown(_forked(context)))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+def _forked(context: Context) -> ForkedProcessError:
+    return ForkedProcessError(
+        f"this process ({os.getpid()}) was forked from rank {context.rank} of {context.world_size}, whose "
+        "connections it cannot use: who it is can be asked here (ac.get_rank() and the like), but it cannot "
+        "communicate. Do that in the parent, call ac.initialize() here, or start processes with the 'spawn' "
+        "method"
+    )
+
+
+forks.in_child(after_in_child=_in_forked_child)
 
 
 def current() -> Context:
@@ -90,6 +121,31 @@ def current() -> Context:
         return context
     context = _process.context
     return context if context is not None else _implicit(_process)
+
+
+def _parent(process: _Process) -> Context | None:
+    """In a forked child that has no world of its own: its parent's context, to be asked who this is."""
+    if process.context is not None or _torch_group(process) is not None:
+        return None
+    if process.parent is None and process.inherited is not None and dist.is_initialized():
+        # Nothing of ours was used in the parent: torch's group says the rest.
+        process.parent = backends.adopt(
+            dist.get_backend(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off"
+        )
+        process.parent_adopted = True
+    return process.parent
+
+
+def forked() -> bool:
+    """Whether this is a forked child, of whose world only its place is known here."""
+    return _of_thread.get() is None and _parent(_process) is not None
+
+
+def _known() -> Context:
+    """Whom to ask who this is: the context a call would run in, in a forked child the parent's."""
+    if _of_thread.get() is None and (parent := _parent(_process)) is not None:
+        return parent
+    return current()
 
 
 def _implicit(process: _Process) -> Context:
@@ -104,11 +160,9 @@ def _implicit(process: _Process) -> Context:
         )
     if _torch_group(process) is not None:
         return _adopt(process)
-    if process.inherited is not None:
-        raise NotInitializedError(
-            "this process was forked from one that had joined a world, whose connections it cannot use; "
-            "call ac.initialize() here, or start processes with the 'spawn' method"
-        )
+    parent = _parent(process)
+    if parent is not None:
+        raise _forked(parent)
     if process.finalized:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
     said = os.environ.get("WORLD_SIZE")  # what people set by hand; a launcher's are there from the start
@@ -292,6 +346,8 @@ def refresh() -> str:
         if orphaned is None or not orphaned():
             return "ours"
         _abandon(process, context)
+    if forked():
+        return "adopted" if process.parent_adopted else "ours"
     native = None if process.thread_ranks else _torch_group(process)
     if process.adopted is not None and process.adopted[0]() is not native:
         _abandon(process, process.adopted[1])
@@ -339,22 +395,25 @@ def _at_exit() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``initialize`` was called (and ``finalize`` not since), or a torch group is there to adopt."""
+    """Whether ``initialize`` was called (and ``finalize`` not since), or a torch group is there to adopt.
+
+    In a forked child: whether it was so in its parent.
+    """
     process = _process
-    if _of_thread.get() is not None or process.context is not None:
+    if _of_thread.get() is not None or process.context is not None or forked():
         return True
     return not process.thread_ranks and _torch_group(process) is not None
 
 
 def get_rank(group: Any = None) -> int:
     """This rank's index in ``group`` (the world by default); -1 outside of it."""
-    context = current()
+    context = _known()
     return context.rank if group is None else resolve_group(context, group).rank
 
 
 def get_world_size(group: Any = None) -> int:
     """The number of ranks in ``group`` (the world by default); -1 outside of it."""
-    context = current()
+    context = _known()
     if group is None:
         return context.world_size
     resolved = resolve_group(context, group)
@@ -363,32 +422,32 @@ def get_world_size(group: Any = None) -> int:
 
 def get_local_rank() -> int:
     """This rank's index among those of its node."""
-    return current().identity.local_rank
+    return _known().identity.local_rank
 
 
 def get_nproc_per_node() -> int:
     """The number of ranks on this node."""
-    return current().identity.nproc_per_node
+    return _known().identity.nproc_per_node
 
 
 def get_nnodes() -> int:
     """The number of nodes."""
-    return current().identity.nnodes
+    return _known().identity.nnodes
 
 
 def get_node_rank() -> int:
     """The index of this node."""
-    return current().identity.node_rank
+    return _known().identity.node_rank
 
 
 def device() -> torch.device:
     """The device this rank's tensors live on: its GPU with nccl, the CPU with gloo and mpi."""
-    return current().backend.device
+    return _known().backend.device
 
 
 def backend() -> str:
     """The name of the backend in use: ``"gloo"``, ``"nccl"``, ``"serial"``, ..."""
-    return current().backend.name
+    return _known().backend.name
 
 
 def hostname() -> str:

@@ -17,10 +17,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll.errors import (
+    ForkedProcessError,
     PayloadTypeError,
     UnawaitedWorkWarning,
     WorkNotDoneError,
 )
+from asynccoll.forks import renew
 from asynccoll.modes import as_called
 from asynccoll.waiting import block, pause, quick, suspend
 
@@ -44,6 +46,7 @@ _FAILED = 3
 #: So many works of a scope are kept before it looks which of them are of no more interest.
 _FEW = 64
 _claim = threading.Lock()
+renew(_claim)
 #: Who waits for another thread to finish a work: hardly ever anybody.
 _finishing: dict[int, threading.Event] = {}
 
@@ -315,6 +318,8 @@ class Work(Generic[T]):
 
     def __del__(self) -> None:
         if self._heard or not self._operations:
+            return
+        if isinstance(self._operations[0].failure, ForkedProcessError):  # a copy: the parent has it
             return
         place = self._operations[0].place
         names = ", ".join(operation.name for operation in self._operations[:3])

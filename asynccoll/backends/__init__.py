@@ -211,8 +211,10 @@ def capabilities_of(name: str, device: str) -> Capabilities:
     return cast("Capabilities", module.capabilities(name, device))
 
 
-def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: float, check: str) -> Context:
-    """A context beside the default group that the user made with torch."""
+def adopt(
+    name: str, store: dist.Store | None, rank: int, world_size: int, timeout: float, check: str
+) -> Context:
+    """A context beside the default group that the user made with torch; without a store only a place."""
     from asynccoll.backends import c10d
 
     return c10d.adopt(name, store, rank, world_size, timeout, check)

@@ -370,8 +370,13 @@ def _default_group() -> tuple[str, dist.Store, int, int] | None:
     return dist.get_backend(), store, dist.get_rank(), dist.get_world_size()
 
 
-def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: float, check: str) -> Context:
-    """A context beside the user's default group. Opens nothing until an operation needs it."""
+def adopt(
+    name: str, store: dist.Store | None, rank: int, world_size: int, timeout: float, check: str
+) -> Context:
+    """A context beside the user's default group. Opens nothing until an operation needs it.
+
+    Without a store, as in a forked child, it can be asked for the rank's place, and no more.
+    """
     from asynccoll.context import Context
 
     by_device = parse_backend(name)
@@ -384,7 +389,7 @@ def adopt(name: str, store: dist.Store, rank: int, world_size: int, timeout: flo
         address="127.0.0.1" if identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK else None,
         default_group=_default_group_ref(),
     )
-    return Context(backend, identity, store=own_part(store, rank), timeout=timeout, check=check)
+    return Context(backend, identity, store=store and own_part(store, rank), timeout=timeout, check=check)
 
 
 def parse_backend(name: str) -> dict[str, str]:

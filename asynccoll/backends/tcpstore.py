@@ -16,7 +16,7 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-__all__ = ["LOOPBACK", "connect"]
+__all__ = ["LOOPBACK", "connect", "served"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -28,7 +28,7 @@ _NAME_SECONDS = 30.0
 
 #: The store served last. Ranks that come back to its address for a next life of the world may be
 #: earlier than the one that serves it, and must not find a server that is about to go.
-_served: dict[tuple[str, int], dist.TCPStore] = {}
+served: dict[tuple[str, int], dist.TCPStore] = {}
 
 
 def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TCPStore:
@@ -54,8 +54,8 @@ def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TC
         master_listen_fd=listener.detach() if listener is not None else None,  # the store closes it
     )
     if serve:
-        _served.clear()
-        _served[host, port] = store
+        served.clear()
+        served[host, port] = store
     return store
 
 

@@ -8,11 +8,12 @@ operations.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from weakref import WeakSet
+
+from asynccoll.forks import in_child
 
 __all__ = ["InProgress", "Waiters"]
 
@@ -78,8 +79,7 @@ def _forget_parent() -> None:
         pool.forget_parent()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+in_child(after_in_child=_forget_parent)
 
 
 class InProgress:

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+import asynccoll as ac
+from asynccoll.runtime import forked
+
 __all__ = ["Layout", "announce", "hint", "layout"]
 
 _GUESSING = (
@@ -59,7 +62,7 @@ def hint(index: int) -> None:
 def announce() -> None:
     """Tell the others where this rank is, once for each default group that torch has had."""
     native = dist.distributed_c10d.GroupMember.WORLD
-    if native is None or (_state.group is not None and _state.group() is native):
+    if native is None or forked() or (_state.group is not None and _state.group() is native):
         return
     _state.group = weakref.ref(native)
     _state.layout = None
@@ -72,6 +75,8 @@ def announce() -> None:
 def layout() -> Layout:
     """The layout of torch's current default group; waits for the others to have announced theirs."""
     announce()
+    if _state.layout is None and forked():  # nobody can be asked here; what the launcher said is known
+        return Layout(ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes(), ac.get_node_rank())
     if _state.layout is None:
         rank, size = dist.get_rank(), dist.get_world_size()
         entries = [json.loads(_store().get(f"layout/{index}")) for index in range(size)] if size > 1 else []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.runtime import refresh
+from asynccoll.runtime import forked, refresh
 from asynccoll.sync import horovod
 from asynccoll.sync import layout as _layout
 from asynccoll.sync.environment import Environment
@@ -121,6 +121,8 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
 
 def leave(*, abort: bool = False) -> None:
     """Leave it; a group that was made with torch is destroyed, as ignite does."""
+    if forked():  # the world is the parent's to leave
+        return
     state = refresh()
     on_horovod = state == "ours" and ac.backend() == "horovod"
     if state != "none":

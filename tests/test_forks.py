@@ -1,0 +1,230 @@
+"""A process forked from a rank, as a DataLoader's worker is: it knows who it is, and disturbs nobody."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import asynccoll as ac
+import asynccoll.sync as idist
+import scripts
+import worlds
+from asynccoll import completion, operation, runtime, work
+from patience import patient
+from ranks import Rank
+
+pytestmark = pytest.mark.processes
+SIZES = [size for size in worlds.WORLD_SIZES if size in (2, 3)]
+
+
+def error_of(call: Any) -> str:
+    """The type of what it raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def who() -> tuple[Any, ...]:
+    """All that can be asked without asking others."""
+    mine = DistributedShare()
+    return (
+        (ac.get_rank(), ac.get_world_size(), ac.get_local_rank(), ac.get_nproc_per_node()),
+        (ac.get_rank([0, 1]), ac.get_world_size([0, 1])) if ac.backend() != "horovod" else (),
+        (ac.backend(), str(ac.device()), ac.is_initialized()),
+        (idist.get_rank(), idist.get_world_size(), idist.get_local_rank(), idist.backend()),
+        (idist.model_name(), str(idist.device()), idist.get_nnodes(), idist.get_node_rank()),
+        mine.of(ac.auto_dataloader),
+        mine.of(idist.auto_dataloader),
+    )
+
+
+class DistributedShare:
+    """The first share of 12 samples that a loader made here draws, and how large its batches are."""
+
+    def of(self, auto_dataloader: Any) -> tuple[list[int], int]:
+        loader = auto_dataloader(list(range(12)), batch_size=6, shuffle=False)
+        return list(loader.sampler), loader.batch_size
+
+
+class Told(Dataset[Any]):
+    """What a worker finds out, for each sample."""
+
+    def __init__(self, pending: Any) -> None:
+        self.pending = pending
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        gc.collect()
+        calls = (
+            lambda: ac.all_reduce(1),
+            ac.barrier,
+            lambda: ac.all_reduce(1, lane="of the worker"),
+            lambda: ac.new_group([0]),
+            lambda: idist.all_reduce(1),
+            idist.barrier,
+            self.pending.wait,
+        )
+        idist.finalize()
+        ac.finalize()
+        return who(), [error_of(call) for call in calls], torch.tensor([index])
+
+
+async def loads(me: Rank) -> None:
+    mine, total = who(), [float(sum(range(me.size)))]
+    for turn in range(2):
+        x = torch.tensor([float(me.rank)])
+        early = ac.all_reduce(x, lane=f"{turn} of {me.rank}")  # the others come to it afterwards
+        told = list(
+            DataLoader(
+                Told(early),
+                num_workers=2,
+                multiprocessing_context="fork",
+                batch_size=None,
+                collate_fn=tuple,
+                timeout=patient(60),
+            )
+        )
+        late = [ac.all_reduce(x, lane=f"{turn} of {rank}") for rank in range(me.size) if rank != me.rank]
+        assert [(await me.get(one)).tolist() for one in (early, *late)] == [total] * me.size
+        for place, errors, _ in told:
+            assert place == mine, (place, mine)
+            assert set(errors) == {"ForkedProcessError"}, errors
+    assert await me.get(ac.all_gather_object(me.rank)) == list(range(me.size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
+def test_the_workers_of_a_data_loader(backend: str, size: int) -> None:
+    """With calls in flight, garbage collected: each knows its rank, none communicates, the rank goes on."""
+    worlds.world(backend, size).run(loads, timeout=90)
+
+
+async def with_locks_held(me: Rank) -> None:
+    context = runtime.current()
+    locks = [work._claim, completion._settling, operation._wakers_lock, context._lock, context.world._lock]
+    locks += [lane._lock for lane in context.lanes()]
+    held, fork_is_done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        for lock in locks:
+            lock.acquire()
+        held.set()
+        fork_is_done.wait()
+        for lock in locks:
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(patient(20)))
+        everything_is_right = (
+            ac.get_rank([0, 1]) == me.rank
+            and error_of(lambda: ac.all_reduce(1)) == "ForkedProcessError"
+            and not completion.Promise().wait(0.001)
+            and ac.Work((), lambda: 5).wait() == 5
+        )
+        os._exit(0 if everything_is_right else 9)
+    fork_is_done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert await me.get(ac.all_reduce(1)) == me.size
+
+
+def test_locks_that_were_held_by_other_threads() -> None:
+    """They are free in the child."""
+    worlds.world("gloo", 2).run(with_locks_held, timeout=40)
+
+
+ENDS = """
+    import gc, os, signal, sys, torch, asynccoll as ac
+    import torch.distributed as dist
+    MADE
+    in_flight = ac.all_reduce(1, lane="in flight") if ac.get_rank() == 0 else None
+    mine = ac.get_rank()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        gc.collect()
+        assert ac.get_rank() == mine
+        sys.exit(3)  # through all exit hooks, and the end of the interpreter
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if in_flight is None:
+        in_flight = ac.all_reduce(1, lane="in flight")
+    print(code, in_flight.wait(), ac.all_reduce(1).wait())
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    print(int(x))
+"""
+
+
+@pytest.mark.parametrize("made", ['ac.initialize("gloo")', 'dist.init_process_group("gloo")'])
+def test_a_child_that_ends_like_a_program(tmp_path: Path, made: str) -> None:
+    """No exit hook of ours runs there, nothing is destroyed, and the parent's world is whole."""
+    for ended in scripts.run(tmp_path, ENDS.replace("MADE", made), ranks=2, timeout=40):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["3", "2", "2", "2"], ended.err
+
+
+TORCH_ALONE = """
+    import os, torch.distributed as dist
+    dist.init_process_group("gloo")
+    import asynccoll as ac, asynccoll.sync as idist
+    child = os.fork()
+    if child == 0:
+        right = ac.get_rank() == idist.get_rank() == dist.get_rank() and idist.get_world_size() == 2
+        try:
+            ac.all_reduce(1)
+        except ac.ForkedProcessError as error:
+            right = right and f"rank {dist.get_rank()} of 2" in str(error)
+        os._exit(3 if right else 9)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ac.all_reduce(1).wait())
+"""
+
+
+def test_a_group_of_torchs_that_nobody_had_looked_at(tmp_path: Path) -> None:
+    """The child says its place all the same, and asks nobody."""
+    for ended in scripts.run(tmp_path, TORCH_ALONE, ranks=2):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["3", "2"], ended.err
+
+
+async def dies_with_a_child(me: Rank) -> tuple[int, ...]:
+    await me.get(ac.all_reduce(1))
+    if me.rank == 1:
+        me.see("0 waits")
+        if os.fork() == 0:
+            signal.alarm(int(patient(30)))
+            me.see("0 has heard")
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = ac.all_reduce(torch.ones(1000))
+    me.show("0 waits")
+    try:
+        await me.get(work)
+    except ac.PeerLostError as error:
+        return error.ranks
+    finally:
+        me.show("0 has heard")
+    raise AssertionError("gave a result without the dead rank")
+
+
+def test_a_child_does_not_stand_in_for_a_dead_rank() -> None:
+    """It has copies of the rank's sockets: the rank counts as gone all the same."""
+    with worlds.fresh("gloo", 2) as world:
+        heard, _ = world.run(dies_with_a_child, dies=[1], timeout=30)
+        world.kill()
+    assert heard == (1,)
