@@ -1,10 +1,139 @@
-"""Which tensors are memory with an address, and which share it."""
+"""Which tensors are memory with an address, which share it, and which may be sent or filled."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-__all__ = ["has_memory", "may_overlap", "overlap", "same_memory", "same_storage"]
+import torch
+from torch.nn.parameter import is_lazy
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+
+__all__ = [
+    "has_memory",
+    "may_overlap",
+    "overlap",
+    "plain_tensor",
+    "same_memory",
+    "same_storage",
+    "writable",
+    "writable_together",
+]
+
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a ``torch.Tensor`` that native code may read: itself, or what a harmless subclass is.
+
+    Wrappers (``DTensor``, fake and functorch tensors), nested and quantized ones, and tensors whose storage
+    was freed have no such memory: ``PayloadTypeError``, with the cure.
+    """
+    if type(x) in _ORDINARY:
+        try:
+            if x.data_ptr() and not x.is_nested:
+                return x
+        except RuntimeError:  # no storage: ``_explained`` says why
+            pass
+    return _explained(name, x)
+
+
+def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
+    """What ``plain_tensor`` says of all that is not quite ordinary."""
+    if is_lazy(x):
+        raise PayloadTypeError(
+            f"{name} got an {type(x).__name__}, which has no shape yet; run the module once "
+            "on every rank first"
+        )
+    wrapped = _is_wrapper(x)
+    if not wrapped and (x.layout is not torch.strided or x.device.type in ("meta", "xla")):
+        return x  # has no address, and is refused or carried by name elsewhere
+    if not wrapped and not x.is_nested and (x.data_ptr() or not x.numel()):
+        # ``as_subclass`` shares memory and history, and asks no ``__torch_function__``.
+        return x if type(x) in _ORDINARY else torch.Tensor.as_subclass(x, torch.Tensor)
+    raise PayloadTypeError(f"{name} got {_what(x)}")
+
+
+def _is_wrapper(x: torch.Tensor) -> bool:
+    """Whether ``x`` only stands for other tensors."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    own = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return own and not x.untyped_storage().data_ptr()
+
+
+def _what(x: torch.Tensor) -> str:
+    kind = type(x).__name__
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return (
+            "a tensor inside torch.func or vmap, which stands for several calls; call it outside of the "
+            "transformed function"
+        )
+    if hasattr(x, "to_local"):
+        return (
+            f"a {kind}, which has no memory of its own: pass this rank's part, x.to_local(), or the whole, "
+            "x.full_tensor()"
+        )
+    if x.is_nested:
+        return "a nested tensor; pass its parts, as in list(x.unbind())"
+    if type(x) is not torch.Tensor and _is_wrapper(x):
+        return (
+            f"a {kind}, a tensor subclass that wraps others and has no memory of its own; pass the "
+            "plain tensors that it wraps"
+        )
+    if torch._is_functional_tensor(x) or x._is_zerotensor():
+        return "a tensor that has no memory of its own; pass x.clone(), outside of transformed functions"
+    return (
+        "a tensor whose storage was freed (as FSDP does with parameters that are not in use); pass it while "
+        "its data is there"
+    )
+
+
+def writable(name: str, out: torch.Tensor) -> None:
+    """Refuse ``out=`` that cannot be filled as it is, before anything is sent."""
+    plain = plain_tensor(f"{name}: out=", out)
+    if plain.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidArgumentError(
+            f"{name}: out= was made in inference mode and cannot be written to outside of it; pass "
+            "out.clone(), or call in torch.inference_mode()"
+        )
+    if plain.grad_fn is not None and torch.is_grad_enabled():
+        raise InvalidArgumentError(
+            f"{name}: out= was computed from tensors that require gradients, which writing into it would "
+            "make wrong; pass a new tensor, or out.detach()"
+        )
+    if plain.layout is torch.strided and not plain.is_contiguous() and _folded(plain):
+        raise InvalidArgumentError(
+            f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
+            f"{list(out.stride())}, as expand() makes); pass out.contiguous()"
+        )
+
+
+def _folded(x: torch.Tensor) -> bool:
+    """Whether two elements may have one address: a stride is shorter than what lies within it."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """Refuse ``outs`` where filling one changes another, or one of ``xs`` that is yet to be sent."""
+    for out in set(outs).difference(xs):
+        writable(name, out)
+    sources = {x.data_ptr(): i for i, x in enumerate(xs) if x.numel() and has_memory(x)}
+    filled: dict[int, int] = {}
+    for i, out in enumerate(outs):
+        if not (out.numel() and has_memory(out) and out.layout is torch.strided):
+            continue
+        at = out.data_ptr()
+        if filled.setdefault(at, i) != i or sources.get(at, i) != i:
+            raise InvalidArgumentError(
+                f"{name}: leaf {i} of out= is the memory of another leaf; each needs memory of its own"
+            )
 
 
 def has_memory(x: torch.Tensor) -> bool:

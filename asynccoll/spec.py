@@ -18,6 +18,7 @@ import torch.distributed as dist
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = [
+    "DTYPES_BY_NAME",
     "Capabilities",
     "Op",
     "Plan",
@@ -301,3 +302,11 @@ class Plan:
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+#: Every dtype of torch's by its name; of quantized elements none, which mean nothing without their scales.
+DTYPES_BY_NAME = {
+    dtype_name(value): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not dtype_name(value).startswith(("qint", "quint"))
+}

@@ -19,7 +19,7 @@ import torch
 from asynccoll.codecs import Codec
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
 from asynccoll.messages import Message
-from asynccoll.spec import ReduceOp, dtype_name
+from asynccoll.spec import DTYPES_BY_NAME, ReduceOp, dtype_name
 
 __all__ = ["from_message", "is_value", "reduce_numbers", "to_message"]
 
@@ -27,9 +27,6 @@ _INT, _FLOAT, _COMPLEX, _BOOL, _STR, _PATH, _TENSOR, _OBJECT, _NONE = range(9)
 _INT64 = struct.Struct("<q")
 _FLOAT64 = struct.Struct("<d")
 _COMPLEX128 = struct.Struct("<dd")
-
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=dtype_name)
-_BY_NAME = {dtype_name(dtype): dtype for dtype in _DTYPES}
 
 
 def as_number(x: Any) -> Any:
@@ -147,7 +144,7 @@ def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
     """The tensor of a message, on ``device`` if it was sent from a device of that type, else the CPU."""
     name, device_type, extents = message.header.decode().split("/")
     shape = [int(extent) for extent in extents.split(",") if extent]
-    dtype = _BY_NAME[name]
+    dtype = DTYPES_BY_NAME[name]
     target = device if device.type == device_type else torch.device("cpu")
     if not message.size_bytes:
         return torch.empty(shape, dtype=dtype, device=target)

@@ -1,0 +1,197 @@
+"""Which types the default codec carries besides containers: what they are made of, and how they are built.
+
+Nothing here may run code of a user's: classes are looked up without an import or an attribute hook, and
+built without ``__new__``, ``__init__`` or ``__setattr__`` of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
+import pathlib
+import re
+import sys
+import types
+import uuid
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["PARTS", "Parts", "UnfitError", "class_named", "fields_of", "plain_hash", "scalar_dtype"]
+
+
+class UnfitError(Exception):
+    """A class that cannot be carried; the text says why."""
+
+
+# Values that are made of a few scalars
+
+
+class Parts(NamedTuple):
+    """``split`` gives the scalars, ``join`` takes as many, of the types in ``takes`` (one: of any number)."""
+
+    kind: type
+    split: Callable[[Any], tuple[Any, ...]]
+    join: Callable[..., Any]
+    takes: tuple[tuple[type, ...], ...] | type
+
+
+_NO_TYPE = type(None)
+_INT, _TEXT = (int,), (str,)
+_ANY = (int, float, str, bytes, bool, _NO_TYPE)
+_ZONE = ((int, _NO_TYPE), (int, _NO_TYPE), (int, _NO_TYPE), (str, _NO_TYPE))
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _split_zone(zone: Any) -> tuple[Any, ...]:
+    if zone is None:
+        return (None, None, None, None)
+    if type(zone) is not dt.timezone:
+        raise UnfitError("its time zone is no datetime.timezone; send x.astimezone(datetime.timezone.utc)")
+    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]  # what pickle and copy ask
+    return (offset.days, offset.seconds, offset.microseconds, name[0] if name else None)
+
+
+def _zone(days: int | None, seconds: int, microseconds: int, name: str | None) -> dt.timezone | None:
+    if days is None:
+        return None
+    offset = dt.timedelta(days, seconds, microseconds)
+    if name is not None:
+        return dt.timezone(offset, name)
+    return dt.timezone(offset) if offset else dt.timezone.utc
+
+
+def _path_parts(kind: Any) -> Parts:
+    return Parts(kind, lambda path: (str(path),), kind, (_TEXT,))
+
+
+_ALL = (
+    Parts(complex, lambda z: (z.real, z.imag), complex, ((float,), (float,))),
+    Parts(range, lambda r: (r.start, r.stop, r.step), range, (_INT, _INT, _INT)),
+    Parts(slice, lambda s: (s.start, s.stop, s.step), slice, (_ANY, _ANY, _ANY)),
+    Parts(dt.date, lambda d: (d.year, d.month, d.day), dt.date, (_INT, _INT, _INT)),
+    Parts(
+        dt.time,
+        lambda t: (t.hour, t.minute, t.second, t.microsecond, t.fold, *_split_zone(t.tzinfo)),
+        lambda h, m, s, us, fold, *zone: dt.time(h, m, s, us, _zone(*zone), fold=fold),
+        (_INT,) * 5 + _ZONE,
+    ),
+    Parts(
+        dt.datetime,
+        lambda t: (*t.timetuple()[:6], t.microsecond, t.fold, *_split_zone(t.tzinfo)),
+        lambda y, mo, d, h, m, s, us, fold, *zone: dt.datetime(
+            y, mo, d, h, m, s, us, _zone(*zone), fold=fold
+        ),
+        (_INT,) * 8 + _ZONE,
+    ),
+    Parts(dt.timedelta, lambda d: (d.days, d.seconds, d.microseconds), dt.timedelta, (_INT, _INT, _INT)),
+    Parts(dt.timezone, _split_zone, _zone, (_INT, _INT, _INT, (str, _NO_TYPE))),
+    Parts(decimal.Decimal, lambda d: (str(d),), decimal.Decimal, (_TEXT,)),
+    Parts(fractions.Fraction, lambda f: (f.numerator, f.denominator), fractions.Fraction, (_INT, _INT)),
+    Parts(uuid.UUID, lambda u: (u.int,), lambda value: uuid.UUID(int=value), (_INT,)),
+    Parts(torch.Size, tuple, lambda *sizes: torch.Size(sizes), int),
+    Parts(torch.device, lambda device: (str(device),), torch.device, (_TEXT,)),
+    Parts(torch.dtype, lambda dtype: (str(dtype),), _DTYPES.__getitem__, (_TEXT,)),
+    *map(
+        _path_parts,
+        (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
+    ),
+)
+#: By the number that a message gives.
+PARTS: dict[int, Parts] = dict(enumerate(_ALL))
+
+_SCALAR_DTYPE = re.compile(r"[<>|=]?([biufc]\d{1,2}|[SU]\d{1,12}|[Mm]8(\[\d{0,6}[A-Za-zμ]{1,7}\])?)")
+
+
+def scalar_dtype(text: str) -> str:
+    """``text`` if it names a NumPy dtype of numbers, texts or dates."""
+    if not _SCALAR_DTYPE.fullmatch(text):
+        raise UnfitError(f"{text!r} is no dtype of plain elements")
+    return text
+
+
+# Classes of users: dataclasses, named tuples, enums
+
+
+def class_named(module: str, name: str) -> Any:
+    """A class that this process has imported already: nothing is imported, let alone run, for a sender."""
+    found: Any = sys.modules.get(module)
+    try:
+        for part in name.split("."):
+            found = (
+                object.__getattribute__(found, "__dict__")[part]
+                if not isinstance(found, type)
+                else (type.__getattribute__(found, "__dict__")[part])
+            )
+    except (AttributeError, KeyError):
+        found = None
+    if not isinstance(found, type):
+        raise UnfitError(
+            "this rank has not imported it; import it (or define it at the top of a module) on every rank"
+        )
+    return found
+
+
+def _from_class(kind: type, name: str) -> Any:
+    """What the class or its bases say of ``name``, descriptors as they are."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+
+
+@lru_cache(maxsize=512)
+def fields_of(kind: Any, tag: str) -> tuple[str, ...]:
+    """The names of the fields of a class that is carried as ``tag``; ``UnfitError`` if it cannot be."""
+    if _from_class(kind, "__del__") is not None:
+        raise UnfitError("it has a __del__ that would run where it is decoded")
+    if tag == "enum":
+        if enum.Enum not in kind.__mro__:
+            raise UnfitError("it is no enum here")
+        return ()
+    if tag == "namedtuple":
+        fields = _from_class(kind, "_fields")
+        if tuple not in kind.__mro__ or not isinstance(fields, tuple):
+            raise UnfitError("it is no named tuple here")
+        return fields
+    return _dataclass_fields(kind)
+
+
+def _dataclass_fields(kind: type) -> tuple[str, ...]:
+    if _from_class(kind, "__dataclass_fields__") is None:
+        raise UnfitError("it is no dataclass here")
+    try:
+        object.__new__(kind)
+    except TypeError as error:
+        raise UnfitError(f"it cannot be built of its fields alone: {error}") from None
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    has_dict = any("__dict__" in vars(base) for base in kind.__mro__)
+    for name in names:
+        found = _from_class(kind, name)
+        slot = isinstance(found, types.MemberDescriptorType)
+        if not slot and (hasattr(type(found), "__set__") or not has_dict):
+            raise UnfitError(f"its field {name} is a {type(found).__name__}, which runs code when it is set")
+    return names
+
+
+@lru_cache(maxsize=512)
+def plain_hash(kind: Any, tag: str) -> bool:
+    """Whether hashing and comparing runs no code but what ``dataclass`` or ``tuple`` made."""
+    if tag == "enum":
+        return True  # a member is not made by the message
+    if _from_class(kind, "__getattribute__") is not object.__getattribute__:
+        return tag == "namedtuple" and _plain_tuple(kind)
+    if tag == "namedtuple":
+        return _plain_tuple(kind)
+    made = [_from_class(kind, name) for name in ("__hash__", "__eq__")]
+    return all(
+        found in (object.__hash__, object.__eq__)
+        or getattr(getattr(found, "__code__", None), "co_filename", None) == "<string>"  # dataclass's own
+        for found in made
+    )
+
+
+def _plain_tuple(kind: type) -> bool:
+    return (_from_class(kind, "__hash__"), _from_class(kind, "__eq__")) == (tuple.__hash__, tuple.__eq__)
