@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
-from asynccoll.spec import ReduceOp
+from asynccoll.spec import HALF, ReduceOp
 
 if TYPE_CHECKING:
     from asynccoll.context import Context
@@ -125,29 +125,38 @@ def _integers(x: torch.Tensor) -> bool:
 class CompiledWork:
     """The handle inside a compiled graph: ``wait()`` gives the tensor."""
 
-    def __init__(self, tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 1) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        dim: int = 0,
+        parts: int = 1,
+        divisor: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.tensor = tensor
         self.dim = dim
         self.parts = parts
         self.divisor = divisor
+        self.dtype = dtype
 
     def wait(self) -> torch.Tensor:
         done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
         if self.dim:
             done = torch.cat(torch.chunk(done, self.parts, dim=0), dim=self.dim)
-        return done / self.divisor if self.divisor > 1 else done
+        return (done / self.divisor).to(self.dtype) if self.divisor > 1 else done
 
 
-def _work(tensor: torch.Tensor, *, dim: int = 0, parts: int = 1, divisor: int = 1) -> Work[Any]:
+def _work(tensor: torch.Tensor, **rest: Any) -> Work[Any]:
     """To a type checker a ``Work``, for it has its ``wait()``."""
-    return cast("Work[Any]", CompiledWork(tensor, dim=dim, parts=parts, divisor=divisor))
+    return cast("Work[Any]", CompiledWork(tensor, **rest))
 
 
 def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None, plain: bool = True) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
     name, divisor = _reduction(op, _integers(x))
     reduce = torch.ops._c10d_functional.all_reduce
-    return _work(reduce(x.contiguous(), name, _world()), divisor=divisor)
+    return _work(reduce(_wide(x, divisor).contiguous(), name, _world()), divisor=divisor, dtype=x.dtype)
 
 
 def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Work[Any]:
@@ -176,7 +185,14 @@ def reduce_scatter(x: Any, op: Any, dim: int, group: Any, *, out: Any) -> Work[A
     name, divisor = _reduction(op, _integers(x))
     if dim % x.dim():
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
-    return _work(reduce_scatter(x.contiguous(), name, size, _world()), divisor=divisor)
+    return _work(
+        reduce_scatter(_wide(x, divisor).contiguous(), name, size, _world()), divisor=divisor, dtype=x.dtype
+    )
+
+
+def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """What is summed for an average: of half precision the sum could overflow."""
+    return x.float() if divisor > 1 and x.dtype in HALF else x
 
 
 def all_to_all(

@@ -13,6 +13,7 @@ import torch
 
 from asynccoll.errors import PayloadTypeError, UnsupportedOpError
 from asynccoll.spec import (
+    HALF,
     Capabilities,
     Op,
     Plan,
@@ -56,7 +57,7 @@ _WIDER = {
     ),
 }
 _REAL = {
-    torch.complex32: torch.float16,
+    torch.complex32: torch.float32,  # torch adds no complex32, and a rounding is saved
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
@@ -171,6 +172,9 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
     small = dense and topology.exchanges(*size)
     native = native and not small
     by_node = dense and native and topology.sums_nodes_first(*size, policy.by_node)
+    if not native and wire is Wire.CAST and spec.dtype in HALF & known.move:
+        wire, dtype, on_wire, divide = Wire.SAME, spec.dtype, reduce, False
+        why = (f"{dtype_name(dtype)} is accumulated in float32 and rounded once",)
     transport = op if native else Op.ALL_TO_ALL if small else _EXCHANGE[op]
     if transport not in known.ops:
         raise UnsupportedOpError(
@@ -236,8 +240,7 @@ def _wire_arithmetic(
     if known.reduces(dtype, reduce):
         return Wire.SAME, dtype, reduce, False, ()
     if reduce is ReduceOp.AVG:
-        wire, wire_dtype, on_wire, _, why = _wire_arithmetic(dtype, ReduceOp.SUM, known)
-        return wire, wire_dtype, on_wire, True, (*why, "average as a sum, divided afterwards")
+        return _average(dtype, known)
     if dtype in _REAL:
         return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} travels as pairs of reals",)
     if dtype is torch.uint64:
@@ -251,6 +254,17 @@ def _wire_arithmetic(
     if dtype in _LOCAL:
         return Wire.SAME, dtype, reduce, False, ()
     raise UnsupportedOpError(f"{reduce.value} of {name} is not supported: convert it to float32 first")
+
+
+def _average(
+    dtype: torch.dtype, known: Capabilities
+) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
+    """The same for an average that the backend has not: a sum, divided."""
+    if dtype in HALF:
+        why = (f"{dtype_name(dtype)} is averaged in float32 and rounded once: its sum could overflow",)
+        return Wire.CAST, torch.float32, ReduceOp.SUM, True, why
+    wire, wire_dtype, on_wire, _, why = _wire_arithmetic(dtype, ReduceOp.SUM, known)
+    return wire, wire_dtype, on_wire, True, (*why, "average as a sum, divided afterwards")
 
 
 _LOCAL = frozenset(

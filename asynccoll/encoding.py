@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asynccoll.spec import Plan, ReduceOp, Wire
+from asynccoll.spec import HALF, Plan, ReduceOp, Wire
 
-__all__ = ["combiner", "decode", "encode", "reduce_chunks"]
+__all__ = ["decode", "encode", "reduce_chunks"]
 
 _TOP_BIT = torch.iinfo(torch.int64).min
 
@@ -58,7 +58,7 @@ def _encode_cast(x: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def _encode_real(x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    return torch.view_as_real(x.contiguous().resolve_conj())
+    return torch.view_as_real(x.contiguous().resolve_conj()).to(plan.wire_dtype)
 
 
 def _encode_logical(x: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -82,7 +82,7 @@ _ENCODE: dict[Wire, Callable[[torch.Tensor, Plan], torch.Tensor]] = {
 _DECODE: dict[Wire, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
     Wire.VIEW: _view,
     Wire.CAST: lambda wire, dtype: wire.to(dtype),
-    Wire.REAL: lambda wire, dtype: torch.view_as_complex(wire),
+    Wire.REAL: lambda wire, dtype: torch.view_as_complex(wire.to(dtype.to_real())),
     Wire.LOGICAL: lambda wire, dtype: wire.to(dtype),
     Wire.FLIPPED: lambda wire, dtype: _view(wire.bitwise_xor(_TOP_BIT), dtype),
 }
@@ -97,13 +97,6 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-_HALF = frozenset({torch.float16, torch.bfloat16})
-
-
-def combiner(plan: Plan, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
-    """``f(a, b, out=)`` where a plan reduces two tensors as they are, in one operation; else None."""
-    as_they_are = plan.wire is Wire.SAME and plan.stage is None and not plan.divide and dtype not in _HALF
-    return _COMBINE.get(plan.wire_reduce) if as_they_are and plan.wire_reduce is not None else None
 
 
 def reduce_chunks(
@@ -114,12 +107,12 @@ def reduce_chunks(
     Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
     ``out`` may be the memory of one of the first two chunks.
     """
-    if op is ReduceOp.AVG:
-        return reduce_chunks(chunks, ReduceOp.SUM, out).div_(len(chunks))
     first = chunks[0]
-    if first.dtype in _HALF:
+    if first.dtype in HALF:
         wide = reduce_chunks([chunk.float() for chunk in chunks], op)
         return wide.to(first.dtype) if out is None else out.copy_(wide)
+    if op is ReduceOp.AVG:
+        return reduce_chunks(chunks, ReduceOp.SUM, out).div_(len(chunks))
     if len(chunks) == 1:
         return first.clone() if out is None else out.copy_(first)
     combine = _COMBINE[op]

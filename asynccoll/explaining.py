@@ -32,6 +32,8 @@ def explain_call(lane: Lane, name: str, x: Any, call: dict[str, Any]) -> Plan:
         x = Scaling(compression=call["compression"]).before(x)
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
+    if reduce is ReduceOp.AVG and call.get("compression") is not None:
+        reduce = ReduceOp.SUM  # it is divided before it is narrowed
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.group.context.policy, reduce)
 
 

@@ -250,6 +250,10 @@ class Policy:
     by_node: bool | None = None
 
 
+#: Precisions that are reduced in float32, and rounded once.
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
 class Wire(str, enum.Enum):
     """How a tensor's elements look while they travel."""
 

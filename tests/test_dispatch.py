@@ -14,7 +14,6 @@ import torch.distributed as dist
 import asynccoll as ac
 import oracle
 from asynccoll import dispatch
-from asynccoll.encoding import combiner
 from asynccoll.spec import (
     Capabilities,
     Op,
@@ -130,14 +129,21 @@ def test_tensors_elsewhere_are_staged() -> None:
     assert plan(Op.ALL_REDUCE, known=known, reduce="sum", device="cuda").stage is None
 
 
-def test_what_is_staged_is_not_reduced_as_it_is() -> None:
-    """A small all_reduce between two ranks adds up what came where it came: not on another device."""
-    known = dataclasses.replace(FULL, exchange_bytes=1 << 10)
-    for device, reduced_there in (("cpu", True), ("cuda", False)):
-        spec = TensorSpec(torch.float32, (4,), device)
-        made = dispatch.plan(Op.ALL_REDUCE, spec, Topology(known, 2), Policy(), ReduceOp.SUM)
-        assert made.via == "all_to_all"
-        assert (combiner(made, spec.dtype) is not None) is reduced_there
+def test_half_precision_is_averaged_in_float32() -> None:
+    """Its sum could overflow: on the wire where the backend reduces, where it is reduced otherwise."""
+    native = dataclasses.replace(
+        FULL, reduce=(*FULL.reduce, (torch.float16, ARITHMETIC)), move=FULL.move | {torch.float16}
+    )
+    made = dispatch.plan(
+        Op.ALL_REDUCE, TensorSpec(torch.float16, (4,)), Topology(native, 3), reduce=ReduceOp.AVG
+    )
+    assert (made.via, made.wire, made.wire_dtype) == ("native", Wire.CAST, torch.float32)
+    assert (made.wire_reduce, made.divide) == (ReduceOp.SUM, True)
+    gathers = dataclasses.replace(native, reduce=())
+    made = dispatch.plan(
+        Op.ALL_REDUCE, TensorSpec(torch.float16, (4,)), Topology(gathers, 3), reduce=ReduceOp.AVG
+    )
+    assert (made.via, made.wire, made.wire_reduce) == ("all_gather", Wire.SAME, ReduceOp.AVG)
 
 
 def test_planning_is_pure_and_cached() -> None:

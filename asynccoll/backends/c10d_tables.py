@@ -14,6 +14,8 @@ _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+#: A sum of half precision overflows where its average would not: gloo and the like divide afterwards.
+_AVERAGED = frozenset({torch.float32, torch.float64})
 #: gloo averages since 2.11; before, a sum is divided.
 _GLOO_AVERAGES = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
 
@@ -22,7 +24,10 @@ GLOO = Capabilities(
     ops=frozenset(Op),
     reduce=(
         *((dtype, _ARITHMETIC | _BITWISE) for dtype in (*_INTEGERS, torch.bool)),
-        *((d, _ARITHMETIC | ({ReduceOp.AVG} if _GLOO_AVERAGES else set())) for d in _FLOATS),
+        *(
+            (d, _ARITHMETIC | ({ReduceOp.AVG} if _GLOO_AVERAGES and d in _AVERAGED else set()))
+            for d in _FLOATS
+        ),
     ),
     move=frozenset((*_INTEGERS, *_FLOATS, torch.bool)),
     sparse=True,

@@ -40,7 +40,8 @@ HOROVOD = Capabilities(
     ops=frozenset(Op) - {Op.SEND, Op.RECV},
     reduce=(
         *((dtype, _ORDERED) for dtype in _INTEGERS),
-        *((dtype, _ORDERED | {ReduceOp.AVG}) for dtype in _FLOATS),
+        (torch.float16, _ORDERED),  # its average is divided afterwards, when the sum may have overflowed
+        *((dtype, _ORDERED | {ReduceOp.AVG}) for dtype in (torch.float32, torch.float64)),
     ),
     move=frozenset({torch.uint8, torch.int8, torch.int16, *_INTEGERS, *_FLOATS}),
     sparse=True,

@@ -6,8 +6,7 @@ gradients. The product that a factor (or a conversion) makes anyway is the memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,10 @@ from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane
 from asynccoll.payload.common import no_out
 from asynccoll.payload.reducing import all_reduce
-from asynccoll.spec import dtype_name
+from asynccoll.spec import ReduceOp, dtype_name, reduce_op
+from asynccoll.started import Started
 from asynccoll.tensors import check_out, deliver
 from asynccoll.trees import flatten, is_tree, unflatten
-from asynccoll.work import Work
 
 #: What travels instead of wider floats, by the name that Horovod has for it.
 _COMPRESSIONS = {"fp16": torch.float16}
@@ -80,16 +79,20 @@ def all_reduce_scaled(
     out: torch.Tensor | None,
     factors: tuple[float, float, str | None],
     timeout: float | None,
-) -> Work[Any]:
+) -> Started[Any]:
     """An all_reduce with prescale, postscale and compression, of a tensor or a tree of tensors."""
+    op = reduce_op(op)
     scaling = Scaling(*factors)
+    if scaling.compression is not None and op is ReduceOp.AVG:
+        # Divided while it is wide: the sum of what travels cannot overflow, and travels as narrow as it is.
+        scaling, op = replace(scaling, prescale=scaling.prescale / lane.group.size), ReduceOp.SUM
     if not is_tree(x):
         return _of_tensor(lane, scaling.check(x), op, out, scaling, timeout)
     no_out("all_reduce", out)
     leaves, spec = flatten(x)
     given = [scaling.check(leaf) for leaf in leaves]
-    work = all_reduce(lane, unflatten(spec, [scaling.before(leaf) for leaf in given]), op, None, timeout)
-    return work.map(partial(_leaves_after, scaling, given))
+    started = all_reduce(lane, unflatten(spec, [scaling.before(leaf) for leaf in given]), op, None, timeout)
+    return started.then(partial(_leaves_after, scaling, given))
 
 
 def _leaves_after(scaling: Scaling, given: list[torch.Tensor], tree: Any) -> Any:
@@ -104,10 +107,11 @@ def _of_tensor(
     out: torch.Tensor | None,
     scaling: Scaling,
     timeout: float | None,
-) -> Work[torch.Tensor]:
+) -> Started[torch.Tensor]:
+    if out is not None:
+        autograd.records("all_reduce", (x,), (out,))
     check_out(out, x, x.shape)
     sent = scaling.before(x)
     own = sent is not x and not autograd.tracked(sent)
-    finish: Callable[[torch.Tensor], torch.Tensor] = partial(scaling.after, x)
-    work = all_reduce(lane, sent, op, sent if own else None, timeout).map(finish)
-    return work if out is None else work.map(lambda total: deliver(total, out))
+    total = all_reduce(lane, sent, op, sent if own else None, timeout).then(partial(scaling.after, x))
+    return total if out is None else total.then(lambda result: deliver(result, out))
