@@ -18,12 +18,27 @@ from typing import Any
 import torch
 
 from asynccoll import tensors
-from asynccoll.errors import UnsupportedOpError
+from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.lane import BACKWARD, Lane
 from asynccoll.spec import ReduceOp
-from asynccoll.work import Work
+from asynccoll.started import Started
+from asynccoll.tensors import Call
+from asynccoll.tensors.fusing import Fuse
+from asynccoll.work import waited_for
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "tracked"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "any_tracked",
+    "broadcast",
+    "fused",
+    "permute",
+    "records",
+    "reduce_scatter",
+    "tracked",
+    "without_gradient",
+]
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -34,9 +49,22 @@ def tracked(x: torch.Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def any_tracked(xs: list[torch.Tensor]) -> bool:
+def any_tracked(xs: Sequence[torch.Tensor]) -> bool:
     """Whether autograd is recording what happens to one of ``xs``."""
     return torch.is_grad_enabled() and any(map(_requires_grad, xs))
+
+
+def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> bool:
+    """Whether the results for ``xs`` have a gradient; refused where ``out=`` is given, which has none."""
+    filled = [out for out in outs or () if isinstance(out, torch.Tensor)]  # others are refused as such
+    if not any_tracked([*xs, *filled] if filled else xs):
+        return False
+    if outs is None:
+        return True
+    raise InvalidArgumentError(
+        f"{name}: out= cannot carry a gradient, and autograd is recording its input, or out itself: "
+        "leave out= away, detach both, or call it under torch.no_grad()"
+    )
 
 
 def _backward(lane: Lane) -> Lane:
@@ -53,13 +81,13 @@ class _Start(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        shape: Sequence[int],
-        start: Callable[[torch.Tensor, torch.Tensor], Work[Any]],
+        shape: Sequence[int] | None,
+        start: Callable[[torch.Tensor, torch.Tensor], Started[Any]],
         adjoint: Callable[[torch.Tensor], torch.Tensor],
-        started: list[Work[Any]],
+        started: list[Started[Any]],
     ) -> torch.Tensor:
         ctx.adjoint = adjoint
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x) if shape is None else torch.empty(shape, dtype=x.dtype, device=x.device)
         started.append(start(x.detach(), out.detach()))
         return out
 
@@ -68,80 +96,80 @@ class _Start(torch.autograd.Function):
         return ctx.adjoint(grads[0]), None, None, None, None
 
 
-def _record(
+def _begun(
+    lane: Lane,
+    name: str,
     x: torch.Tensor,
-    shape: Sequence[int],
-    start: Callable[[torch.Tensor, torch.Tensor], Work[Any]],
+    out: torch.Tensor | None,
+    make: Callable[[torch.Tensor, torch.Tensor | None], Call],
     adjoint: Callable[[torch.Tensor], torch.Tensor],
-) -> Work[torch.Tensor]:
-    started: list[Work[Any]] = []
-    out: torch.Tensor = _Start.apply(x, shape, start, adjoint, started)  # type: ignore[no-untyped-call]
-    return started[0].map(lambda _: out)
+    timeout: float | None,
+    shape: Sequence[int] | None = None,
+) -> Started[torch.Tensor]:
+    """``make(x, out)``, begun; recorded with ``adjoint`` as its backward where autograd is recording ``x``.
+
+    The result has ``shape``, or shape and strides of ``x``.
+    """
+    if not (x.requires_grad or out is not None) or not records(name, (x,), None if out is None else (out,)):
+        return make(x, out).begin(lane, timeout)
+    started: list[Started[Any]] = []
+    start = lambda x, out: make(x, out).begin(lane, timeout)  # noqa: E731
+    result: torch.Tensor = _Start.apply(x, shape, start, adjoint, started)  # type: ignore[no-untyped-call]
+    return started[0].then(lambda _: result)
 
 
-def all_reduce(lane: Lane, x: torch.Tensor, op: ReduceOp, timeout: float | None) -> Work[torch.Tensor]:
+def all_reduce(
+    lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
+) -> Started[torch.Tensor]:
     """Backward: the same all_reduce of the gradients (sum and avg are their own adjoints)."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        _check_adjoint(op)
-        return _all_reduce(_backward(lane), grad, op, timeout).wait()
+        _check_adjoint("all_reduce", op)
+        return waited_for(all_reduce(_backward(lane), grad, op, None, timeout))
 
-    return _record(x, x.shape, lambda x, out: tensors.start_all_reduce(lane, x, op, out, timeout), adjoint)
+    return _begun(
+        lane, "all_reduce", x, out, lambda x, out: tensors.all_reduce_call(lane, x, op, out), adjoint, timeout
+    )
 
 
-def _check_adjoint(op: ReduceOp) -> None:
+def _check_adjoint(name: str, op: ReduceOp) -> None:
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedOpError(
-            f"all_reduce with {op.value} has no gradient here; sum and avg do (detach the input if "
+            f"{name} with {op.value} has no gradient here; sum and avg do (detach the input if "
             "none is wanted)"
         )
 
 
-def _all_reduce(lane: Lane, x: torch.Tensor, op: ReduceOp, timeout: float | None) -> Work[torch.Tensor]:
-    if tracked(x):
-        return all_reduce(lane, x, op, timeout)
-    return tensors.start_all_reduce(lane, x, op, None, timeout)
-
-
-def all_gather(lane: Lane, x: torch.Tensor, timeout: float | None) -> Work[torch.Tensor]:
-    """Rows (n, *x.shape). Backward: reduce_scatter of the gradients."""
+def all_gather(
+    lane: Lane,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    timeout: float | None,
+    shape: tuple[int, ...] | None = None,
+) -> Started[torch.Tensor]:
+    """Rows (n, *x.shape), or as many elements in ``shape``. Backward: reduce_scatter of the gradients."""
+    rows = (lane.group.size, *x.shape)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        return _reduce_scatter(_backward(lane), grad, ReduceOp.SUM, timeout).wait()
+        grads = grad.reshape(rows)
+        return waited_for(reduce_scatter(_backward(lane), grads, ReduceOp.SUM, None, timeout))
 
-    shape = (lane.group.size, *x.shape)
-    return _record(x, shape, lambda x, out: tensors.start_all_gather(lane, x, out, timeout), adjoint)
+    make = lambda x, out: tensors.all_gather_call(lane, x, out, shape)  # noqa: E731
+    return _begun(lane, "all_gather", x, out, make, adjoint, timeout, shape or rows)
 
 
-def reduce_scatter(lane: Lane, rows: torch.Tensor, op: ReduceOp, timeout: float | None) -> Work[torch.Tensor]:
+def reduce_scatter(
+    lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
+) -> Started[torch.Tensor]:
     """Row ``rank`` of the reduction. Backward: all_gather of the gradients."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        if op not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise UnsupportedOpError(f"reduce_scatter with {op.value} has no gradient; sum and avg do")
+        _check_adjoint("reduce_scatter", op)
         share = grad / lane.group.size if op is ReduceOp.AVG else grad
-        return _all_gather(_backward(lane), share, timeout).wait()
+        return waited_for(all_gather(_backward(lane), share, None, timeout))
 
-    return _record(
-        rows,
-        rows.shape[1:],
-        lambda x, out: tensors.start_reduce_scatter(lane, x, op, out, timeout),
-        adjoint,
-    )
-
-
-def _reduce_scatter(
-    lane: Lane, rows: torch.Tensor, op: ReduceOp, timeout: float | None
-) -> Work[torch.Tensor]:
-    if tracked(rows):
-        return reduce_scatter(lane, rows, op, timeout)
-    return tensors.start_reduce_scatter(lane, rows, op, None, timeout)
-
-
-def _all_gather(lane: Lane, x: torch.Tensor, timeout: float | None) -> Work[torch.Tensor]:
-    if tracked(x):
-        return all_gather(lane, x, timeout)
-    return tensors.start_all_gather(lane, x, None, timeout)
+    make = lambda x, out: tensors.reduce_scatter_call(lane, x, op, out)  # noqa: E731
+    return _begun(lane, "reduce_scatter", rows, out, make, adjoint, timeout, rows.shape[1:])
 
 
 def all_to_all(
@@ -149,32 +177,29 @@ def all_to_all(
     x: torch.Tensor,
     in_splits: Sequence[int],
     out_splits: Sequence[int],
+    out: torch.Tensor | None,
     timeout: float | None,
-) -> Work[torch.Tensor]:
+) -> Started[torch.Tensor]:
     """Backward: the exchange in the other direction."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        lane_ = _backward(lane)
-        if tracked(grad):
-            return all_to_all(lane_, grad, out_splits, in_splits, timeout).wait()
-        return tensors.start_all_to_all(lane_, grad, out_splits, in_splits, timeout).wait()
+        return waited_for(all_to_all(_backward(lane), grad, out_splits, in_splits, None, timeout))
 
-    return _record(
-        x,
-        (sum(out_splits), *x.shape[1:]),
-        lambda x, out: tensors.start_all_to_all(lane, x, in_splits, out_splits, timeout, out),
-        adjoint,
-    )
+    make = lambda x, out: tensors.all_to_all_call(lane, x, in_splits, out_splits, out)  # noqa: E731
+    return _begun(lane, "all_to_all", x, out, make, adjoint, timeout, (sum(out_splits), *x.shape[1:]))
 
 
-def broadcast(lane: Lane, x: torch.Tensor, src: int, timeout: float | None) -> Work[torch.Tensor]:
+def broadcast(
+    lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
+) -> Started[torch.Tensor]:
     """Backward: the sum of the gradients on ``src``, zeros elsewhere."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        total = _all_reduce(_backward(lane), grad, ReduceOp.SUM, timeout).wait()
+        total = waited_for(all_reduce(_backward(lane), grad, ReduceOp.SUM, None, timeout))
         return _on_root(lane, total, src)
 
-    return _record(x, x.shape, lambda x, out: tensors.start_broadcast(lane, x, src, out, timeout), adjoint)
+    make = lambda x, out: tensors.broadcast_call(lane, x, src, out)  # noqa: E731
+    return _begun(lane, "broadcast", x, out, make, adjoint, timeout)
 
 
 def _on_root(lane: Lane, total: torch.Tensor, src: int) -> torch.Tensor:
@@ -185,22 +210,20 @@ def _on_root(lane: Lane, total: torch.Tensor, src: int) -> torch.Tensor:
 
 
 def permute(
-    lane: Lane, x: torch.Tensor, to: int | None, source: int | None, timeout: float | None
-) -> Work[torch.Tensor]:
+    lane: Lane,
+    x: torch.Tensor,
+    to: int | None,
+    source: int | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> Started[torch.Tensor]:
     """Backward: the pairs the other way round."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        lane_ = _backward(lane)
-        if tracked(grad):
-            return permute(lane_, grad, source, to, timeout).wait()
-        return tensors.start_permute(lane_, grad, source, to, None, timeout).wait()
+        return waited_for(permute(_backward(lane), grad, source, to, None, timeout))
 
-    return _record(
-        x,
-        x.shape,
-        lambda x, out: tensors.start_permute(lane, x, to, source, out, timeout),
-        adjoint,
-    )
+    make = lambda x, out: tensors.permute_call(lane, x, to, source, out)  # noqa: E731
+    return _begun(lane, "permute", x, out, make, adjoint, timeout)
 
 
 class _StartMany(torch.autograd.Function):
@@ -209,14 +232,14 @@ class _StartMany(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        start: Callable[[list[torch.Tensor], list[torch.Tensor]], Work[Any]],
+        start: Callable[[list[torch.Tensor], list[torch.Tensor]], Started[Any]],
         adjoint: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        started: list[Work[Any]],
+        started: list[Started[Any]],
         *xs: torch.Tensor,
     ) -> Any:
         ctx.adjoint = adjoint
         ctx.floating = [x.is_floating_point() or x.is_complex() for x in xs]
-        outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs)
+        outs = tuple(map(torch.empty_like, xs))
         ctx.mark_non_differentiable(*(y for x, y in zip(xs, outs, strict=True) if not x.requires_grad))
         started.append(start([x.detach() for x in xs], [y.detach() for y in outs]))
         return outs
@@ -228,48 +251,28 @@ class _StartMany(torch.autograd.Function):
         return None, None, None, *(next(found) if floats else None for floats in ctx.floating)
 
 
-def _record_many(
+def fused(
+    lane: Lane,
+    fuse: Fuse,
     xs: list[torch.Tensor],
-    start: Callable[[list[torch.Tensor], list[torch.Tensor]], Work[Any]],
-    adjoint: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-) -> Work[list[torch.Tensor]]:
-    started: list[Work[Any]] = []
-    outs = _StartMany.apply(start, adjoint, started, *xs)  # type: ignore[no-untyped-call]
-    return started[0].map(lambda _: list(outs))
-
-
-def all_reduce_fused(
-    lane: Lane, xs: list[torch.Tensor], op: ReduceOp, timeout: float | None
-) -> Work[list[torch.Tensor]]:
-    """Of many tensors. Backward: the same of their gradients, together."""
+    outs: list[torch.Tensor] | None,
+    timeout: float | None,
+) -> Started[list[torch.Tensor]]:
+    """The collective of many tensors; its backward is that of one, for the gradients together."""
+    if not records(fuse.name, xs, outs):
+        return tensors.fused(lane, fuse, xs, outs, timeout)
 
     def adjoint(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        _check_adjoint(op)
-        return _all_reduce_fused(_backward(lane), grads, op, timeout).wait()
+        op = fuse.op or ReduceOp.SUM
+        _check_adjoint(fuse.name, op)
+        backward = _backward(lane)
+        totals = waited_for(fused(backward, tensors.all_reduce_fuse(backward, op), grads, None, timeout))
+        return totals if fuse.src is None else [_on_root(lane, total, fuse.src) for total in totals]
 
-    fuse = tensors.all_reduce_fuse(lane, op)
-    return _record_many(xs, lambda xs, outs: tensors.fused(lane, fuse, xs, outs, timeout), adjoint)
-
-
-def _all_reduce_fused(
-    lane: Lane, xs: list[torch.Tensor], op: ReduceOp, timeout: float | None
-) -> Work[list[torch.Tensor]]:
-    if any_tracked(xs):
-        return all_reduce_fused(lane, xs, op, timeout)
-    return tensors.fused(lane, tensors.all_reduce_fuse(lane, op), xs, None, timeout)
-
-
-def broadcast_fused(
-    lane: Lane, xs: list[torch.Tensor], src: int, timeout: float | None
-) -> Work[list[torch.Tensor]]:
-    """Of many tensors. Backward: the sums of the gradients on ``src``, zeros elsewhere."""
-
-    def adjoint(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        totals = _all_reduce_fused(_backward(lane), grads, ReduceOp.SUM, timeout).wait()
-        return [_on_root(lane, total, src) for total in totals]
-
-    fuse = tensors.broadcast_fuse(lane, src)
-    return _record_many(xs, lambda xs, outs: tensors.fused(lane, fuse, xs, outs, timeout), adjoint)
+    started: list[Started[Any]] = []
+    start = lambda xs, outs: tensors.fused(lane, fuse, xs, outs, timeout)  # noqa: E731
+    results = _StartMany.apply(start, adjoint, started, *xs)  # type: ignore[no-untyped-call]
+    return started[0].then(lambda _: list(results))
 
 
 class _NoGradient(torch.autograd.Function):

@@ -17,7 +17,7 @@ from asynccoll.completion import READY, Completion
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.lane import Lane, Program, Start
 from asynccoll.place import caller
-from asynccoll.work import Work
+from asynccoll.started import Started
 
 __all__ = ["checked", "compare", "mismatch", "signature"]
 
@@ -31,12 +31,12 @@ def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, de
     return " ".join(part for part in (name, detail, tensor) if part)
 
 
-def compare(lane: Lane, text: Callable[[], str]) -> list[Work[None]]:
-    """With ``check="full"``, the work of a comparison with nothing behind it; else none."""
+def compare(lane: Lane, text: Callable[[], str]) -> list[Started[None]]:
+    """With ``check="full"``, a comparison with nothing behind it; else none."""
     if not lane.group.context.policy.check:
         return []
     operation = lane.run("check", checked(lane, text(), lambda _: READY))
-    return [Work((operation,), lambda: None)]
+    return [Started((operation,))]
 
 
 def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:

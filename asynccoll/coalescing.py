@@ -4,7 +4,8 @@ What a tree does for tensors that are at hand at once, a block does for code tha
 other: ``all_reduce`` and ``broadcast`` of tensors are put off until it ends, and are then fused like the
 leaves of a tree, those of one lane, operation and timeout with each other, in the order of their first
 calls. So every rank, which makes the same calls, sends the same. Anything else that is called inside, or
-awaited, first sends what was put off: the order of the program is kept.
+awaited, first sends what was put off: the order of the program is kept. Calls that travel together cannot
+depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from asynccoll import actors, payload, tensors
-from asynccoll.errors import CollectiveError
+from asynccoll import actors, autograd, payload, tensors
+from asynccoll.aliasing import Touched
+from asynccoll.errors import CollectiveError, InvalidArgumentError
 from asynccoll.lane import Lane
-from asynccoll.payload.reducing import all_reduce_tensors
-from asynccoll.payload.spreading import broadcast_tensors
+from asynccoll.modes import Modes, as_called
 from asynccoll.spec import Op, reduce_op
-from asynccoll.work import Work
+from asynccoll.tensors.fusing import Fuse
+from asynccoll.work import Work, noted
 
 __all__ = ["coalesced", "coalescing", "open_batch"]
 
@@ -45,14 +47,14 @@ class Deferred(Work[T]):
     def __repr__(self) -> str:
         return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
 
-    def sent(self, work: Work[Any], finish: Callable[[], Any] | None) -> None:
+    def sent(self, work: Work[Any], finish: Callable[[], Any]) -> None:
         """It travels as a part of ``work`` from now on."""
         self._batch = None
         self._operations = work._operations
-        if finish is not None:
-            self._finish = finish
+        self._finish = finish
         for derived in self._derived:
-            derived.sent(work, None)
+            assert derived._finish is not None
+            derived.sent(work, derived._finish)
         for callback in self._callbacks:
             self.add_done_callback(callback)
 
@@ -89,9 +91,9 @@ class Deferred(Work[T]):
             return super().map(function)
         self._heard = True
         derived: Deferred[U] = Deferred(self._batch)
-        derived._finish = lambda: function(self._outcome())
+        derived._finish = as_called(lambda: function(self._outcome()))
         self._derived.append(derived)
-        return derived
+        return noted(derived)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """As of every work."""
@@ -101,53 +103,79 @@ class Deferred(Work[T]):
             self._callbacks.append(callback)
 
 
-#: Starts a collective of many tensors: (lane, tensors, outs, timeout).
-_StartMany = Callable[[Lane, list[torch.Tensor], "list[torch.Tensor] | None", "float | None"], Work[Any]]
+class _Call(NamedTuple):
+    """A call that is put off, with the modes in which it was made."""
+
+    x: torch.Tensor
+    out: torch.Tensor | None
+    modes: Modes
+    work: Deferred[Any]
+
+
+#: Where one call is recorded by autograd, and another is not: the latter's tensors are detached.
+_MIXED = Modes(recording=True, inferring=False)
 
 
 class _Parts:
-    """Calls of one kind, which will travel together."""
+    """Calls of one kind, which will travel together.
 
-    __slots__ = ("lane", "outs", "start", "timeout", "works", "xs")
+    Which do, and in what order, depends on lane, operation and timeout alone, which are the same on every
+    rank, unlike modes of autograd and ``out``.
+    """
 
-    def __init__(self, lane: Lane, start: _StartMany, timeout: float | None, fills: bool) -> None:
+    __slots__ = ("calls", "fuse", "lane", "timeout")
+
+    def __init__(self, lane: Lane, fuse: Fuse, timeout: float | None) -> None:
         self.lane = lane
-        self.start = start
+        self.fuse = fuse
         self.timeout = timeout
-        self.xs: list[torch.Tensor] = []
-        self.outs: list[torch.Tensor] | None = [] if fills else None
-        self.works: list[Deferred[Any]] = []
+        self.calls: list[_Call] = []
 
     def send(self) -> None:
+        modes = {call.modes for call in self.calls}
         try:
-            with self.lane.together():
-                work = self.start(self.lane, self.xs, self.outs, self.timeout)
+            if len(modes) == 1:
+                modes.pop().run(self._send, all(call.out is not None for call in self.calls))
+            else:
+                _MIXED.run(self._send, False)
         except Exception as error:
             self.abandon(error)
             raise
-        work.detach()
-        for index, deferred in enumerate(self.works):
-            deferred.sent(work, partial(_part, work, index))
+
+    def _send(self, fills: bool) -> None:
+        """Start them as one; ``fills``: all results go to their ``out`` at once."""
+        recording = torch.is_grad_enabled()
+        xs = [call.x.detach() if recording and not call.modes.recording else call.x for call in self.calls]
+        outs = [call.out for call in self.calls if call.out is not None] if fills else None
+        with self.lane.together():
+            started = autograd.fused(self.lane, self.fuse, xs, outs, self.timeout)
+        # Each call's work asks this one, which finishes once; nobody is handed it.
+        shared = Work(started.operations, started.finish, started.value)
+        shared.detach()
+        for index, call in enumerate(self.calls):
+            call.work.sent(shared, partial(_result_of, call.modes, call.out, shared, index))
 
     def abandon(self, error: Exception) -> None:
         """Tell the peers, who may be sending theirs, and whoever waits here."""
         self.lane.group.context.refusals.refuse(self.lane, error)
-        for deferred in self.works:
-            deferred.abandoned(error)
+        for call in self.calls:
+            call.work.abandoned(error)
 
 
-def _part(work: Work[Any], index: int) -> Any:
-    return work.result()[index]
+def _result_of(modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.Tensor]], index: int) -> Any:
+    """The result of one call, in its ``out`` if it has one, which may be written to in its modes only."""
+    return modes.run(tensors.deliver, shared.result()[index], out)
 
 
 class _Batch:
     """What a block has put off, by kind, in the order of the first call of each."""
 
-    __slots__ = ("_actor", "_parts")
+    __slots__ = ("_actor", "_parts", "_touched")
 
     def __init__(self) -> None:
         self._actor = actors.current().actor
         self._parts: dict[Any, _Parts] = {}
+        self._touched: Touched[Work[Any]] = Touched()
 
     @property
     def is_mine(self) -> bool:
@@ -163,34 +191,47 @@ class _Batch:
             if start is payload.all_reduce:
                 op = reduce_op(args[1])
                 tensors.plan_for(lane, Op.ALL_REDUCE, x, op)
-                return self._put_off(lane, ("all_reduce", op), partial(_all_reduce, op), x, out, timeout)
+                return self._put_off(lane, tensors.all_reduce_fuse(lane, op), x, out, timeout)
             if start is payload.broadcast and not args[2]:
                 index = lane.group.index(args[1], "src")
                 tensors.plan_for(lane, Op.BROADCAST, x)
-                return self._put_off(lane, ("broadcast", index), partial(_broadcast, index), x, out, timeout)
+                return self._put_off(lane, tensors.broadcast_fuse(lane, index), x, out, timeout)
         self.flush()
         return None
 
     def _put_off(
-        self,
-        lane: Lane,
-        kind: tuple[Any, ...],
-        start: _StartMany,
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        timeout: float | None,
+        self, lane: Lane, fuse: Fuse, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
     ) -> Work[Any]:
-        tensors.check_out(out, x, x.shape)
-        key = (lane, *kind, timeout, out is None, torch.is_grad_enabled())
+        if out is not None:
+            tensors.check_out(out, x, x.shape)
+            autograd.records(fuse.name, (x,), (out,))
+        self._check_independent(fuse.name, x, out)
+        key = (lane, fuse.name, fuse.detail, timeout)
         parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[key] = _Parts(lane, start, timeout, out is not None)
+            parts = self._parts[key] = _Parts(lane, fuse, timeout)
         work: Deferred[Any] = Deferred(self)
-        parts.xs.append(x)
-        if out is not None and parts.outs is not None:
-            parts.outs.append(out)
-        parts.works.append(work)
-        return work
+        parts.calls.append(_Call(x, out, Modes.now(), work))
+        self._touched.add(x, False, work)
+        if out is not None:
+            self._touched.add(out, True, work)
+        return noted(work)
+
+    def _check_independent(self, name: str, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Refuse what needs the result of an earlier call of the block, or overwrites what that one reads.
+
+        Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
+        """
+        found = [
+            *self._touched.conflicts(x, False),
+            *(self._touched.conflicts(out, True) if out is not None else ()),
+        ]
+        if any(work.pending for work in found):
+            raise InvalidArgumentError(
+                f"{name} in a coalescing block depends on an earlier call of the block that is not over: it "
+                "reads what that one writes to, or its out= is memory that one uses. Await that call first "
+                "(which sends what was put off), or make this one after the block"
+            )
 
     def flush(self) -> None:
         """Send what was put off; if one kind is refused, the others are sent all the same."""
@@ -220,14 +261,6 @@ class _Batch:
             parts.abandon(error)
 
 
-def _all_reduce(op: Any, lane: Lane, xs: list[torch.Tensor], outs: Any, timeout: float | None) -> Work[Any]:
-    return all_reduce_tensors(lane, xs, op, outs, timeout)
-
-
-def _broadcast(src: int, lane: Lane, xs: list[torch.Tensor], outs: Any, timeout: float | None) -> Work[Any]:
-    return broadcast_tensors(lane, xs, src, outs, timeout)
-
-
 _batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=None)
 open_batch = _batch.get
 
@@ -249,6 +282,10 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     ``all_reduce`` and ``broadcast`` of tensors are put off, in any mixture of lanes, reductions, dtypes and
     devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the
     block, first send what was put off. Tasks that are started inside send as ever.
+
+    The calls travel together, so none may depend on another: one that reads what an earlier one writes to
+    (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
+    that one was awaited.
 
     If the block ends with an exception, what was put off is not sent: its works raise ``CollectiveError``,
     and peers whose block went well get ``PeerRefusedError`` instead of waiting for it.

@@ -260,6 +260,7 @@ def _average(
     dtype: torch.dtype, known: Capabilities
 ) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
     """The same for an average that the backend has not: a sum, divided."""
+    why: tuple[str, ...]
     if dtype in HALF:
         why = (f"{dtype_name(dtype)} is averaged in float32 and rounded once: its sum could overflow",)
         return Wire.CAST, torch.float32, ReduceOp.SUM, True, why

@@ -15,7 +15,6 @@ __all__ = [
     "overlap",
     "plain_tensor",
     "same_memory",
-    "same_storage",
     "writable",
     "writable_together",
 ]
@@ -148,12 +147,7 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors are views of one memory."""
-    return has_memory(x) and same_storage(x, y)
-
-
-def same_storage(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """The same of two that are known to be memory."""
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return has_memory(x) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion
 from asynccoll.lane import Lane, Program
-from asynccoll.work import Work
+from asynccoll.started import Started
 
 __all__ = [
     "Message",
@@ -145,7 +145,7 @@ def all_gather_messages(
     then: Callable[[list[Message]], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[T]:
+) -> Started[T]:
     """``then`` of every rank's message, in rank order, on every rank. Bodies travel on ``device``."""
     return _gather(lane, name, message, None, timeout, then, device, detail)
 
@@ -158,7 +158,7 @@ def all_gather_rows(
     *,
     then: Callable[[bytearray, int], T],
     detail: str = "",
-) -> Work[T]:
+) -> Started[T]:
     """``then`` of every rank's row, joined, and the length of one, which is the same on every rank.
 
     One native call, where the call itself says what everybody sends.
@@ -176,7 +176,7 @@ def all_gather_rows(
         operation = lane.run(name, compared, len(row), timeout)
     else:
         operation = lane.issue(lane.estimate(name, len(row)), start, len(row), timeout)
-    return Work((operation,), lambda: then(rows, len(row)))
+    return Started((operation,), lambda: then(rows, len(row)))
 
 
 def gather_messages(
@@ -189,7 +189,7 @@ def gather_messages(
     then: Callable[[list[Message]], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[T]:
+) -> Started[T]:
     """``then`` of every rank's message on the group's ``dst``, and of an empty list elsewhere."""
     return _gather(lane, name, message, dst, timeout, then, device, detail)
 
@@ -203,7 +203,7 @@ def _gather(
     then: Callable[[list[Message]], T],
     device: torch.device,
     detail: str,
-) -> Work[T]:
+) -> Started[T]:
     size = lane.group.size
     slots = _Slots.empty(size)
     bodies: list[torch.Tensor] = []
@@ -230,7 +230,7 @@ def _gather(
         return then(slots.messages(bodies[0].unbind(0) if bodies else ()) if wanted else [])
 
     operation = _run(lane, name, detail, program, message.size_bytes, timeout)
-    return Work((operation,), finish)
+    return Started((operation,), finish)
 
 
 def broadcast_message(
@@ -243,7 +243,7 @@ def broadcast_message(
     then: Callable[[Message], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[T]:
+) -> Started[T]:
     """``then`` of the message of the group's ``src`` (who gives it) on every rank."""
     slot = _Slots(_slot(message)) if message is not None else _Slots.empty(1)
     body: list[torch.Tensor] = []
@@ -264,7 +264,7 @@ def broadcast_message(
 
     size_bytes = message.size_bytes if message is not None else 0
     operation = _run(lane, name, detail, program, size_bytes, timeout)
-    return Work((operation,), lambda: then(slot.messages(body)[0]))
+    return Started((operation,), lambda: then(slot.messages(body)[0]))
 
 
 def scatter_messages(
@@ -277,7 +277,7 @@ def scatter_messages(
     then: Callable[[Message], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
-) -> Work[T]:
+) -> Started[T]:
     """``then`` of this rank's message of those that the group's ``src`` gives, one for each rank."""
     slot = _Slots.empty(1)
     body: list[torch.Tensor] = []
@@ -296,4 +296,4 @@ def scatter_messages(
         return last
 
     operation = _run(lane, name, detail, program, longest, timeout)
-    return Work((operation,), lambda: then(slot.messages(body)[0]))
+    return Started((operation,), lambda: then(slot.messages(body)[0]))

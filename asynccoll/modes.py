@@ -1,14 +1,15 @@
-"""Inference mode belongs to a thread and a block; what is left of a call is done later, and elsewhere.
+"""The modes of autograd belong to a thread and a block; what is left of a call is done later, and elsewhere.
 
-Memory that was made in ``torch.inference_mode()`` can be written to in that mode alone. So what writes to it
-afterwards, at the waiter or on a thread of ours, does so in the mode in which the call was made.
+Whether the result of a call has a gradient is settled where the call is made, whatever the mode of whoever
+waits for it. And memory that was made in ``torch.inference_mode()`` can be written to in that mode alone. So
+what is left to do at the waiter, or on a thread of ours, is done in the modes in which the call was made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -17,27 +18,40 @@ from asynccoll.completion import Completion
 if TYPE_CHECKING:
     from asynccoll.lane import Program
 
-__all__ = ["as_called", "program_as_called"]
+__all__ = ["Modes", "as_called", "program_as_called"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _inferring = torch.is_inference_mode_enabled
+_recording = torch.is_grad_enabled
+
+
+class Modes(NamedTuple):
+    """Whether autograd records, and whether tensors are made that it can never record."""
+
+    recording: bool
+    inferring: bool
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Those of the calling thread."""
+        return cls(_recording(), _inferring())
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """``function``'s result, in these modes."""
+        if _recording() is self.recording and _inferring() is self.inferring:
+            return function(*args, **kwargs)
+        with torch.inference_mode(self.inferring), torch.set_grad_enabled(self.recording):
+            return function(*args, **kwargs)
 
 
 def as_called(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, to be called in the mode of now."""
-    if not _inferring():
-        return function
-
-    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode():
-            return function(*args, **kwargs)
-
-    return inside
+    """``function``, to be called in the modes of now."""
+    return partial(Modes.now().run, function)
 
 
 def program_as_called(program: Program) -> Program:
-    """``program``, each step of which is taken in the mode of now."""
+    """``program``, each step of which is taken in the inference mode of now; it records nothing."""
     if not _inferring():
         return program
 

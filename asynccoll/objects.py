@@ -14,11 +14,11 @@ from asynccoll.messages import (
     gather_messages,
     scatter_messages,
 )
+from asynccoll.started import Started
 from asynccoll.values import from_message, to_message
-from asynccoll.work import Work
 
 
-def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -> Work[list[Any]]:
+def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -> Started[list[Any]]:
     chosen = get_codec(codec)
     message = to_message(obj, chosen)
     return all_gather_messages(
@@ -32,7 +32,7 @@ def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -
 
 def gather_object(
     lane: Lane, obj: Any, dst: int, codec: Any, timeout: float | None
-) -> Work[list[Any] | None]:
+) -> Started[list[Any] | None]:
     chosen = get_codec(codec)
     index = lane.group.index(dst, "dst")
     return gather_messages(
@@ -46,7 +46,7 @@ def gather_object(
     )
 
 
-def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float | None) -> Work[Any]:
+def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float | None) -> Started[Any]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
     message = to_message(obj, chosen) if lane.group.rank == index else None
@@ -61,7 +61,7 @@ def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float 
     )
 
 
-def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float | None) -> Work[Any]:
+def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float | None) -> Started[Any]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
     messages: list[Message] | None = None

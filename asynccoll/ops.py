@@ -12,9 +12,11 @@ Said once, for every function here:
 - **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
   then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
   the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation.
+  Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for as long again.
-- **Gradients** are those of the sum of all ranks' losses.
+- **Gradients** are those of the sum of all ranks' losses. Whether autograd records is settled by the call,
+  not where its work is awaited; ``out=`` for what it records is refused (``InvalidArgumentError``).
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``; the peers that did call get a
   ``PeerRefusedError``. From ``await``: ``CollectiveTimeoutError``, ``CollectiveMismatchError``,
@@ -38,7 +40,8 @@ from asynccoll.group import resolve_group
 from asynccoll.lanes import current_lane
 from asynccoll.runtime import current
 from asynccoll.spec import Plan
-from asynccoll.work import Work
+from asynccoll.started import Started
+from asynccoll.work import Work, handed_out
 
 __all__ = [
     "all_gather",
@@ -68,7 +71,7 @@ _MESSAGES = (payload.send, payload.recv)
 
 
 def _start(
-    group: Any, lane: str | None, timeout: float | None, start: Callable[..., Work[Any]], *args: Any
+    group: Any, lane: str | None, timeout: float | None, start: Callable[..., Started[Any]], *args: Any
 ) -> Work[Any]:
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting."""
     context = current()
@@ -81,7 +84,7 @@ def _start(
         batch = open_batch()
         if batch is not None and (deferred := coalesced(batch, at, start, args, timeout)) is not None:
             return deferred
-        return start(at, *args, timeout)
+        return handed_out(start(at, *args, timeout))
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
         if start not in _MESSAGES:
             context.refusals.refuse(at, error)
@@ -129,8 +132,8 @@ def all_reduce(
 
     ``op``: ``sum``, ``avg`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical: 0 or 1 in
     the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or a torch ``ReduceOp``. Of bools
-    a sum is an *or* and a product an *and*. sum and avg have gradients (all_reduce of the gradients);
-    the others raise in backward.
+    a sum is an *or* and a product an *and*. Averages of half precision are made in float32 and rounded once.
+    sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).
 

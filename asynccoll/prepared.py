@@ -6,7 +6,7 @@ and what is noted down about it. It is the same ``Call`` that the ordinary funct
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from asynccoll.coalescing import open_batch
@@ -14,12 +14,14 @@ from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.group import resolve_group
 from asynccoll.lane import Lane
 from asynccoll.lanes import current_lane
-from asynccoll.payload.preparing import prepared_calls
+from asynccoll.operation import Operation
+from asynccoll.payload.preparing import check_untracked, prepared_calls
 from asynccoll.runtime import current
 from asynccoll.spec import Op
+from asynccoll.started import Started
 from asynccoll.tensors import Call
-from asynccoll.tensors.common import OFFLOAD_BYTES
-from asynccoll.work import Work, combine
+from asynccoll.trees import flatten, is_tree
+from asynccoll.work import Work, handed_out
 
 __all__ = ["Prepared", "prepare"]
 
@@ -29,22 +31,13 @@ T = TypeVar("T")
 class Prepared(Generic[T]):
     """A collective bound to its memory: ``start()`` sends what its input holds then. Made by ``prepare``."""
 
-    __slots__ = (
-        "_calls",
-        "_context",
-        "_estimate",
-        "_finish",
-        "_lane",
-        "_last",
-        "_refill",
-        "_timeout",
-        "name",
-    )
+    __slots__ = ("_calls", "_context", "_finish", "_lane", "_last", "_reads", "_timeout", "name")
 
     def __init__(
         self,
         name: str,
         lane: Lane,
+        like: Any,
         calls: list[Call],
         finish: Callable[[], Any] | None,
         timeout: float | None,
@@ -52,16 +45,11 @@ class Prepared(Generic[T]):
         self.name = name
         self._lane = lane
         self._context = lane.group.context
+        self._reads = flatten(like)[0] if is_tree(like) else [like]
         self._calls = calls
         self._finish = finish
         self._timeout = timeout
         self._last: Work[T] | None = None
-        only = calls[0] if len(calls) == 1 and finish is None else None
-        quick = only is not None and only.program is None and not self._context.policy.check
-        if only is not None and only.refill is not None and only.wire.nbytes > OFFLOAD_BYTES:
-            quick = False  # a thread copies, if that would hold an event loop
-        self._estimate = lane.estimate(name, only.wire.nbytes) if only is not None and quick else None
-        self._refill = only.refill if only is not None else None
 
     def __repr__(self) -> str:
         return f"<Prepared {self.name} on {self._lane}>"
@@ -69,49 +57,52 @@ class Prepared(Generic[T]):
     def start(self) -> Work[T]:
         """Start it with what its input holds now; a ``Work`` as of the ordinary call.
 
-        The result is the same memory every time, so the work has to be awaited before the next start.
+        The result is the same memory every time, so the work has to be awaited before the next start. If an
+        await of it was cut short (cancelled, or timed out), starting again is the way on: the new start waits
+        in its lane for the one before, whose own result is lost (awaiting that work again raises).
 
         Raises:
-            InvalidArgumentError: the work of the start before has not been awaited.
+            InvalidArgumentError: the work of the start before has not been awaited; or autograd would record
+                the input now.
             LaneOrderError, CollectiveError: as of the ordinary call.
         """
         if self._context.closed:
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
         try:
-            return self._begin()
+            check_untracked(self.name, self._reads)
+            last = self._last
+            work = handed_out(self._begin(self._unfinished(last)))
         except Exception as error:
             self._context.refusals.refuse(self._lane, error)
             raise
+        if last is not None:
+            last.supersede(
+                f"{self!r} was started again, and this start's result overwritten: its await was cut short"
+            )
+        self._last = work
+        return work
 
-    def _begin(self) -> Work[T]:
-        last = self._last
-        if last is not None and last.pending:
+    def _unfinished(self, last: Work[T] | None) -> Sequence[Operation]:
+        """The operations that still use the memory, because an await of the last work was cut short."""
+        if last is None or not last.pending:
+            return ()
+        if not last.cut_short:
             raise InvalidArgumentError(
                 f"{self!r} was started before its last work was awaited, and all starts share their memory: "
                 "await each work before the next start, or prepare a second operation"
             )
+        return last.in_flight()
+
+    def _begin(self, after: Sequence[Operation]) -> Started[Any]:
         batch = open_batch()
         if batch is not None:
             batch.flush_before()  # the program's order
-        estimate = self._estimate
-        if estimate is None:
-            work = self._begin_all()
-        else:
-            if self._refill is not None:
-                self._refill()
-            call = self._calls[0]
-            operation = self._lane.issue(estimate, call.start, call.wire.nbytes, self._timeout)
-            work = Work((operation,), call.finish, call.value)
-        self._last = work
-        return work
-
-    def _begin_all(self) -> Work[T]:
-        with self._lane.together():
-            works = [call.begin_again(self._lane, self._timeout) for call in self._calls]
-        finish = self._finish
-        if finish is None:
-            return works[0]
-        return combine(works, finish)
+        lane, timeout = self._lane, self._timeout
+        if self._finish is None:
+            return self._calls[0].begin_again(lane, timeout, after)
+        with lane.together():
+            parts = [call.begin_again(lane, timeout, after) for call in self._calls]
+        return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
 
 
 def prepare(
@@ -154,4 +145,4 @@ def prepare(
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
     calls, finish = prepared_calls(chosen, op, like, call)
-    return Prepared(op.value, chosen, calls, finish, timeout)
+    return Prepared(op.value, chosen, like, calls, finish, timeout)

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll.errors import (
+    CollectiveError,
     ForkedProcessError,
     PayloadTypeError,
     UnawaitedWorkWarning,
@@ -24,6 +25,7 @@ from asynccoll.errors import (
 )
 from asynccoll.forks import renew
 from asynccoll.modes import as_called
+from asynccoll.started import Started
 from asynccoll.waiting import block, pause, quick, suspend
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from asynccoll.operation import Operation
 
-__all__ = ["Work", "wait_all"]
+__all__ = ["Work", "handed_out", "noted", "wait_all", "waited_for"]
 
 _NOTHING: Any = None
 _log = logging.getLogger("asynccoll.work")
@@ -71,6 +73,7 @@ class Work(Generic[T]):
 
     __slots__ = (
         "__weakref__",
+        "_cut_short",
         "_error",
         "_finish",
         "_heard",
@@ -87,11 +90,9 @@ class Work(Generic[T]):
         self._finish = None if finish is None else as_called(finish)
         self._state = _PENDING
         self._heard = False
+        self._cut_short = False
         self._error: BaseException | None = None
         self._value = value
-        members = scope_members.get()
-        if members is not None:
-            members.add(self)
 
     # Waiting
 
@@ -99,10 +100,14 @@ class Work(Generic[T]):
         self._heard = True
         if self._state == _PENDING:
             plain = self._finish is None
-            for operation in self._operations:
-                if not quick(operation):
-                    yield from suspend(operation)
-                plain = plain and operation.over
+            try:
+                for operation in self._operations:
+                    if not quick(operation):
+                        yield from suspend(operation)
+                    plain = plain and operation.over
+            except BaseException:
+                self._cut_short = True
+                raise
             if not self._operations:
                 yield from pause()
             elif plain:
@@ -122,9 +127,13 @@ class Work(Generic[T]):
         if self._state == _PENDING:
             plain = self._finish is None
             ends = None if timeout is None else monotonic() + timeout
-            for operation in self._operations:
-                block(operation, None if ends is None else ends - monotonic())
-                plain = plain and operation.over
+            try:
+                for operation in self._operations:
+                    block(operation, None if ends is None else ends - monotonic())
+                    plain = plain and operation.over
+            except BaseException:
+                self._cut_short = True
+                raise
             if plain and self._operations:
                 self._state = _DONE  # as in __await__
                 return self._value
@@ -143,6 +152,20 @@ class Work(Generic[T]):
     def pending(self) -> bool:
         """Whether nobody has got its outcome yet; also if it is there to be had (``done``)."""
         return self._state < _DONE
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether somebody stopped waiting for it before it was done: cancelled, or out of time."""
+        return self._cut_short
+
+    def in_flight(self) -> tuple[Operation, ...]:
+        """Its operations whose native calls may still use its memory, whoever still waits for them."""
+        return tuple(operation for operation in self._operations if not operation.completion.done())
+
+    def supersede(self, why: str) -> None:
+        """Unless it has its result, it will never have one: something else uses its memory."""
+        if self.pending:
+            self._fail(CollectiveError(why))
 
     def done(self) -> bool:
         """Whether waiting would return at once (with the result or the error).
@@ -189,8 +212,7 @@ class Work(Generic[T]):
     def map(self, function: Callable[[T], U]) -> Work[U]:
         """A work whose result is ``function`` of this one's, applied once, at the waiter."""
         self._heard = True
-        derived = Work(self._operations, lambda: function(self._outcome()))
-        return derived
+        return noted(Work(self._operations, lambda: function(self._outcome())))
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """Call ``callback(work)`` once the work is done: at once if it is.
@@ -373,13 +395,22 @@ class Members:
         return [work._error for work in self._works if work._error is not None]
 
 
-def combine(works: list[Work[Any]], finish: Callable[[], T]) -> Work[T]:
-    """One work over the operations of ``works``; ``finish`` assembles their results."""
-    for work in works:
-        work._heard = True
-        work._send()
-    operations = tuple(operation for work in works for operation in work._operations)
-    return Work(operations, finish)
+def noted(work: Work[T]) -> Work[T]:
+    """``work``, for which an open scope will wait."""
+    members = scope_members.get()
+    if members is not None:
+        members.add(work)
+    return work
+
+
+def handed_out(started: Started[T]) -> Work[T]:
+    """The one work of a call, for its user: made here alone, of all that the call has started."""
+    return noted(Work(started.operations, started.finish, started.value))
+
+
+def waited_for(started: Started[T]) -> T:
+    """The result, waited for here and now: of what no user has in hand, as the collectives of a backward."""
+    return Work(started.operations, started.finish, started.value).wait()
 
 
 async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:

@@ -46,10 +46,10 @@ def steps(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     communicator: Any = lane.communicator
     native, options = communicator.native("cpu"), _ALL_REDUCE[ReduceOp.SUM]
     raw = native.allreduce([x], options)
-    route = route_for(lane, Op.ALL_REDUCE, x, ReduceOp.SUM, x.numel())
+    estimate = lane.estimate("all_reduce", x.nbytes)
     completion = HostCompletion(raw)
     spot = caller()
-    operation = Operation(lane, route.estimate, 1, completion, spot, 1800.0)
+    operation = Operation(lane, estimate, 1, completion, spot, 1800.0)
     operation.over = True
 
     def begin() -> None:
@@ -64,9 +64,7 @@ def steps(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
         NATIVE: lambda: native.allreduce([x], options),
         "completion around the native work": lambda: HostCompletion(raw),
         "note the place of the call": caller,
-        "note the operation and its deadline": lambda: Operation(
-            lane, route.estimate, 1, completion, spot, 1800.0
-        ),
+        "note the operation and its deadline": lambda: Operation(lane, estimate, 1, completion, spot, 1800.0),
         "the Work": begin,
         WAITED: lambda: raw.wait(MILLISECOND),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from asynccoll.messages import (
     Message,
 )
 from asynccoll.spec import Op, ReduceOp, dtype_name
-from asynccoll.trees import TreeSpec, flatten, unflatten
+from asynccoll.started import Started, together
+from asynccoll.trees import TreeSpec, flatten, is_tree, unflatten
 from asynccoll.values import (
     as_number,
     check_number_reduction,
@@ -26,7 +26,6 @@ from asynccoll.values import (
     is_value,
     to_message,
 )
-from asynccoll.work import Work, combine
 
 _EXPECTED = (
     "a tensor, a number, a str, a pathlib.Path, or a dict, list, tuple or dataclass of these; other "
@@ -52,8 +51,8 @@ def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
     return x
 
 
-#: What is done with all tensors of a tree: a work for the list of their results.
-OfTensors = Callable[[list[torch.Tensor], Any], Work[list[Any]]]
+#: What is done with all tensors of a tree: started, with the list of their results.
+OfTensors = Callable[[list[torch.Tensor], Any], Started[list[Any]]]
 
 
 def over_tree(
@@ -61,13 +60,13 @@ def over_tree(
     name: str,
     x: Any,
     of_tensors: OfTensors,
-    of_value: Callable[[Any], Work[Any]],
+    of_value: Callable[[Any], Started[Any]],
     check: Callable[[Any], object],
     *,
     out: Any = None,
     alike: bool = False,
-) -> Work[Any]:
-    """The works of all leaves as one work for the tree: tensors together, values one by one.
+) -> Started[Any]:
+    """What is done with all leaves as one: tensors together, values one by one.
 
     Every leaf passes ``check`` before any is sent, and all take one place in the lane's order: a tree
     is refused as a whole, here and for the peers. ``alike``: what is refused depends on dtype, device and
@@ -83,15 +82,12 @@ def over_tree(
     outs = None if out is None else tree_out(name, leaves, spec, out)
     with lane.together():
         compared = compare(lane, lambda: signature(name, detail=f"of the tree {spec}"))
-        if _only_tensors(leaves):
-            work = of_tensors(leaves, outs)
-            return combine([*compared, work], lambda: _put_back(spec, work.result(), out))
-        works = _start_leaves(leaves, of_tensors, of_value)
-    return combine([*compared, *works], lambda: unflatten(spec, [work.result() for work in works]))
+        leaf_results = _start_leaves(leaves, outs, of_tensors, of_value)
 
+    def whole(parts: list[Any]) -> Any:
+        return unflatten(spec, parts[-1]) if out is None else out
 
-def _put_back(spec: TreeSpec, results: list[Any], out: Any) -> Any:
-    return unflatten(spec, results) if out is None else out
+    return together([*compared, leaf_results], whole)
 
 
 def _only_tensors(leaves: list[Any]) -> bool:
@@ -123,28 +119,28 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[tor
 
 
 def _start_leaves(
-    leaves: list[Any], of_tensors: OfTensors, of_value: Callable[[Any], Work[Any]]
-) -> list[Work[Any]]:
-    """A work for each leaf."""
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    works: dict[int, Work[Any]] = {}
-    if positions:
-        together = of_tensors([leaves[i] for i in positions], None)
-        works = {i: together.map(itemgetter(place)) for place, i in enumerate(positions)}
-    for i, leaf in enumerate(leaves):
-        if i not in works:
-            works[i] = of_value(leaf)
-    return [works[i] for i in range(len(leaves))]
+    leaves: list[Any], outs: Any, of_tensors: OfTensors, of_value: Callable[[Any], Started[Any]]
+) -> Started[list[Any]]:
+    """All leaves, with the list of their results."""
+    if _only_tensors(leaves):
+        return of_tensors(leaves, outs)
+    tensors_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    values_at = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
+    parts = [of_tensors([leaves[i] for i in tensors_at], None)] if tensors_at else []
+    parts += [of_value(leaves[i]) for i in values_at]
+
+    def in_order(results: list[Any]) -> list[Any]:
+        of_leaves = dict(zip(values_at, results[len(results) - len(values_at) :], strict=True))
+        if tensors_at:
+            of_leaves.update(zip(tensors_at, results[0], strict=True))
+        return [of_leaves[i] for i in range(len(leaves))]
+
+    return together(parts, in_order)
 
 
-def one_by_one(start: Callable[[torch.Tensor], Work[Any]]) -> OfTensors:
+def one_by_one(start: Callable[[torch.Tensor], Started[Any]]) -> OfTensors:
     """For a collective that is not elementwise: a call for each tensor."""
-
-    def of_tensors(xs: list[torch.Tensor], _: Any) -> Work[list[Any]]:
-        works = [start(x) for x in xs]
-        return combine(works, lambda: [work.result() for work in works])
-
-    return of_tensors
+    return lambda xs, _: together([start(x) for x in xs], list)
 
 
 def check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> None:
@@ -185,17 +181,22 @@ def values_of(lane: Lane, rows: Sequence[Message]) -> list[Any]:
     return [from_message(row, device) for row in rows]
 
 
-def no_gradient(work: Work[Any], x: Any, name: str, instead: str) -> Work[Any]:
-    """If autograd is recording, a result whose backward raises instead of being silently wrong."""
-    if not (isinstance(x, torch.Tensor) and autograd.tracked(x)):
-        return work
+def no_gradient(started: Started[Any], x: Any, name: str, instead: str) -> Started[Any]:
+    """If autograd is recording ``x``, results whose backward raises instead of being silently wrong."""
+    leaves = flatten(x)[0] if is_tree(x) else [x]
+    if not autograd.any_tracked([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+        return started
 
     def marked(y: Any) -> Any:
-        if isinstance(y, list):
-            return [marked(one) for one in y]
         return autograd.without_gradient(y, name, instead) if isinstance(y, torch.Tensor) else y
 
-    return work.map(marked)
+    def all_marked(y: Any) -> Any:
+        if not is_tree(y):
+            return marked(y)
+        found, spec = flatten(y)
+        return unflatten(spec, list(map(marked, found)))
+
+    return started.then(all_marked)
 
 
 def normal_dim(name: str, x: torch.Tensor, dim: int) -> int:

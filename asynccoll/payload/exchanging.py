@@ -18,8 +18,8 @@ from asynccoll.payload.common import (
     require_tensor,
 )
 from asynccoll.spec import Op
+from asynccoll.started import Started
 from asynccoll.trees import is_tree
-from asynccoll.work import Work
 
 
 def all_to_all(
@@ -29,7 +29,7 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Work[Any]:
+) -> Started[Any]:
     x = require_tensor("all_to_all", x, "a tensor whose dim 0 is split among the ranks")
     size, shape = lane.group.size, x.shape
     if not shape:
@@ -44,16 +44,14 @@ def all_to_all(
             )
         in_splits = [shape[0] // size] * size
         out_splits = in_splits if out_splits is None else out_splits
-    tracked = out is None and autograd.tracked(x)
-    if out_splits is None:
-        if tracked or out is not None:
-            raise InvalidArgumentError(
-                f"all_to_all: with {'gradients' if tracked else 'out='}, output_split_sizes is needed beside "
-                "input_split_sizes"
-            )
-    elif tracked:
-        return autograd.all_to_all(lane, x, in_splits, out_splits, timeout)
-    return tensors.start_all_to_all(lane, x, in_splits, out_splits, timeout, out)
+    if out_splits is not None:
+        return autograd.all_to_all(lane, x, in_splits, out_splits, out, timeout)
+    if out is not None or autograd.tracked(x):
+        raise InvalidArgumentError(
+            f"all_to_all: with {'gradients' if out is None else 'out='}, output_split_sizes is needed beside "
+            "input_split_sizes"
+        )
+    return tensors.all_to_all_call(lane, x, in_splits, None).begin(lane, timeout)
 
 
 def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int] | None:
@@ -70,7 +68,7 @@ def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int 
     return listed
 
 
-def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: float | None) -> Work[Any]:
+def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: float | None) -> Started[Any]:
     listed = check_pairs(lane.group, pairs)
     if is_tree(x):
         no_out("permute", out)
@@ -87,9 +85,7 @@ def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: f
     me = ranks[lane.group.rank]
     to = next((ranks.index(target) for source, target in listed if source == me), None)
     origin = next((ranks.index(source) for source, target in listed if target == me), None)
-    if out is None and autograd.tracked(x):
-        return autograd.permute(lane, x, to, origin, timeout)
-    return tensors.start_permute(lane, x, to, origin, out, timeout)
+    return autograd.permute(lane, x, to, origin, out, timeout)
 
 
 def _check_permuted(lane: Lane, x: Any) -> torch.Tensor:
@@ -113,7 +109,7 @@ def check_pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
     return listed
 
 
-def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Work[None]:
+def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Started[None]:
     peer, tag = _peer(lane, dst, "dst"), _check_tag(tag)
     try:
         return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
@@ -124,10 +120,11 @@ def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Work[
 
 def recv(
     lane: Lane, like: Any, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
+) -> Started[torch.Tensor]:
     peer, tag = _peer(lane, src, "src"), _check_tag(tag)
     try:
         like = require_tensor("recv", like, "a tensor like the one that is sent")
+        autograd.records("recv", (), None if out is None else (out,))
         return tensors.start_recv(lane, like, peer, tag, out, timeout)
     except AsyncCollError as error:
         tensors.refuse_message(lane, "recv", peer, tag, error)

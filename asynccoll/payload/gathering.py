@@ -23,12 +23,12 @@ from asynccoll.payload.common import (
     values_of,
 )
 from asynccoll.spec import Op
+from asynccoll.started import Started
 from asynccoll.trees import is_tree
 from asynccoll.values import (
     as_number,
     to_message,
 )
-from asynccoll.work import Work
 
 
 def all_gather(
@@ -38,7 +38,7 @@ def all_gather(
     uneven: bool,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Work[Any]:
+) -> Started[Any]:
     if isinstance(x, torch.Tensor) and not uneven:
         return _all_gather_tensor(lane, x, dim, out, timeout)
     no_out("all_gather", out)
@@ -53,7 +53,7 @@ def all_gather(
             lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
         )
     kind = message_kind("all_gather", x)
-    work = all_gather_messages(
+    started = all_gather_messages(
         lane,
         "all_gather",
         to_message(x),
@@ -62,37 +62,31 @@ def all_gather(
         device=_device_of(lane, x),
         detail=kind,
     )
-    return no_gradient(work, x, "all_gather(uneven=True)", "all_gather of tensors of one shape")
+    return no_gradient(started, x, "all_gather(uneven=True)", "all_gather of tensors of one shape")
 
 
 def _all_gather_tensor(
     lane: Lane, x: torch.Tensor, dim: int, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
+) -> Started[torch.Tensor]:
     dim, shape = _gathered_shape("all_gather", lane, x, dim)
-    if out is None and autograd.tracked(x):
-        # The local rearrangement is autograd's own; record it whatever the waiter's grad mode is.
-        def joined(rows: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                return join_rows(rows, dim)
-
-        return autograd.all_gather(lane, x, timeout).map(joined)
     if dim == 0:
-        return tensors.start_all_gather(lane, x, out, timeout, tuple(shape))
-    tensors.check_out(out, x, shape)
-    work = tensors.start_all_gather(lane, x, None, timeout)
+        return autograd.all_gather(lane, x, out, timeout, tuple(shape))
     if out is None:
-        return work.map(lambda rows: join_rows(rows, dim))
-    return work.map(lambda rows: tensors.deliver(join_rows(rows, dim), out))
+        return autograd.all_gather(lane, x, None, timeout).then(lambda rows: join_rows(rows, dim))
+    autograd.records("all_gather", (x,), (out,))
+    tensors.check_out(out, x, shape)
+    call = tensors.all_gather_call(lane, x, None)
+    return call.then(lambda rows: tensors.deliver(join_rows(rows, dim), out)).begin(lane, timeout)
 
 
 def gather(
     lane: Lane, x: Any, dst: int, dim: int, out: torch.Tensor | None, timeout: float | None
-) -> Work[Any]:
+) -> Started[Any]:
     index = lane.group.index(dst, "dst")
     here = lane.group.rank == index
     if isinstance(x, torch.Tensor):
-        work = _gather_tensor(lane, x, index, dim, out, timeout)
-        return no_gradient(work, x, "gather", "all_gather")
+        started = _gather_tensor(lane, x, index, dim, out, timeout)
+        return no_gradient(started, x, "gather", "all_gather")
     no_out("gather", out)
     x = as_number(x)
     if is_tree(x):
@@ -104,7 +98,7 @@ def gather(
             lambda leaf: gather(lane, leaf, dst, dim, None, timeout),
             lambda leaf: _check_gathered(lane, "gather", leaf, dim, False),
         )
-        return whole if here else whole.map(lambda _: None)
+        return whole if here else whole.then(lambda _: None)
     kind = message_kind("gather", x)
     return gather_messages(
         lane,
@@ -124,12 +118,15 @@ def _gather_tensor(
     dim: int,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Work[Any]:
+) -> Started[Any]:
     dim, shape = _gathered_shape("gather", lane, x, dim)
+    if out is not None:
+        autograd.records("gather", (x,), (out,))
     tensors.check_out(out, x, shape)
-    return tensors.start_gather(lane, x, dst, timeout).map(
-        lambda rows: None if rows is None else tensors.deliver(join_rows(rows, dim), out)
-    )
+    call = tensors.gather_call(lane, x, dst)
+    if lane.group.rank == dst:
+        call.then(lambda rows: tensors.deliver(join_rows(rows, dim), out))
+    return call.begin(lane, timeout)
 
 
 def _gathered_shape(name: str, lane: Lane, x: torch.Tensor, dim: int) -> tuple[int, list[int]]:

@@ -13,14 +13,13 @@ from asynccoll.fusion import buckets
 from asynccoll.lane import Lane
 from asynccoll.payload.common import normal_dim, refuse, require_tensor, tree_out
 from asynccoll.payload.exchanging import check_splits
-from asynccoll.payload.gathering import join_rows
 from asynccoll.payload.reducing import split_rows
 from asynccoll.spec import Op, reduce_op
 from asynccoll.tensors import Call, check_out
 from asynccoll.tensors.fusing import Fuse, Parcel
 from asynccoll.trees import flatten, is_tree, unflatten
 
-__all__ = ["PREPARES", "prepared_calls"]
+__all__ = ["PREPARES", "check_untracked", "prepared_calls"]
 
 #: The calls, and what makes the result of a tree once they are over (None: the one call's result is it).
 Calls = tuple[list[Call], Callable[[], Any] | None]
@@ -47,11 +46,17 @@ def _check(name: str, given: Any) -> torch.Tensor:
         raise InvalidArgumentError(
             f"prepare: {name} of a tensor that is not contiguous; pass x.contiguous(), and write to that one"
         )
-    if autograd.tracked(x):
-        raise InvalidArgumentError(
-            f"prepare: a prepared {name} has no gradient; pass x.detach(), or call ac.{name} each time"
-        )
+    check_untracked(name, [x])
     return x
+
+
+def check_untracked(name: str, xs: Sequence[torch.Tensor]) -> None:
+    """Refuse a gradient that would be lost: also at a start, where autograd may record anew."""
+    if autograd.any_tracked(xs):
+        raise InvalidArgumentError(
+            f"prepare: a prepared {name} has no gradient; pass x.detach(), start it under torch.no_grad(), "
+            f"or call ac.{name} each time"
+        )
 
 
 def _result_for(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
@@ -60,10 +65,14 @@ def _result_for(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int])
     return torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
 
 
+def _alone(call: Call) -> Calls:
+    return [call], None
+
+
 def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Calls:
     if not is_tree(like):
         x = _check(name, like)
-        return [fuse.call(x, _result_for(x, out, x.shape))], None
+        return _alone(fuse.call(x, _result_for(x, out, x.shape)))
     leaves, spec = flatten(like)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -95,14 +104,7 @@ def _all_gather(lane: Lane, like: Any, *, out: torch.Tensor | None = None) -> Ca
     x = _check("all_gather", like)
     size = lane.group.size
     shape = (size * x.shape[0], *x.shape[1:]) if x.dim() else (size,)
-    into = _result_for(x, out, shape)
-    call = tensors.all_gather_call(lane, x, into)
-    finish = call.finish
-    if finish is None:  # the rows are its memory
-        call.value = into
-    else:
-        call.finish = lambda: tensors.deliver(join_rows(finish(), 0), into)
-    return [call], None
+    return _alone(tensors.all_gather_call(lane, x, _result_for(x, out, shape), shape))
 
 
 def _reduce_scatter(lane: Lane, like: Any, *, op: Any = "sum", out: torch.Tensor | None = None) -> Calls:
@@ -114,7 +116,7 @@ def _reduce_scatter(lane: Lane, like: Any, *, op: Any = "sum", out: torch.Tensor
             f"reduce_scatter: {x.shape[0]} rows cannot be shared evenly by {size} ranks; pad to a multiple"
         )
     into = _result_for(x, out, (x.shape[0] // size, *x.shape[1:]))
-    return [tensors.reduce_scatter_call(lane, split_rows(x, 0, size), reduce_op(op), into)], None
+    return _alone(tensors.reduce_scatter_call(lane, split_rows(x, 0, size), reduce_op(op), into))
 
 
 def _all_to_all(
@@ -141,7 +143,7 @@ def _all_to_all(
     sent = check_splits("input_split_sizes", input_split_sizes, size, x.shape[0]) or even
     received = check_splits("output_split_sizes", output_split_sizes, size, None) or even
     into = _result_for(x, out, (sum(received), *x.shape[1:]))
-    return [tensors.all_to_all_call(lane, x, sent, received, into)], None
+    return _alone(tensors.all_to_all_call(lane, x, sent, received, into))
 
 
 PREPARES: dict[Op, Callable[..., Calls]] = {

@@ -25,6 +25,7 @@ from asynccoll.payload.common import (
     values_of,
 )
 from asynccoll.spec import Op, ReduceOp, dtype_name, reduce_op
+from asynccoll.started import Started
 from asynccoll.trees import is_tree
 from asynccoll.values import (
     as_number,
@@ -33,22 +34,19 @@ from asynccoll.values import (
     reduce_numbers,
     to_message,
 )
-from asynccoll.work import Work
 
 
-def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Work[Any]:
+def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Started[Any]:
     op = reduce_op(op)
     if isinstance(x, torch.Tensor):
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.all_reduce(lane, x, op, timeout)
-        return tensors.start_all_reduce(lane, x, op, out, timeout)
+        return autograd.all_reduce(lane, x, op, out, timeout)
     x = as_number(x)
     if is_tree(x):
         return over_tree(
             lane,
             "all_reduce",
             x,
-            lambda xs, outs: all_reduce_tensors(lane, xs, op, outs, timeout),
+            lambda xs, outs: autograd.fused(lane, tensors.all_reduce_fuse(lane, op), xs, outs, timeout),
             lambda leaf: _all_reduce_number(lane, leaf, op, timeout),
             lambda leaf: check_reducible(lane, "all_reduce", Op.ALL_REDUCE, leaf, op),
             out=out,
@@ -58,20 +56,7 @@ def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> 
     return _all_reduce_number(lane, x, op, timeout)
 
 
-def all_reduce_tensors(
-    lane: Lane,
-    xs: list[torch.Tensor],
-    op: ReduceOp,
-    outs: list[torch.Tensor] | None,
-    timeout: float | None,
-) -> Work[list[torch.Tensor]]:
-    """Of many tensors in few calls, differentiable where autograd is recording."""
-    if outs is None and autograd.any_tracked(xs):
-        return autograd.all_reduce_fused(lane, xs, op, timeout)
-    return tensors.fused(lane, tensors.all_reduce_fuse(lane, op), xs, outs, timeout)
-
-
-def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Work[Any]:
+def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Started[Any]:
     check_number("all_reduce", x, op)
     return all_gather_rows(
         lane,
@@ -85,7 +70,7 @@ def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) 
 
 def reduce(
     lane: Lane, x: Any, dst: int, op: Any, out: torch.Tensor | None, timeout: float | None
-) -> Work[Any]:
+) -> Started[Any]:
     op = reduce_op(op)
     dst = lane.group.index(dst, "dst")
     here = lane.group.rank == dst
@@ -103,7 +88,7 @@ def reduce(
         lambda leaf: _reduce_number(lane, leaf, dst, op, timeout),
         lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
     )
-    return whole if here else whole.map(lambda _: None)
+    return whole if here else whole.then(lambda _: None)
 
 
 def _reduce_tensor(
@@ -113,12 +98,14 @@ def _reduce_tensor(
     op: ReduceOp,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Work[Any]:
-    work = tensors.start_reduce(lane, x, dst, op, out, timeout)
-    return no_gradient(work, x, "reduce", "all_reduce")
+) -> Started[Any]:
+    if out is not None:
+        autograd.records("reduce", (x,), (out,))
+    call = tensors.reduce_call(lane, x, dst, op, out)
+    return no_gradient(call.begin(lane, timeout), x, "reduce", "all_reduce")
 
 
-def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Work[Any]:
+def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Started[Any]:
     check_number("reduce", x, op)
     return gather_messages(
         lane,
@@ -133,7 +120,7 @@ def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | 
 
 def reduce_scatter(
     lane: Lane, x: Any, op: Any, dim: int, out: torch.Tensor | None, timeout: float | None
-) -> Work[Any]:
+) -> Started[Any]:
     op = reduce_op(op)
     if is_tree(x):
         no_out("reduce_scatter", out)
@@ -148,9 +135,7 @@ def reduce_scatter(
     size = lane.group.size
     dim = _scattered_dim(lane, x, op, dim)
     rows = split_rows(x, dim, size)
-    if out is None and autograd.tracked(rows):
-        return autograd.reduce_scatter(lane, rows, op, timeout)
-    return tensors.start_reduce_scatter(lane, rows, op, out, timeout)
+    return autograd.reduce_scatter(lane, rows, op, out, timeout)
 
 
 def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> None:

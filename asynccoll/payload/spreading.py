@@ -21,13 +21,13 @@ from asynccoll.payload.common import (
     over_tree,
 )
 from asynccoll.spec import Op
-from asynccoll.trees import is_tree
+from asynccoll.started import Started
+from asynccoll.trees import flatten, is_tree
 from asynccoll.values import (
     as_number,
     from_message,
     to_message,
 )
-from asynccoll.work import Work
 
 
 def broadcast(
@@ -37,20 +37,20 @@ def broadcast(
     safe_mode: bool,
     out: Any,
     timeout: float | None,
-) -> Work[Any]:
+) -> Started[Any]:
     index = lane.group.index(src, "src")
     if safe_mode:
         no_out("broadcast(safe_mode=True)", out)
         return _broadcast_anything(lane, x, index, timeout)
     if isinstance(x, torch.Tensor):
-        return broadcast_tensor(lane, x, index, out, timeout)
+        return autograd.broadcast(lane, x, index, out, timeout)
     x = as_number(x)
     if is_tree(x):
         return over_tree(
             lane,
             "broadcast",
             x,
-            lambda xs, outs: broadcast_tensors(lane, xs, index, outs, timeout),
+            lambda xs, outs: autograd.fused(lane, tensors.broadcast_fuse(lane, index), xs, outs, timeout),
             lambda leaf: broadcast(lane, leaf, src, False, None, timeout),
             lambda leaf: check_sendable(lane, Op.BROADCAST, leaf),
             out=out,
@@ -71,37 +71,16 @@ def broadcast(
     )
 
 
-def broadcast_tensor(
-    lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
-    """Of one tensor, differentiable where autograd is recording."""
-    if out is None and autograd.tracked(x):
-        return autograd.broadcast(lane, x, src, timeout)
-    return tensors.start_broadcast(lane, x, src, out, timeout)
-
-
-def broadcast_tensors(
-    lane: Lane,
-    xs: list[torch.Tensor],
-    src: int,
-    outs: list[torch.Tensor] | None,
-    timeout: float | None,
-) -> Work[list[torch.Tensor]]:
-    """Of many tensors in few calls, differentiable where autograd is recording."""
-    if outs is None and autograd.any_tracked(xs):
-        return autograd.broadcast_fused(lane, xs, src, timeout)
-    return tensors.fused(lane, tensors.broadcast_fuse(lane, src), xs, outs, timeout)
-
-
-def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> Work[Any]:
+def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> Started[Any]:
     """Others may pass anything: what is sent describes itself, also the shape of a tree."""
     from asynccoll.codecs import SAFE
 
     here = lane.group.rank == src
     x = as_number(x)
+    recorded = (flatten(x)[0] if is_tree(x) else [x]) if here else []  # what the others pass is ignored
     message = to_message(x, SAFE if is_tree(x) else None) if here else None
     device = lane.group.context.backend.device
-    work = broadcast_message(
+    started = broadcast_message(
         lane,
         "broadcast",
         message,
@@ -110,26 +89,27 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
         then=lambda found: from_message(found, device, SAFE),
         detail=f"safe src={src}",
     )
-    return no_gradient(work, x, "broadcast(safe_mode=True)", "broadcast")
+    return no_gradient(started, recorded, "broadcast(safe_mode=True)", "broadcast")
 
 
 def scatter(
     lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None
-) -> Work[torch.Tensor]:
+) -> Started[torch.Tensor]:
     size = lane.group.size
     index = lane.group.index(src, "src")
     messages = None
-    tracked = False
+    parts: list[torch.Tensor] = []
     if lane.group.rank == index:
         parts = scatter_parts(x, size)
-        tracked = any(autograd.tracked(part) for part in parts)
         messages = [to_message(part) for part in parts]
     elif x is not None:
         raise InvalidArgumentError(
             f"scatter: only src={src} passes the tensors; pass None on the others, got a {type(x).__name__}"
         )
+    if out is not None:
+        autograd.records("scatter", parts, (out,))
     device = lane.group.context.backend.device
-    received: Work[Any] = scatter_messages(
+    received: Started[Any] = scatter_messages(
         lane,
         "scatter",
         messages,
@@ -139,10 +119,8 @@ def scatter(
         detail=f"src={src}",
     )
     if out is not None:
-        received = received.map(lambda part: _into(part, out))
-    if tracked:
-        received = received.map(lambda y: autograd.without_gradient(y, "scatter", "all_to_all"))
-    return received
+        return received.then(lambda part: _into(part, out))
+    return no_gradient(received, parts, "scatter", "all_to_all")
 
 
 def _into(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -12,15 +13,15 @@ from asynccoll import dispatch
 from asynccoll.backends.waiters import Waiters
 from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion, Promise
-from asynccoll.encoding import combiner, decode, encode
+from asynccoll.encoding import decode, encode
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.lane import Lane, Program, Start
-from asynccoll.memory import has_memory, may_overlap, same_memory, same_storage
+from asynccoll.memory import has_memory, may_overlap, same_memory
 from asynccoll.modes import as_called
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
+from asynccoll.started import Started
 from asynccoll.waiting import in_loop
-from asynccoll.work import Work
 
 #: Above this size the copy that a functional result needs would hold the event loop for more than a
 #: millisecond (64 MiB: some 50 ms of page faults), so a thread makes it, while the operation keeps its place
@@ -32,33 +33,24 @@ _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Route:
-    """A plan, and what is known of the operations that follow it: looked up once for every call."""
+    """A plan, and what is known of the tensors that follow it: looked up once for every call."""
 
-    __slots__ = ("_combine", "_plain", "estimate", "itemsize", "keeps_input", "plan")
+    __slots__ = ("_plain", "keeps_input", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
-        policy = lane.group.context.policy
         topology = lane.group.topology(spec.device)
-        known = topology.capabilities
-        self.plan = dispatch.plan(op, spec, topology, policy, reduce)
+        self.plan = dispatch.plan(op, spec, topology, lane.group.context.policy, reduce)
         #: the native call leaves its input as it is
-        self.keeps_input = op in known.keeps_input
-        self.itemsize = spec.dtype.itemsize
-        self.estimate = lane.estimate(self.plan.name, spec.size_bytes)
-        dense = spec.contiguous and not spec.sparse and not spec.dtype.is_complex and has_memory(x)
-        as_it_is = dense and not policy.check
-        self._plain = self.plan.direct and as_it_is
-        swaps = known.exchange_bytes and self.plan.via == "all_to_all" and topology.world_size == 2
-        self._combine = combiner(self.plan, x.dtype) if swaps and as_it_is else None
+        self.keeps_input = op in topology.capabilities.keeps_input
+        as_it_is = self.plan.wire is Wire.SAME and self.plan.stage is None
+        self._plain = (
+            as_it_is and spec.contiguous and not (spec.sparse or spec.dtype.is_complex) and has_memory(x)
+        )
 
     def plain(self, x: torch.Tensor) -> bool:
-        """Whether the memory of ``x`` goes to the native call as it is, and nothing is compared before."""
+        """Whether the memory of ``x`` is what is sent, as it is."""
         return self._plain and type(x) in _ORDINARY and not x.is_neg()
-
-    def combine(self, x: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        """``f(a, b, out=)`` where the same goes for an exchange between two ranks that reduces; else None."""
-        return self._combine if type(x) in _ORDINARY and not x.is_neg() else None
 
 
 def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, numel: int) -> Route:
@@ -103,7 +95,7 @@ class Call:
     def __init__(
         self,
         plan: Plan,
-        start: Start,
+        start: Start | None,
         wire: torch.Tensor,
         finish: Callable[[], Any] | None,
         value: Any = None,
@@ -125,79 +117,75 @@ class Call:
         self.fill = fill
         self.refill = refill
 
-    def begin(self, lane: Lane, timeout: float | None) -> Work[Any]:
+    def begin(self, lane: Lane, timeout: float | None) -> Started[Any]:
         """Start it for the first time."""
         return self._begin(lane, timeout, self.fill)
 
-    def begin_again(self, lane: Lane, timeout: float | None) -> Work[Any]:
-        """Start it once more, with what its input holds now. What came before must be over."""
-        return self._begin(lane, timeout, self.refill)
+    def begin_again(self, lane: Lane, timeout: float | None, after: Sequence[Operation] = ()) -> Started[Any]:
+        """Start it once more, with what its input holds now, once ``after`` are over."""
+        return self._begin(lane, timeout, self.refill, after)
 
-    def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Work[Any]:
-        big = self.wire.nbytes > OFFLOAD_BYTES and has_memory(self.wire)
-        if fill is not None and not (big and in_loop()):
+    def _begin(
+        self,
+        lane: Lane,
+        timeout: float | None,
+        fill: Callable[[], object] | None,
+        after: Sequence[Operation] = (),
+    ) -> Started[Any]:
+        wire = self.wire
+        size_bytes = wire.nbytes
+        if (
+            fill is not None
+            and not after
+            and not (size_bytes > OFFLOAD_BYTES and has_memory(wire) and in_loop())
+        ):
             fill()
             fill = None
-        operation = issue(
-            lane,
-            self.plan,
-            self.start,
-            self.wire,
-            timeout,
-            detail=self.detail,
-            shape=self.shape,
-            before=fill,
-            program=self.program,
-        )
-        return Work((operation,), self.finish, self.value)
+        name = self.plan.name
+        checks = lane.group.context.policy.check
+        if fill is None and self.program is None and not (checks or after):
+            assert self.start is not None
+            operation = lane.issue(lane.estimate(name, size_bytes), self.start, size_bytes, timeout)
+        else:
+            program = _after(after, fill, self.steps) if fill is not None or after else self.steps
+            if checks:
+                detail = str(getattr(self.detail, "value", self.detail))
+                text = signature(name, dtype_name(wire.dtype), self.shape, detail)
+                program = checked(lane, text, program=program)
+            operation = lane.run(name, program, size_bytes, timeout)
+        return Started((operation,), self.finish, self.value)
 
     def steps(self, communicator: Any) -> Generator[Completion, None, Completion]:
-        """It as a part of a larger program."""
+        """It as a program, or as a part of a larger one."""
         if self.program is not None:
             return (yield from self.program(communicator))
+        assert self.start is not None
         return self.start(communicator)
 
     def outcome(self) -> Any:
         """The result, once the native call is over."""
         return self.value if self.finish is None else self.finish()
 
-
-def issue(
-    lane: Lane,
-    plan: Plan,
-    start: Start,
-    x: torch.Tensor,
-    timeout: float | None,
-    *,
-    detail: object = "",
-    shape: Sequence[int] | None = None,
-    before: Callable[[], object] | None = None,
-    program: Program | None = None,
-) -> Operation:
-    """Hand one call to the lane: alone, or behind a big copy or a comparison of signatures."""
-    name = plan.name
-    size_bytes = x.nbytes
-    if before is None and program is None and not lane.group.context.policy.check:
-        return lane.issue(lane.estimate(name, size_bytes), start, size_bytes, timeout)
-    if before is not None:
-        program = _after(before, start, program)
-    if lane.group.context.policy.check:
-        text = signature(name, dtype_name(x.dtype), shape, str(getattr(detail, "value", detail)))
-        program = checked(lane, text, start, program)
-    assert program is not None
-    return lane.run(name, program, size_bytes, timeout)
+    def then(self, function: Callable[[Any], Any]) -> Call:
+        """The same call; its result is ``function`` of what it was."""
+        finish, value = self.finish, self.value
+        self.finish = lambda: function(value if finish is None else finish())
+        self.value = None
+        return self
 
 
-def _after(before: Callable[[], object], start: Start, program: Program | None) -> Program:
-    """``start``, or ``program``, once ``before`` has run in a thread of its own."""
+def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, steps: Program) -> Program:
+    """``steps`` once ``operations`` are over, in whatever way, and ``fill`` has run in a thread."""
 
-    def copied(communicator: Any) -> Generator[Completion, None, Completion]:
-        yield in_thread(before)
-        if program is not None:
-            return (yield from program(communicator))
-        return start(communicator)
+    def filled(communicator: Any) -> Generator[Completion, None, Completion]:
+        for operation in operations:
+            with contextlib.suppress(Exception):
+                yield operation.completion
+        if fill is not None:
+            yield in_thread(fill)
+        return (yield from steps(communicator))
 
-    return copied
+    return filled
 
 
 def in_thread(job: Callable[[], object]) -> Promise:
@@ -247,11 +235,6 @@ def _twin(x: torch.Tensor) -> torch.Tensor:
     return xla_device.settled(physical(x))
 
 
-def copied(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor whose route is plain."""
-    return (x.detach() if x.requires_grad else x).clone()
-
-
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:
     """``out`` must be able to hold a result of ``shape`` as it is."""
     if out is None:
@@ -272,20 +255,25 @@ def _described(x: torch.Tensor, shape: Sequence[int]) -> str:
     return f"{dtype_name(x.dtype)}{list(shape)} on {x.device}{layout}"
 
 
-def serves(out: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether ``out`` can take a result of ``shape``, made of a plain ``x``, as it comes."""
-    return (
-        type(out) in _ORDINARY
-        and _holds(out, x, shape)
-        and out.is_contiguous()
-        and not (out.requires_grad or out.is_neg() or same_storage(out, x))
-    )
+def kept(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+    """Where a result of the shape of ``x`` goes: ``out``, or memory of the strides of ``x``.
+
+    Elements travel in the order of their indices, whatever the strides of each rank. None: that is the order
+    in which the result is wanted, so that what arrives can be the result.
+    """
+    if out is not None or x.is_contiguous() or x.layout is not torch.strided or not has_memory(x):
+        return out
+    return torch.empty_like(x, requires_grad=False)
+
+
+def _can_receive(out: torch.Tensor) -> bool:
+    """Whether what arrives may be written to the memory of ``out``, as it is."""
+    return has_memory(out) and out.is_contiguous() and not (out.is_neg() or out.is_conj())
 
 
 def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Memory for ``shape`` elements of the wire: the caller's ``out`` where it can serve as it is."""
-    fits = out is not None and out.dtype is wire.dtype and out.device == wire.device and has_memory(out)
-    if fits and out is not None and out.is_contiguous():
+    if out is not None and out.dtype is wire.dtype and out.device == wire.device and _can_receive(out):
         return out.detach().view(shape)
     return torch.empty(shape, dtype=wire.dtype, device=wire.device)
 
@@ -294,7 +282,7 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """The result; in ``out`` where the caller gave one that could not be used directly."""
     if out is None:
         return result
-    if out is not result and not (same_memory(out, result) and out.is_contiguous()):
+    if out is not result and not (same_memory(out, result) and _can_receive(out)):
         out.detach().copy_(result.view(out.shape))
     return out
 
@@ -307,31 +295,49 @@ def delivered(
         return None, lambda: deliver(decoded(), out)
     if out is None:
         return wire, None
-    if same_memory(out, wire) and out.is_contiguous():
+    if out is wire or (same_memory(out, wire) and _can_receive(out)):
         return out, None
     return None, lambda: deliver(wire, out)
 
 
+def sent_as(route: Route, x: torch.Tensor) -> torch.Tensor:
+    """``x`` as it travels; its own memory where nothing has to change."""
+    if route.plain(x):
+        return x.detach() if x.requires_grad else x
+    return encode(physical(x), route.plan)
+
+
+def wire_like(route: Route, like: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What arrives for a tensor like ``like``: an example of its elements, and its shape."""
+    if route.plan.direct:
+        return like, tuple(like.shape)
+    example = encode(torch.empty(0, dtype=like.dtype, device=like.device), route.plan)
+    ratio = like.element_size() // example.element_size()
+    return example, tuple(like.shape) if ratio == 1 else (like.numel() * ratio,)
+
+
 def owned(
-    x: torch.Tensor, plan: Plan, out: torch.Tensor | None
+    route: Route, x: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Callable[[], object] | None, Callable[[], object] | None]:
     """A wire tensor that may be overwritten, for ``x``; and how it is filled, first and later.
 
     See ``Call``: None is nothing to do.
     """
+    plan = route.plan
     if not has_memory(x):
         wire = _twin(x) if plan.direct else encode(physical(x), plan).clone()
         return wire, None, encoding_again(wire, x, plan)
-    source = physical(x)
-    wire = encode(source, plan)
-
-    shared = same_memory(wire, source) and wire.numel() > 0
-    if not shared and not (plan.direct and out is not None):
+    wire = sent_as(route, x)
+    ours = not (wire is x or same_memory(wire, x)) or not wire.numel()
+    into = out if out is not None and plan.direct and _can_receive(out) else None
+    if ours and into is None:
         return wire, None, encoding_again(wire, x, plan)
-    buffer = target_for(out, wire, wire.shape)
-    if same_memory(buffer, wire) and wire.numel() > 0:
+    if into is x:
+        return wire, None, None
+    buffer = target_for(into, wire, wire.shape)
+    if same_memory(buffer, wire) and wire.numel():
         return buffer, None, None
-    if out is not None and may_overlap(buffer, wire):
+    if into is not None and may_overlap(buffer, wire):
         across = lambda: buffer.copy_(encode(physical(x), plan).clone())  # noqa: E731  # torch refuses without
         return buffer, across, across
     return buffer, lambda: buffer.copy_(wire), encoding_again(buffer, x, plan)
@@ -339,7 +345,7 @@ def owned(
 
 def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[[], object] | None:
     """How ``wire``, which is ``x`` encoded, follows what ``x`` holds later; None if it is its memory."""
-    if same_memory(wire, x):
+    if wire is x or same_memory(wire, x):
         return None
     if plan.wire is Wire.SAME and has_memory(x) and not x.is_complex() and not x.is_neg():
         return partial(wire.view(x.shape).copy_, x.detach())

@@ -2,8 +2,8 @@
 
 A little of one kind is one bucket, which the caller packs. More is a program of the lane: a thread packs
 the next bucket while the one before travels, and buckets are as large as the group's measured cost says
-(``costs``). Without ``out`` the results are views of the buckets, so that nothing is held besides inputs and
-results; with it, at most one bucket besides.
+(``costs``). Without ``out`` the results are views of the buckets (of strided tensors copies, with
+their strides), so that nothing is held besides inputs and results; with it, at most one bucket besides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,9 @@ from asynccoll.checks import checked, signature
 from asynccoll.completion import AllOf, Completion
 from asynccoll.fusion import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
 from asynccoll.lane import Lane
-from asynccoll.spec import dtype_name
-from asynccoll.tensors.common import Call, in_thread
-from asynccoll.work import Work, combine
+from asynccoll.spec import ReduceOp, dtype_name
+from asynccoll.started import Started
+from asynccoll.tensors.common import Call, deliver, in_thread, kept
 
 __all__ = ["DIRECT_BYTES", "Fuse", "MakeCall", "Parcel", "fused"]
 
@@ -36,15 +36,14 @@ MakeCall = Callable[[torch.Tensor, torch.Tensor | None], Call]
 _is_cpu = attrgetter("is_cpu")
 
 
-class Fuse:
-    """Which collective it is: its name, how one tensor is carried, and what a signature says of it."""
+class Fuse(NamedTuple):
+    """Which collective it is: its name, how a tensor is carried, what a signature says; ``op`` or ``src``."""
 
-    __slots__ = ("call", "detail", "name")
-
-    def __init__(self, name: str, call: MakeCall, detail: str) -> None:
-        self.name = name
-        self.call = call
-        self.detail = detail
+    name: str
+    call: MakeCall
+    detail: str
+    op: ReduceOp | None = None
+    src: int | None = None
 
 
 class Parcel:
@@ -108,8 +107,14 @@ class Parcel:
                 if self.packed:
                     repack(self.outs, self.views)
                 self.views = self.outs
+            elif self.packed:
+                self.views = list(map(_with_strides_of, self.like, self.views))
             self.call = None
         return self.views
+
+
+def _with_strides_of(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return deliver(view, kept(x, None))
 
 
 def _both(first: Callable[[], object], second: Callable[[], object] | None) -> Callable[[], object]:
@@ -129,15 +134,16 @@ def fused(
     xs: list[torch.Tensor],
     outs: list[torch.Tensor] | None,
     timeout: float | None,
-) -> Work[list[torch.Tensor]]:
+) -> Started[list[torch.Tensor]]:
     """The collective of every one of ``xs``; the results are in their order, and in ``outs`` if given."""
     if not xs:
-        return Work((), list)
+        return Started((), list)
     direct = direct_buckets(lane, xs)
     if direct is not None:
         parcels = [Parcel(bucket, xs, outs) for bucket in direct]
-        works = [parcel.pack(fuse.call).begin(lane, timeout) for parcel in parcels]
-        return combine(works, lambda: _collected(len(xs), parcels))
+        started = [parcel.pack(fuse.call).begin(lane, timeout) for parcel in parcels]
+        operations = tuple(operation for one in started for operation in one.operations)
+        return Started(operations, lambda: _collected(len(xs), parcels))
     parcels = []
     total_bytes = sum(x.nbytes for x in xs)
     program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
@@ -145,7 +151,7 @@ def fused(
         shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
         program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
     operation = lane.run(fuse.name, program, total_bytes, timeout)
-    return Work((operation,), lambda: _collected(len(xs), parcels))
+    return Started((operation,), lambda: _collected(len(xs), parcels))
 
 
 def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:

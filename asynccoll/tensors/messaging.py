@@ -12,11 +12,11 @@ from asynccoll.encoding import decode, encode
 from asynccoll.errors import AsyncCollError
 from asynccoll.lane import Lane
 from asynccoll.spec import Op
+from asynccoll.started import Started
 from asynccoll.tensors.common import check_out, deliver, physical, plan_for, target_for
-from asynccoll.work import Work
 
 
-def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Work[None]:
+def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Started[None]:
     """``x`` to ``dst``; done when the receiver has taken it."""
     plan = plan_for(lane, Op.SEND, x)
     wire = encode(physical(x), plan)
@@ -28,7 +28,7 @@ def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float |
         timeout,
         stream=("send", dst, tag),
     )
-    return Work((operation,), lambda: None)
+    return Started((operation,))
 
 
 def start_recv(
@@ -38,7 +38,7 @@ def start_recv(
     tag: int,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Work[torch.Tensor]:
+) -> Started[torch.Tensor]:
     """A tensor shaped as ``like`` from ``src``."""
     plan = plan_for(lane, Op.RECV, like)
     check_out(out, like, like.shape)
@@ -53,7 +53,7 @@ def start_recv(
         timeout,
         stream=("recv", src, tag),
     )
-    return Work(
+    return Started(
         (operation,),
         lambda: deliver(decode(buffer, plan, like.dtype, like.device).view(like.shape), out),
     )

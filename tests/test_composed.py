@@ -1,0 +1,473 @@
+"""Forms of a call put together: trees, prepared operations and blocks within scopes and modes of autograd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from ranks import Rank, raising
+from worlds import World
+
+LENGTHS = (3, 50_000)  # exchanged, and by the backend's own
+
+
+def _total(me: Rank, value: float = 0.0) -> float:
+    """The sum over all ranks of their rank and ``value``."""
+    return sum(range(me.size)) + me.size * value
+
+
+def _mine(me: Rank, *shape: int) -> torch.Tensor:
+    return torch.full(shape, float(me.rank))
+
+
+# One call is one work
+
+
+async def scoped(me: Rank) -> None:
+    for op, factor in (("sum", 1.0), ("avg", 1 / me.size)):
+        for length in LENGTHS:
+            x = {"w": _mine(me, length), "b": [_mine(me, 2, 2) + 1]}
+            wanted = {
+                "w": torch.full((length,), _total(me) * factor),
+                "b": [torch.full((2, 2), _total(me, 1) * factor)],
+            }
+            filled = {"w": torch.empty(length), "b": [torch.empty(2, 2)]}
+            op_of_tree = ac.prepare("all_reduce", x, op=op)
+            results: list[Any] = []
+            async with ac.scope():
+                results.append(await me.get(ac.all_reduce(x, op=op)))
+                await me.get(ac.all_reduce(x, op=op, out=filled))
+                results.append(filled)
+                with ac.coalescing():
+                    works = [ac.all_reduce(leaf, op=op) for leaf in (x["w"], x["b"][0])]
+                results.append({"w": await me.get(works[0]), "b": [await me.get(works[1])]})
+                results.append(await me.get(op_of_tree.start()))
+                late = ac.all_reduce(x, op=op)
+            results.append(late.result())
+            for result in results:
+                oracle.same(result, wanted, rtol=1e-6)
+
+
+def test_what_a_scope_ends_after_stays_as_it_was_got(world: World, runner: str) -> None:
+    """A tree, a tree with out=, a block and a prepared tree: finished once, before or at the scope's end."""
+    world.run(scoped, runner=runner)
+
+
+async def counted(me: Rank) -> None:
+    from asynccoll.work import scope_members
+
+    async with ac.scope():
+        members = scope_members.get()
+        assert members is not None
+        tree = [_mine(me, 2) for _ in range(20)] + [me.rank, "name"]  # numbers and strings, too
+        works = [
+            ac.all_reduce(tree[:-1]),
+            ac.broadcast(tree),
+            ac.all_gather(tree, uneven=True),
+            ac.gather(tree),
+            ac.prepare("all_reduce", tree[:20]).start(),
+            ac.all_reduce(tree[:20], prescale=2.0),
+            ac.permute(tree[:3], [(0, me.size - 1)]),
+        ]
+        kept = members._works
+        assert list(map(id, kept)) == list(map(id, works)), kept
+        for work in works:
+            await me.get(work)
+
+
+def test_a_scope_knows_the_work_of_each_call_and_no_other(pair: World) -> None:
+    pair.run(counted)
+
+
+# Gradients
+
+
+def _calls_with_gradient(me: Rank) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Calls on a vector of ``2 n`` whose results are awaited where autograd is off."""
+    n = me.size
+    return {
+        "postscale": lambda x: ac.all_reduce(x, postscale=3.0),
+        "prescale of a tree": lambda x: ac.all_reduce({"x": x}, prescale=0.5, postscale=6.0).map(
+            lambda y: y["x"]
+        ),
+        "compression": lambda x: ac.all_reduce(x, compression="fp16", postscale=3.0),
+        "dim": lambda x: ac.all_gather(x.view(2, n), dim=1).map(lambda y: y * 3),
+        "coalesced": lambda x: _coalesced(x).map(lambda y: y * 3),
+        "map": lambda x: ac.all_reduce(x).map(lambda y: y * 3),
+        "permute": lambda x: ac.permute(x, [(r, r) for r in range(n)]).map(lambda y: y * 3),
+    }
+
+
+def _coalesced(x: torch.Tensor) -> Any:
+    with ac.coalescing():
+        return ac.all_reduce(x)
+
+
+async def awaited_without_recording(me: Rank) -> None:
+    n = me.size
+    for name, call in _calls_with_gradient(me).items():
+        if name == "dim" and me.rank >= 0:
+            wanted = 3.0 * n  # each rank's loss has all rows
+        else:
+            wanted = 3.0 if name == "permute" else 3.0 * n
+        with me.case(name):
+            x = torch.ones(2 * n, requires_grad=True)
+            work = call(x)
+            with torch.no_grad():
+                y = await me.get(work)
+            assert y.requires_grad, f"{name}: the gradient is lost"
+            y.sum().backward()
+            oracle.same(x.grad, torch.full((2 * n,), wanted), where=name)
+    with torch.no_grad():
+        work = ac.all_reduce(torch.ones(2, requires_grad=True), postscale=2.0)
+    assert not (await me.get(work)).requires_grad
+
+
+def test_gradients_are_those_of_the_call_s_mode(world: World, runner: str) -> None:
+    world.run(awaited_without_recording, runner=runner)
+
+
+async def none_there(me: Rank) -> None:
+    n = me.size
+    x = torch.ones(n, requires_grad=True)
+    leaf = {"a": [x * 2]}
+    works = {
+        "safe": ac.broadcast(x, safe_mode=True, src=me.size - 1),
+        "safe tree": ac.broadcast(leaf, safe_mode=True),
+        "uneven": ac.all_gather(x, uneven=True),
+        "uneven tree": ac.all_gather(leaf, uneven=True),
+        "gather": ac.gather(x),
+        "gather tree": ac.gather(leaf),
+        "reduce": ac.reduce(x),
+        "reduce tree": ac.reduce(leaf),
+        "scatter": ac.scatter(x if me.rank == 0 else None),
+        "max": ac.all_reduce(x, op="max"),
+    }
+    marked_on = {"safe": me.size - 1, "safe tree": 0, "scatter": 0, **dict.fromkeys(("gather", "reduce"), 0)}
+    marked_on |= {"gather tree": 0, "reduce tree": 0}
+    for name, work in works.items():
+        with torch.no_grad():
+            y = await me.get(work)
+        if marked_on.get(name, me.rank) != me.rank:
+            continue
+        while isinstance(y, (dict, list)):
+            y = y["a"] if isinstance(y, dict) else y[0]
+        with me.case(name):
+            assert y.requires_grad, f"{name}: lost in silence"
+            with raising(UnsupportedOpError, "gradient"):
+                y.sum().backward()
+
+
+def test_what_has_no_gradient_says_so_in_backward(pair: World, runner: str) -> None:
+    pair.run(none_there, runner=runner)
+
+
+async def into_out(me: Rank) -> None:
+    n = me.size
+    x = torch.ones(n, requires_grad=True)
+    out, long = torch.empty(n), torch.empty(n * n)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: ac.all_reduce(x, out=out),
+        "all_reduce in place": lambda: ac.all_reduce(x, out=x),
+        "scaled": lambda: ac.all_reduce(x, postscale=2.0, out=out),
+        "tree": lambda: ac.all_reduce([x], out=[out]),
+        "broadcast": lambda: ac.broadcast(x, out=out),
+        "broadcast into a parameter": lambda: ac.broadcast(x.detach(), out=x),
+        "reduce": lambda: ac.reduce(x, out=out),
+        "reduce_scatter": lambda: ac.reduce_scatter(x, out=torch.empty(1)),
+        "all_gather": lambda: ac.all_gather(x, out=long),
+        "all_gather, dim": lambda: ac.all_gather(x.view(1, n), dim=1, out=long.view(1, -1)),
+        "gather": lambda: ac.gather(x, out=long),
+        "all_to_all": lambda: ac.all_to_all(x, out=out),
+        "permute": lambda: ac.permute(x, [(0, 0)], out=out),
+        "scatter": lambda: ac.scatter(x if me.rank == 0 else None, out=x[:1] if me.rank else torch.empty(1)),
+    }
+    for name, call in calls.items():
+        with me.case(name), raising(InvalidArgumentError, "out=", "gradient", "no_grad"):
+            await me.get(call())
+    with me.case("coalesced"), raising(InvalidArgumentError, "no_grad"), ac.coalescing():
+        ac.all_reduce(x, out=out)
+    with torch.no_grad():
+        prepared = ac.prepare("all_reduce", x)
+        oracle.same(await me.get(prepared.start()), torch.full((n,), float(n)))
+        await me.get(ac.all_reduce(x, out=out))
+        oracle.same(out, torch.full((n,), float(n)))
+    with me.case("prepared"), raising(InvalidArgumentError, "no gradient"):
+        prepared.start()
+
+
+def test_out_of_what_is_recorded_is_refused(pair: World) -> None:
+    """As torch's own functions refuse it: what fills ``out`` carries no gradient."""
+    pair.run(into_out)
+
+
+# Blocks
+
+
+@torch.no_grad()
+def _metrics(weight: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
+    return ac.all_reduce(weight * 5), ac.all_reduce(torch.full((2,), 7.0), out=out)
+
+
+async def modes_in_a_block(me: Rank) -> None:
+    n = me.size
+    for order in (0, 1):
+        weight = torch.ones(2, requires_grad=True)
+        filled = torch.empty(2)
+
+        with ac.coalescing():
+            if order:
+                quiet, into = _metrics(weight, filled)
+            loss = ac.all_reduce(weight * 2)
+            if not order:
+                quiet, into = _metrics(weight, filled)
+            with torch.inference_mode():
+                inferred = ac.all_reduce(torch.full((2,), 1.0))
+        with torch.no_grad():
+            y = await me.get(loss)
+        found = await me.get(quiet)
+        assert not found.requires_grad
+        oracle.same(found, torch.full((2,), 5.0 * n))
+        assert await me.get(into) is filled
+        oracle.same(filled, torch.full((2,), 7.0 * n))
+        with torch.inference_mode():
+            oracle.same(await me.get(inferred), torch.full((2,), 1.0 * n))
+        y.sum().backward()
+        oracle.same(weight.grad, torch.full((2,), 2.0 * n))
+
+
+def test_each_call_of_a_block_is_recorded_as_where_it_was_made(world: World, runner: str) -> None:
+    world.run(modes_in_a_block, runner=runner)
+
+
+async def outs_differ_by_rank(me: Rank) -> None:
+    """What travels together does not depend on what one rank does alone."""
+    n = me.size
+    x = torch.full((2,), 1.0, requires_grad=me.rank == 0)
+    with contextlib.nullcontext() if me.rank == 0 else torch.no_grad(), ac.coalescing():
+        first = ac.all_reduce(x.detach(), out=torch.empty(2) if me.rank else None)
+        second = ac.all_reduce(x.detach() * 2)
+        with torch.no_grad():
+            third = ac.all_reduce(x * 3, op="sum")
+    for work, value in ((first, 1.0), (second, 2.0), (third, 3.0)):
+        oracle.same((await me.get(work)).detach(), torch.full((2,), value * n))
+
+
+def test_ranks_may_differ_in_modes_and_out(several: World) -> None:
+    several.run(outs_differ_by_rank)
+
+
+async def dependent(me: Rank) -> None:
+    n = me.size
+    grid = torch.ones(4, 4)
+    t, u = torch.ones(4), torch.zeros(4)
+    dependents: dict[str, list[Callable[[], Any]]] = {
+        "twice in place": [lambda: ac.all_reduce(t, out=t), lambda: ac.all_reduce(t, out=t)],
+        "chain": [lambda: ac.all_reduce(t, out=u), lambda: ac.broadcast(u, out=t)],
+        "read after write": [lambda: ac.all_reduce(t, out=u), lambda: ac.all_reduce(u)],
+        "write after read": [lambda: ac.all_reduce(t), lambda: ac.all_reduce(u, out=t)],
+        "write after write": [lambda: ac.all_reduce(t, out=u), lambda: ac.all_reduce(torch.ones(4), out=u)],
+        "part": [lambda: ac.all_reduce(grid, out=grid), lambda: ac.all_reduce(grid[1])],
+        "column": [lambda: ac.all_reduce(grid[:, 1], out=grid[:, 1]), lambda: ac.all_reduce(grid[1])],
+    }
+    for name, (first, second) in dependents.items():
+        with me.case(name):
+            with raising(InvalidArgumentError, "depends on an earlier call", "Await"), ac.coalescing():
+                lost = first()
+                second()
+            with raising(ac.CollectiveError, "not sent"):
+                await me.get(lost)
+    with ac.coalescing():
+        columns = [ac.all_reduce(grid[:, k], out=grid[:, k]) for k in range(4)]
+        await me.get(ac.all_reduce(t, out=t))  # awaited: the next one may follow
+        again = ac.all_reduce(t, out=t)
+        both = [ac.all_reduce(u), ac.all_reduce(u)]
+    for work in columns:
+        await me.get(work)
+    oracle.same(grid, torch.full((4, 4), float(n)))
+    oracle.same(await me.get(again), torch.full((4,), float(n * n)))
+    for work in both:
+        oracle.same(await me.get(work), torch.zeros(4))
+
+
+def test_calls_of_a_block_that_depend_on_each_other_are_refused(several: World) -> None:
+    """Together they would give 2 where one after the other they give 4; memory not shared is fine."""
+    several.run(dependent)
+
+
+# Prepared operations
+
+
+async def started_again(me: Rank) -> None:
+    import anyio
+
+    n = me.size
+    for like in (torch.ones(3), {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64)}):
+        leaves = list(like.values()) if isinstance(like, dict) else [like]
+        operation = ac.prepare("all_reduce", like)
+        with anyio.CancelScope() as cancelled:
+            cancelled.cancel()
+            held = operation.start()
+            await _cut_short(me, held)
+        for leaf in leaves:
+            leaf.add_(1)
+        result = await me.get(operation.start())
+        for leaf in result.values() if isinstance(result, dict) else [result]:
+            oracle.same(leaf, torch.full(leaf.shape, 2.0 * n, dtype=leaf.dtype))
+        if held.pending or held.exception() is not None:
+            with raising(ac.CollectiveError, "started again"):
+                await me.get(held)
+        unawaited = operation.start()
+        with raising(InvalidArgumentError, "before its last work was awaited"):
+            operation.start()
+        with contextlib.suppress(ac.PeerRefusedError):
+            await me.get(unawaited)
+
+
+async def _cut_short(me: Rank, work: Any) -> None:
+    """Await it where awaiting is cancelled at once, if it has not ended before."""
+    me.show(f"started{me.rank}")
+    await work
+
+
+async def cut_while_out(me: Rank) -> None:
+    n = me.size
+    x = torch.ones(3)
+    operation = ac.prepare("all_reduce", x)
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            operation.start().wait(timeout=0.05)
+        second = operation.start()  # waits in the lane for the first, which is in flight
+        me.show("again")
+    else:
+        await asyncio.to_thread(me.see, "again")
+        await operation.start()
+        second = operation.start()
+    oracle.same(await second, torch.full((3,), float(n)))
+
+
+def test_a_prepared_operation_goes_on_after_a_wait_cut_short(several: World) -> None:
+    several.run(cut_while_out, runner="asyncio")
+
+
+# Averages
+
+
+async def averaged(me: Rank) -> None:
+    n = me.size
+    for dtype, each in (
+        (torch.float16, 40_000.0),
+        (torch.bfloat16, 40_000.0),
+        (torch.complex32, 40_000.0),
+    ):
+        for length in (4, 200_000):
+            x = torch.full((length * n,), each).to(dtype)
+            for name in ("all_reduce", "reduce_scatter", "reduce"):
+                with me.case(f"{name} of {length} {dtype}"):
+                    call = getattr(ac, name)
+                    found = await me.get(call(x, op="avg"))
+                    if found is not None:
+                        oracle.same(found, x[: found.numel()], where=name)
+                    kept = x.clone()
+                    if name == "all_reduce":
+                        await me.get(call(kept, op="avg", out=kept))
+                        oracle.same(kept, x)
+    half = torch.full((3,), 40_000.0, dtype=torch.float16)
+    oracle.same(await me.get(ac.all_reduce([half], op="avg")), [half])
+    wide = half.float()
+    oracle.same(await me.get(ac.all_reduce(wide, op="avg", compression="fp16")), wide, rtol=1e-3)
+    for dtype in (torch.float16, torch.bfloat16):
+        rows = [(torch.tensor([0.1, 1.7, 3.3]) * (rank + 1)).to(dtype) for rank in range(n)]
+        mean = torch.stack([row.float() for row in rows]).sum(0).div(n).to(dtype)
+        oracle.same(await me.get(ac.all_reduce(rows[me.rank], op="avg")), mean, where="rounded once")
+
+
+def test_averages_of_half_precision_do_not_overflow(world: World) -> None:
+    world.run(averaged)
+
+
+async def complex_halves(me: Rank) -> None:
+    n = me.size
+    x = torch.complex(torch.ones(3), torch.full((3,), float(me.rank))).to(torch.complex32)
+    total = torch.complex(torch.full((3,), float(n)), torch.full((3,), _total(me)))
+    oracle.same(await me.get(ac.all_reduce(x)), total.to(torch.complex32))
+    product = torch.ones((), dtype=torch.complex64)
+    for rank in range(n):
+        product = product * complex(1, rank)
+    found = await me.get(ac.all_reduce(x, op="product"))
+    oracle.same(found, product.expand(3).contiguous().to(torch.complex32))
+
+
+def test_complex_numbers_of_half_precision_are_reduced(world: World) -> None:
+    world.run(complex_halves)
+
+
+# Strides
+
+
+def _strided(rank: int, shape: tuple[int, ...], way: int) -> torch.Tensor:
+    """The same elements whatever the memory: channels last, transposed, with gaps, or plain."""
+    plain = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + rank
+    if way == 0:
+        return plain.contiguous(memory_format=torch.channels_last)
+    if way == 1:
+        return plain.transpose(0, -1).contiguous().transpose(0, -1)
+    if way == 2:
+        gaps = torch.zeros(*shape[:-1], 2 * shape[-1])
+        gaps[..., ::2] = plain
+        return gaps[..., ::2]
+    return plain
+
+
+async def strides_kept(me: Rank) -> None:
+    n = me.size
+    for shape in ((2, 3, 2, 2), (8, 16, 24, 24)):
+        for turn in range(4):
+            x = _strided(me.rank, shape, (me.rank + turn) % 4)  # each rank's are others
+            plain = [_strided(rank, shape, 3) for rank in range(n)]
+            total = torch.stack(plain).sum(0)
+            wanted = torch.empty_like(x).stride()
+            before = x.clone()
+            out = torch.empty_like(x)
+            found = {
+                "sum": (await me.get(ac.all_reduce(x)), total),
+                "out": (await me.get(ac.all_reduce(x, out=out)), total),
+                "max": (await me.get(ac.all_reduce(x, op="max")), plain[-1]),
+                "and": (await me.get(ac.all_reduce(x, op="and")), torch.stack(plain).ne(0).all(0).float()),
+                "tree": ((await me.get(ac.all_reduce([x, x * 2])))[1], total * 2),
+                "broadcast": (await me.get(ac.broadcast(x, src=n - 1)), plain[-1]),
+                "permute": (
+                    await me.get(ac.permute(x, [(r, (r + 1) % n) for r in range(n)])),
+                    plain[me.rank - 1],
+                ),
+            }
+            if (reduced := await me.get(ac.reduce(x, dst=0))) is not None:
+                found["reduce"] = (reduced, total)
+            with ac.coalescing():
+                works = [ac.all_reduce(x), ac.all_reduce(x * 2)]
+            found["coalesced"] = (await me.get(works[0]), total)
+            await me.get(works[1])
+            for name, (got, want) in found.items():
+                oracle.same(got.contiguous(), want, where=f"{name} of {x.stride()}")
+                assert got.stride() == wanted, (name, got.stride(), wanted)
+            oracle.same(x.contiguous(), before.contiguous())
+            leaf = x.clone().requires_grad_()
+            y = await me.get(ac.all_reduce(leaf * 1.0))
+            assert y.stride() == wanted
+            (y * x).sum().backward()
+            oracle.same(leaf.grad.contiguous(), total)
+
+
+def test_results_have_the_strides_of_the_input(world: World) -> None:
+    """As torch.empty_like has them; ranks may have others, for what meets are elements of one index."""
+    if "xla" in str(world):
+        pytest.skip("tensors of XLA have no strides")
+    world.run(strides_kept)
