@@ -7,12 +7,9 @@ embedded world of one, unless a launcher says that this process is one of severa
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
-import sys
 import threading
-import warnings
 import weakref
 from contextvars import ContextVar
 from typing import Any
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asynccoll import backends, compiled, forks
+from asynccoll import backends, compiled, exiting, forks
 from asynccoll.backends.serial import SerialBackend
 from asynccoll.backends.tcpstore import served
 from asynccoll.context import Context, Identity
@@ -51,8 +48,6 @@ __all__ = [
     "new_group",
 ]
 
-#: How long a script that ends with work in flight may take to let it finish.
-EXIT_SECONDS = 10.0
 CHECK_VARIABLE = "ASYNCCOLL_CHECK"
 BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
 _CHECKS = ("off", "local", "full")
@@ -363,32 +358,13 @@ def _abandon(process: _Process, context: Context) -> None:
 
 
 def _install_exit_hook() -> None:
-    # Anew each time: hooks run last in, first out, and this one goes before those of what it closes.
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
+    exiting.install(_open_worlds, lambda context: _forget(_process, context))
 
 
-def _at_exit() -> None:
-    """Let work finish, or abort it: no process stays behind because a script ended or died."""
-    process = _process
-    contexts = [process.context, process.adopted[1] if process.adopted else None]
-    died = getattr(sys, "last_value", None) is not None
-    for context in contexts:
-        if context is None or context.closed:
-            continue
-        out = context.outstanding()
-        if out and not died:
-            out = context.drain(EXIT_SECONDS)
-        if out:
-            print(  # noqa: T201  # the program is over: there is nobody left to raise to
-                f"asynccoll: rank {context.rank} ends with {len(out)} operations in flight, which are "
-                f"aborted: {out[0]!r}",
-                file=sys.stderr,
-            )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            context.close(abort=bool(out) or died, patience=EXIT_SECONDS)
-        _forget(process, context)
+def _open_worlds() -> list[Context]:
+    """Those to be left when the process ends; where ranks are threads, each leaves its own."""
+    contexts = [_process.context, _process.adopted[1] if _process.adopted else None]
+    return [context for context in contexts if context is not None and not context.closed]
 
 
 # Where am I

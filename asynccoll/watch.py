@@ -7,6 +7,7 @@ completes an operation; it finds out that one never will.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from asynccoll.operation import Operation
 
 __all__ = ["Watch"]
+
+_log = logging.getLogger("asynccoll.watch")
 
 PATIENCE_SECONDS = 1.0
 _STOP_SECONDS = 1.0
@@ -73,7 +76,10 @@ class Watch:
                 self._watched = {op for op in self._watched if not op.done()}
                 lanes = {op.lane for op in self._watched if op.started <= late}
             for lane in lanes:
-                self._ask_after(lane)
+                try:
+                    self._ask_after(lane)
+                except OSError:  # of descriptors there may be none just now: it is asked again in a second
+                    _log.debug("asking after %s failed", lane, exc_info=True)
 
     def _ask_after(self, lane: Lane) -> None:
         """Find out whether a rank is gone that this lane waits for, or has refused its call."""

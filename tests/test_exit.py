@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import scripts
-from asynccoll.runtime import EXIT_SECONDS
+from asynccoll.exiting import EXIT_SECONDS
 
 ENDS_IN_FLIGHT = """
     import torch, asynccoll as ac
@@ -263,3 +263,55 @@ def test_rank_0_waits_for_no_dead_rank(tmp_path: Path) -> None:
     assert second.code == 3
     assert (first.code, first.err) == (0, "")
     assert first.seconds < 0.9 * EXIT_SECONDS + second.seconds
+
+
+POOL_WAITS = """
+    import contextlib, os, threading, time, torch, asynccoll as ac
+    from asynccoll import exiting
+    from concurrent.futures import ThreadPoolExecutor
+    exiting.EXIT_SECONDS = 1.0
+    ac.initialize("gloo")
+    pid = ac.all_gather_object(os.getpid()).wait()[0]
+    if ac.get_rank() == 0:
+        stuck = ac.all_reduce(torch.ones(1000))
+        STARTED
+    with contextlib.suppress(ProcessLookupError):
+        while ac.get_rank():  # there, and not in the call, until the other has ended
+            os.kill(pid, 0)
+            time.sleep(0.02)
+    print("end of script")
+"""
+
+
+@pytest.mark.parametrize(
+    "started", ["ThreadPoolExecutor().submit(stuck.wait)", "threading.Thread(target=stuck.wait).start()"]
+)
+def test_a_script_that_ends_while_another_thread_waits(tmp_path: Path, started: str) -> None:
+    """The peer never joins: Python joins that thread first, and it is not held for the whole timeout."""
+    first, _ = scripts.run(tmp_path, POOL_WAITS.replace("STARTED", started), ranks=2, timeout=40)
+    assert first.code == 0, first.err
+    assert "1 operations in flight, which are aborted" in first.err
+
+
+POOL_WORKS = """
+    import asyncio, asynccoll as ac
+    from asynccoll import exiting
+    from concurrent.futures import ThreadPoolExecutor
+    exiting.EXIT_SECONDS = 1.0
+    ac.initialize("gloo")
+    def train():
+        for turn in range(30):
+            if ac.get_rank():
+                asyncio.run(asyncio.sleep(0.05))  # what is computed meanwhile
+            assert ac.all_reduce(turn).wait() == 2 * turn
+        print("trained")
+    ThreadPoolExecutor().submit(train)
+"""
+
+
+def test_a_script_whose_threads_go_on_when_its_main_thread_has_ended(tmp_path: Path) -> None:
+    """For longer than an operation is given then: what they do is done."""
+    for ended in scripts.run(tmp_path, POOL_WORKS, ranks=2, timeout=40):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["trained"], ended.err
+        assert "aborted" not in ended.err
