@@ -42,6 +42,7 @@ from asynccoll.errors import (
     WorkNotDoneError,
 )
 from asynccoll.group import Group
+from asynccoll.isolation import isolated
 from asynccoll.lanes import TaskGroup, create_task_group, lane, scope
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
@@ -148,6 +149,7 @@ __all__ = (
     "hostname",
     "initialize",
     "is_initialized",
+    "isolated",
     "join",
     "lane",
     "new_group",

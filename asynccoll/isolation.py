@@ -1,0 +1,338 @@
+"""torch's modes, kept by task: what one task sets, no other sees, however their awaits interleave.
+
+torch keeps its modes (``no_grad``, ``autocast``, a default device, ...) per thread, and the tasks of an
+event loop share one thread. A coroutine that is isolated is driven a step at a time, from one suspension to
+the next: before each step the thread's modes are put away and the coroutine's own are brought back; after
+it, the other way round.
+
+This module must not know what a collective is, nor which event loop runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import torch
+import torch.utils._device
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["Steps", "isolated"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Dtypes = dict[str, torch.dtype]
+
+_C: Any = torch._C
+_DEVICES: Any = torch.utils._device
+_default_device: Any = torch._GLOBAL_DEVICE_CONTEXT  # of this thread
+
+_recording = torch.is_grad_enabled
+_inferring = torch.is_inference_mode_enabled
+_autocasting = _C._is_any_autocast_enabled
+_enter_autocast = _C.autocast_increment_nesting
+_leave_autocast = _C.autocast_decrement_nesting
+_casts, _cast = torch.is_autocast_enabled, torch.set_autocast_enabled
+_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_caching, _set_caching = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+_functions = _C._len_torch_function_stack
+_dispatchers = _C._len_torch_dispatch_stack
+_top_hooks = functools.partial(_C._autograd._top_saved_tensors_default_hooks, False)
+
+
+def _autocast_depth() -> int:
+    """In how many blocks of autocast this thread is, those that disable it counted."""
+    _enter_autocast()
+    return int(_leave_autocast())
+
+
+def _plain() -> bool:
+    """Whether this thread has torch's defaults, as most tasks have at most times."""
+    _enter_autocast()
+    return (
+        not _leave_autocast()  # as in _autocast_depth
+        and _recording()
+        and not _inferring()
+        and not _autocasting()
+        and not _functions()
+        and not _dispatchers()
+        and _top_hooks() is None
+    )
+
+
+def _dtypes() -> Dtypes:
+    """What autocast casts to, by each type of device on which this process could compute."""
+    devices = {"cpu", _C._get_accelerator().type}
+    if "torch_xla" in sys.modules:
+        devices.add("xla")
+    return {device: torch.get_autocast_dtype(device) for device in devices}
+
+
+_USUAL_DTYPES = _dtypes()
+
+
+class _Away:
+    """The modes that a thread had until this was made; since then it has torch's defaults.
+
+    ``bring_back`` sets them, once, in whatever thread. What is dropped without that touches no thread.
+    """
+
+    __slots__ = ("_autocast", "_dispatchers", "_flags", "_functions", "_hooks")
+
+    def __init__(self, usual: Dtypes) -> None:
+        # Modes of functions go first and come back last: they see calls of torch's, as of these setters.
+        self._functions = _Functions() if _functions() else None
+        self._dispatchers = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatchers())]
+        self._hooks = _taken_hooks()
+        # Inference mode can be left only by the guard that entered it, which is the task's. But entering a
+        # guard notes all bits of autograd and all dispatch keys of the thread (autocast's switches among
+        # them), and leaving it sets them as they were, whatever has happened meanwhile, and where.
+        self._flags = _C._InferenceMode(False)
+        self._flags.__enter__()
+        depth = _autocast_depth()
+        self._autocast = _Autocast(depth, usual) if depth or _autocasting() else None
+
+    def bring_back(self) -> None:
+        """The thread has these modes from now on."""
+        flags, self._flags = self._flags, None
+        flags.__exit__(None, None, None)
+        if self._autocast is not None:
+            self._autocast.bring_back()
+        for pack, unpack in self._hooks:
+            _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for mode in reversed(self._dispatchers):
+            _C._push_on_torch_dispatch_stack(mode)
+        if self._functions is not None:
+            self._functions.bring_back()
+
+    def __del__(self) -> None:
+        if self._flags is not None:  # it would be left when it is freed, whatever the thread does then
+            now = _C._InferenceMode(False)
+            now.__enter__()
+            self._flags.__exit__(None, None, None)
+            now.__exit__(None, None, None)
+
+
+class _Functions:
+    """Modes that see functions of torch; a default device is one of them."""
+
+    __slots__ = ("_default", "_device", "_modes")
+
+    def __init__(self) -> None:
+        self._modes = [_C._pop_torch_function_stack() for _ in range(_functions())]
+        self._default = getattr(_default_device, "device_context", None)
+        self._device = _DEVICES.CURRENT_DEVICE
+        _default_device.device_context = None
+        _DEVICES.CURRENT_DEVICE = None
+
+    def bring_back(self) -> None:
+        for mode in reversed(self._modes):
+            _C._push_on_torch_function_stack(mode)
+        _default_device.device_context = self._default
+        _DEVICES.CURRENT_DEVICE = self._device
+
+
+class _Autocast:
+    """What there is to autocast besides its switches: dtypes, the depth of its blocks, and the cache."""
+
+    __slots__ = ("_caching", "_depth", "_dtypes")
+
+    def __init__(self, depth: int, usual: Dtypes) -> None:
+        self._depth = depth
+        self._caching = _caching()
+        self._dtypes: Dtypes = {}  # that are not the usual ones
+        for device, dtype in usual.items():
+            if _casts(device):
+                _cast(device, False)
+            if (other := _dtype(device)) is not dtype:
+                self._dtypes[device] = other
+                _set_dtype(device, dtype)
+        if not self._caching:
+            _set_caching(True)
+        for _ in range(depth):
+            _leave_autocast()
+        # There is one cache of cast weights for all threads. Another task must not find in it what this one
+        # has cast, perhaps without gradients, or before the weights were updated.
+        _C.clear_autocast_cache()
+
+    def bring_back(self) -> None:
+        for device, dtype in self._dtypes.items():
+            _set_dtype(device, dtype)
+        if not self._caching:
+            _set_caching(False)
+        for _ in range(self._depth):
+            _enter_autocast()
+
+
+def _taken_hooks() -> list[tuple[Any, Any]]:
+    """The default hooks of saved tensors, outermost first; afterwards there are none."""
+    hooks = []
+    while (top := _top_hooks()) is not None:
+        hooks.append(top)
+        _C._autograd._pop_saved_tensors_default_hooks()
+    return hooks[::-1]
+
+
+class _Inherited:
+    """The modes that the thread has now, for a coroutine that begins later."""
+
+    def __init__(self) -> None:
+        self._recording = _recording()
+        self._inferring = _inferring()
+        self._caching = _caching()
+        self._autocast = [pair for pair in _dtypes().items() if _casts(pair[0])]
+        self._functions = [_C._get_function_stack_at(k) for k in range(_functions())]
+        self._default = getattr(_default_device, "device_context", None)
+        self._device = _DEVICES.CURRENT_DEVICE
+        self._dispatchers = [_C._get_dispatch_stack_at(k) for k in range(_dispatchers())]
+        self._hooks = _taken_hooks()
+        for pack, unpack in self._hooks:
+            _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """``coroutine`` in these modes. Only inference mode has to be left: the rest ends with the task."""
+        with torch.inference_mode(self._inferring):
+            torch.set_grad_enabled(self._recording)
+            for device, dtype in self._autocast:
+                torch.autocast(device, dtype, cache_enabled=self._caching).__enter__()  # type: ignore[no-untyped-call]
+            for pack, unpack in self._hooks:
+                _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            for mode in self._dispatchers:
+                _C._push_on_torch_dispatch_stack(mode)
+            for mode in self._functions:
+                _C._push_on_torch_function_stack(mode)
+            if self._functions:
+                _default_device.device_context = self._default
+                _DEVICES.CURRENT_DEVICE = self._device
+            return await coroutine
+
+
+class Steps(Awaitable[Any]):
+    """An awaitable that drives a coroutine, which has modes of its own.
+
+    For what looks through a task (trio's and asyncio's stacks) it is the coroutine itself.
+    """
+
+    __slots__ = ("_begun", "_coroutine", "_inherited", "_modes", "_usual")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self._modes: _Away | None = None  # None: torch's defaults
+        plain = _plain()
+        self._inherited = None if plain else _Inherited()
+        self._usual = _dtypes() if plain else _USUAL_DTYPES
+        self._begun = False
+
+    def _begin(self) -> None:
+        self._begun = True
+        inherited, self._inherited = self._inherited, None
+        if inherited is not None:
+            self._coroutine = inherited.run(self._coroutine)
+
+    def _step(self, resume: Callable[..., Any], *given: Any) -> Any:
+        outside = None if _plain() else _Away(self._usual)
+        mine, self._modes = self._modes, None
+        if mine is not None:
+            mine.bring_back()
+        try:
+            return resume(*given)
+        finally:
+            if not _plain():
+                self._modes = _Away(self._usual)
+            if outside is not None:
+                outside.bring_back()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return cast(Generator[Any, Any, Any], self)
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._begun:
+            self._begin()
+        return self._step(self._coroutine.send, None)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._step(self._coroutine.close)
+
+    def __del__(self) -> None:
+        if not self._begun:
+            self._coroutine.close()  # if that is a fault, Python says so of the coroutine that awaits this
+
+    @property
+    def cr_frame(self) -> Any:
+        return getattr(self._coroutine, "cr_frame", None)
+
+    @property
+    def cr_await(self) -> Any:
+        return getattr(self._coroutine, "cr_await", None)
+
+
+async def _driven(steps: Steps) -> Any:
+    return await steps
+
+
+@overload
+def isolated(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]: ...
+
+
+@overload
+def isolated(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+
+def isolated(work: Any) -> Any:
+    """``work``, a coroutine or an async function, with torch's modes to itself.
+
+    torch keeps its modes per thread, so that ``with torch.no_grad():`` around an ``await`` in one task
+    switches gradients off in every other. What the coroutine sets stays with it, and it does not see what
+    others set: gradients, inference mode, autocast of every device, the default device, torch function and
+    dispatch modes, and default hooks for saved tensors. It begins in the modes of the moment in which
+    ``isolated`` is called, or the function that it returned. Children of ``ac.create_task_group()`` are
+    isolated already. For other tasks:
+
+    >>> asyncio.create_task(ac.isolated(evaluate(model)))
+    >>> nursery.start_soon(ac.isolated(evaluate), model)
+    >>> asyncio.run(ac.isolated(main()))
+
+    ``await`` promises what that of the coroutine does: its result, its exceptions, its cancellation.
+
+    Raises:
+        InvalidArgumentError: it is neither a coroutine nor a function that returns one.
+    """
+    if isinstance(work, Coroutine):
+        return _isolated(work)
+    if not callable(work):
+        raise InvalidArgumentError(
+            "isolated takes a coroutine that has not begun, or an async function, got "
+            f"{type(work).__name__}; a task that runs already cannot be isolated: pass its coroutine"
+        )
+
+    @functools.wraps(work)
+    def start(*args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        made = work(*args, **kwargs)
+        if not isinstance(made, Coroutine):
+            raise InvalidArgumentError(
+                f"isolated takes an async function; {getattr(work, '__qualname__', work)!s} returned "
+                f"{type(made).__name__}, no coroutine"
+            )
+        return _isolated(made)
+
+    return start
+
+
+def _isolated(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    driven = _driven(Steps(coroutine))
+    for name in ("__name__", "__qualname__"):  # for the event loop's messages
+        setattr(driven, name, getattr(coroutine, name, "coroutine"))
+    return driven
