@@ -1,19 +1,23 @@
 """Lanes and scopes as a user sees them: ``ac.lane``, ``ac.scope``, ``ac.create_task_group``.
 
-All three are context values: child tasks inherit them, and leaving one restores what was there by
-assignment, so that async generators, which may be closed in another context, survive.
+All three are context values: child tasks inherit them. What is entered is noted in the context, so that
+several tasks may enter one object; and who leaves looks for its own entry there, so that async generators
+survive, which may be left out of turn, or in another context.
 """
 
 from __future__ import annotations
 
+import asyncio
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.lane import DEFAULT
+from asynccoll.isolation import Steps
+from asynccoll.lane import BACKWARD, DEFAULT
 from asynccoll.work import Members, scope_members
 
 if TYPE_CHECKING:
@@ -23,6 +27,9 @@ __all__ = ["TaskGroup", "create_task_group", "current_lane", "lane", "scope"]
 
 _lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
 current_lane = _lane_name.get
+#: What this context, or one that it is a copy of, has entered and not left; innermost last.
+_lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
+_scopes: ContextVar[tuple[tuple[scope, Members], ...]] = ContextVar("asynccoll_scopes", default=())
 
 
 class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
@@ -36,15 +43,20 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
         if not isinstance(name, str) or not name:
             raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
         self.name = name
-        self._before: list[str] = []
 
     def __enter__(self) -> lane:
-        self._before.append(_lane_name.get())
+        _lanes.set((*_lanes.get(), self))
         _lane_name.set(self.name)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _lane_name.set(self._before.pop())
+        entered = _lanes.get()
+        for k in reversed(range(len(entered))):
+            if entered[k] is self:
+                left = entered[:k] + entered[k + 1 :]
+                _lanes.set(left)
+                _lane_name.set(left[-1].name if left else DEFAULT)
+                return
 
     async def __aenter__(self) -> lane:
         return self.__enter__()
@@ -57,32 +69,34 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
     """A block that is not left with work outstanding: ``async with ac.scope():`` (or ``with``, which blocks).
 
     Works that were started inside, by child tasks too, are waited for at the end; those nobody awaited
-    raise their errors there. When the block fails or is cancelled, the waiting is shielded from
-    cancellation, up to each operation's timeout, and the block's own error wins.
+    raise their errors there. When the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the
+    waiting goes on all the same, up to each operation's timeout; then the block's own error, or the
+    cancellation, is raised. Only Ctrl-C ends it. What a child task that outlives the block starts later
+    belongs to the enclosing scope, if there is one.
     """
 
     def __init__(self) -> None:
-        self._before: Members | None = None
-        self._members = Members()
+        self._entered: list[Members] = []
 
     def __enter__(self) -> scope:
-        self._before = scope_members.get()
-        self._members = Members()
-        scope_members.set(self._members)
+        members = Members(scope_members.get())
+        self._entered.append(members)
+        _scopes.set((*_scopes.get(), (self, members)))
+        scope_members.set(members)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        scope_members.set(self._before)
-        told = self._members.errors()
+        members = self._left()
+        told = members.errors()
         first: BaseException | None = None
-        for work in self._members.outstanding():
+        for work in members.outstanding():
             try:
                 work.wait()
             except Exception as failed:
                 first = first or _unless_told(failed, told)
-        self._leave(error, first)
+        _raise_first(error, first)
 
     async def __aenter__(self) -> scope:
         return self.__enter__()
@@ -92,25 +106,49 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
     ) -> None:
         import anyio
 
-        scope_members.set(self._before)
-        told = self._members.errors()
+        members = self._left()
+        told = members.errors()
         first: BaseException | None = None
+        cancelled: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):
-            for work in self._members.outstanding():
-                try:
-                    await work
-                except Exception as failed:
-                    first = first or _unless_told(failed, told)
-        self._leave(error, first)
+            for work in members.outstanding():
+                while True:
+                    try:
+                        await work
+                    except asyncio.CancelledError as by_task:  # no shield is proof against task.cancel()
+                        cancelled = by_task
+                        continue
+                    except Exception as failed:
+                        first = first or _unless_told(failed, told)
+                    break
+        if cancelled is not None and not isinstance(error, asyncio.CancelledError):
+            raise cancelled from first
+        _raise_first(error, first)
 
-    def _leave(self, error: BaseException | None, first: BaseException | None) -> None:
-        self._members = Members()
-        if first is None:
-            return
-        if error is None:
-            raise first
-        if isinstance(first, CollectiveTimeoutError):
-            warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
+    def _left(self) -> Members:
+        """The works of the entry that ends here, which is forgotten."""
+        entered = _scopes.get()
+        for k in reversed(range(len(entered))):
+            owner, members = entered[k]
+            if owner is self and members in self._entered:
+                left = entered[:k] + entered[k + 1 :]
+                _scopes.set(left)
+                scope_members.set(left[-1][1] if left else None)
+                break
+        else:  # an async generator that was entered in another context
+            members = self._entered[-1]
+        self._entered.remove(members)
+        return members
+
+
+def _raise_first(error: BaseException | None, first: BaseException | None) -> None:
+    """Raise what failed first at the end of a scope, unless the block has an ``error`` of its own."""
+    if first is None:
+        return
+    if error is None:
+        raise first
+    if isinstance(first, CollectiveTimeoutError):
+        warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
 
 
 def _unless_told(error: Exception, told: list[BaseException]) -> Exception | None:
@@ -119,10 +157,12 @@ def _unless_told(error: Exception, told: list[BaseException]) -> Exception | Non
 
 
 class TaskGroup:
-    """A task group whose children each have a lane of their own, ``parent/name``.
+    """A task group whose children each have a lane, ``parent/name``, and torch's modes, of their own.
 
     Concurrent code is right by construction: the children may be scheduled in any order on each rank, for
-    ranks meet by name. ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's.
+    ranks meet by name; and ``with torch.no_grad():`` around awaits in one child is no other task's affair
+    (``ac.isolated``): a child begins in the modes in which it was started.
+    ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's.
     """
 
     def __init__(self) -> None:
@@ -133,46 +173,110 @@ class TaskGroup:
     async def __aenter__(self) -> TaskGroup:
         import anyio
 
+        if self._group is not None:
+            raise InvalidArgumentError(
+                "this task group is entered already; each block needs one of its own: "
+                "async with ac.create_task_group() as tg"
+            )
         self._parent = current_lane()
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> bool | None:
-        assert self._group is not None
-        return await self._group.__aexit__(*exc)  # type: ignore[arg-type]  # what `async with` passes
+        try:
+            return await self._entered().__aexit__(*exc)  # type: ignore[arg-type]  # what `async with` passes
+        finally:
+            self._group = None
+            self._live.clear()
+
+    def _entered(self) -> AnyioTaskGroup:
+        if self._group is None:
+            raise InvalidArgumentError(
+                "enter the task group first, and start children inside the block: "
+                "async with ac.create_task_group() as tg"
+            )
+        return self._group
 
     @property
     def cancel_scope(self) -> Any:
         """The cancel scope of the group (anyio's)."""
-        assert self._group is not None
-        return self._group.cancel_scope
+        return self._entered().cancel_scope
 
     def start_soon(
         self, function: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None
     ) -> None:
-        """Start ``function(*args)`` as a child on the lane ``parent/name``.
+        """Start ``function(*args)`` as a child on the lane ``parent/name``, in torch's modes of now.
+
+        ``function`` is an async function, a ``functools.partial`` of one, an object with an async
+        ``__call__``, or whatever returns an awaitable.
 
         Raises:
-            InvalidArgumentError: a child of that name is still running (a ``ValueError``).
+            InvalidArgumentError: a child of that name is still running, the name cannot be part of a
+                lane's, ``function`` is not an async function, or the group is not entered (a ``ValueError``).
         """
-        assert self._group is not None, "enter the task group first: async with ac.create_task_group() as tg"
-        chosen = name if name is not None else getattr(function, "__name__", "child")
+        group = self._entered()
+        _check_function(function)
+        chosen = _name_of(function) if name is None else name
+        if not isinstance(chosen, str) or not chosen or "/" in chosen or "/" + chosen == BACKWARD:
+            raise InvalidArgumentError(
+                f"a child cannot be named {chosen!r}: a name is a non-empty string without '/', and "
+                "'backward' is the lane of gradients; pass another name="
+            )
         own = f"{self._parent}/{chosen}"
         if own in self._live:
             raise InvalidArgumentError(
                 f"a child named {chosen!r} is still running in this task group; two of them on one lane "
                 "could cross between ranks: pass another name="
             )
+        with lane(own):
+            child = Steps(_coroutine(function, args))
+        group.start_soon(self._run, own, child, name=own)
         self._live.add(own)
-        self._group.start_soon(self._run, own, function, args, name=own)
 
-    async def _run(self, own: str, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+    async def _run(self, own: str, child: Steps) -> None:
         try:
             with lane(own):
-                await function(*args)
+                await child
         finally:
             self._live.discard(own)
+
+
+def _check_function(function: object) -> None:
+    """It must be what a child can be made of."""
+    if isinstance(function, Coroutine):
+        function.close()
+        called = getattr(function, "__qualname__", "function")
+        raise InvalidArgumentError(
+            "start_soon takes an async function and its arguments, got a coroutine: write "
+            f"start_soon({called}, ...) instead of start_soon({called}(...))"
+        )
+    if not callable(function):
+        raise InvalidArgumentError(
+            f"start_soon takes an async function and its arguments, got {type(function).__name__}"
+        )
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _coroutine(function: Callable[..., Any], args: tuple[Any, ...]) -> Coroutine[Any, Any, Any]:
+    made = function(*args)
+    if isinstance(made, Coroutine):
+        return made
+    if isinstance(made, Awaitable):
+        return _awaiting(made)
+    raise InvalidArgumentError(
+        f"start_soon takes an async function; {_name_of(function)} has returned {type(made).__name__}, which "
+        "cannot be awaited: call it directly, or through anyio.to_thread.run_sync if it blocks"
+    )
+
+
+async def _awaiting(made: Awaitable[Any]) -> Any:
+    return await made
 
 
 def create_task_group() -> TaskGroup:

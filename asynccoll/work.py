@@ -372,23 +372,40 @@ class Work(Generic[T]):
 class Members:
     """The works of a scope. Results that somebody has got are let go, however long the scope is open."""
 
-    __slots__ = ("_lock", "_most", "_works")
+    __slots__ = ("_left", "_lock", "_most", "_outer", "_works")
 
-    def __init__(self) -> None:
+    def __init__(self, outer: Members | None = None) -> None:
+        """``outer``: those of the enclosing scope, which get what is started once this one has been left."""
         self._lock = threading.Lock()
         self._most = _FEW
         self._works: list[Work[Any]] = []
+        self._outer = outer
+        self._left = False
 
     def add(self, work: Work[Any]) -> None:
         with self._lock:
-            if len(self._works) >= self._most:
-                self._works[:] = [one for one in self._works if one._state != _DONE]
-                self._most = max(_FEW, 2 * len(self._works))
-            self._works.append(work)
+            if not self._left:
+                if len(self._works) >= self._most:
+                    self._works[:] = [one for one in self._works if one._state != _DONE]
+                    self._most = max(_FEW, 2 * len(self._works))
+                self._works.append(work)
+                return
+        if self._outer is not None:
+            self._outer.add(work)
 
     def outstanding(self) -> Iterator[Work[Any]]:
-        """Those whose outcome nobody has got, also if they are started meanwhile."""
-        return (work for work in self._works if work.pending)
+        """Those whose outcome nobody has got, also if they are started meanwhile. Then the scope is left."""
+        while (work := self._next()) is not None:
+            yield work
+
+    def _next(self) -> Work[Any] | None:
+        with self._lock:
+            while self._works:
+                work = self._works.pop(0)
+                if work.pending:
+                    return work
+            self._left = True
+            return None
 
     def errors(self) -> list[BaseException]:
         """Those that somebody has got."""

@@ -2,9 +2,9 @@
 
     python benchmarks/isolation.py
 
-A coroutine that suspends over and over is driven by hand, as an event loop does, bare and isolated. Printed is
-the difference, in microseconds of this thread's processor time, for the modes that the coroutine is in. Figures
-are the best of many repeats.
+A coroutine that suspends over and over is driven by hand, as an event loop does, bare and isolated. It
+prints the difference, in microseconds of this thread's processor time, for the modes that the coroutine is
+in. Figures are the best of many repeats.
 """
 
 from __future__ import annotations
