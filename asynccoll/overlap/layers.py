@@ -5,7 +5,7 @@
         x = layer(x)
 
 Each rank keeps the n-th part of every layer. A loop over the layers gathers one while those before it
-compute. Gradients arrive where the parts are: the backward of an all_gather is a reduce_scatter.
+compute. Gradients go back to the parts while backward goes on with the layers before.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (stage 3). Built on the public operations alone.
@@ -13,70 +13,24 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops import all_gather
+from asynccoll.overlap import layerstates, norms
+from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
+from asynccoll.overlap.lanes import backward_lane
 from asynccoll.overlap.prefetch import check_ahead, prefetch
+from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work
 
 __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
-
-_Tensors = dict[str, torch.Tensor]
-
-
-class _Shard:
-    """This rank's part of the parameters of one layer that have one dtype: a flat tensor and its plan."""
-
-    def __init__(self, named: list[tuple[str, nn.Parameter]], rank: int, size: int) -> None:
-        first = named[0][1]
-        self.shapes = {name: parameter.shape for name, parameter in named}
-        self.counts = [parameter.numel() for _, parameter in named]
-        padding = -sum(self.counts) % size
-        flat = torch.cat([*(x.detach().reshape(-1) for _, x in named), first.new_zeros(padding).detach()])
-        self.own = nn.Parameter(flat.chunk(size)[rank].clone(), requires_grad=first.requires_grad)
-
-    def parameters(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each by name, as a view of all ranks' parts."""
-        parts = torch.split(flat[: sum(self.counts)], self.counts)
-        for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
-            yield name, part.view(shape)
-
-
-class _Layer:
-    """One module without its parameters, and the shards that they are in."""
-
-    def __init__(self, module: nn.Module, rank: int, size: int) -> None:
-        self.module = module
-        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in module.named_parameters():
-            kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-            kinds.setdefault(kind, []).append((name, parameter))
-        self.shards = [_Shard(named, rank, size) for named in kinds.values()]
-        for parameter in module.parameters():
-            parameter.data = parameter.new_empty(0)  # its memory is what sharding is to save
-
-    def fill(self, flats: list[torch.Tensor]) -> _Tensors:
-        pairs = zip(self.shards, flats, strict=True)
-        return dict(named for shard, flat in pairs for named in shard.parameters(flat))
-
-
-class GatheredLayer:
-    """A layer of ``ShardedLayers`` with all of its parameters, for as long as it is held: call it."""
-
-    def __init__(self, module: nn.Module, parameters: _Tensors) -> None:
-        self.module = module
-        self.parameters = parameters
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self.module, self.parameters, args, kwargs)
 
 
 class ShardedLayers(nn.Module):
@@ -84,11 +38,27 @@ class ShardedLayers(nn.Module):
 
     ``async for layer in layers:`` (or ``for``) yields each with all of its parameters, in order, while the
     next ``ahead`` are gathered; ``reversed(layers)`` goes from the last to the first. ``parameters()`` are
-    this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB), and
-    for ``state_dict()``; buffers stay in the layers. ``train()`` and ``eval()`` are the layers' as well.
+    this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB);
+    buffers stay in the layers. ``train()`` and ``eval()`` are the layers' as well, and so are ``to()``,
+    ``double()`` and their like.
+
+    - ``backward()`` sends each layer's gradients while it goes on with those before, and returns when those
+      of this rank's parts are complete: of the sum of all ranks' losses.
+    - ``await clip_grad_norm_(max_norm)`` clips by the norm over all ranks.
+    - **Checkpoints**: ``await full_state_dict()`` (parameters and buffers, named as in an ``nn.ModuleList``)
+      and ``await full_optimizer_state(optimizer)`` are the same on every rank, and any number can load them.
+    - **Ranks must run the same layers** in the same order: with ``check="full"`` two that do not are told
+      the names, otherwise parts of different layers can meet. A rank whose loop ended early, by ``break`` or
+      an exception, calls ``await finish_loop()``, which gathers the layers that are left, so that the ranks
+      are in step again; a backward that the others run has to be run there, too, or by nobody (agree on it
+      with ``await ac.all_reduce(succeeded, op="min")``).
+
+    Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], *, ahead: int, group: Any, lane: str) -> None:
+    def __init__(
+        self, layers: Iterable[nn.Module], *, ahead: int, group: Any, lane: str, reshard_after_forward: bool
+    ) -> None:
         super().__init__()
         check_ahead(ahead)
         rank, size = get_rank(group), get_world_size(group)
@@ -97,15 +67,30 @@ class ShardedLayers(nn.Module):
         modules = list(layers)
         _check_unshared(modules)
         # Not as submodules: their parameters are empty, and ours are the parts.
-        self._layers = [_Layer(module, rank, size) for module in modules]
+        self._layers = [Layer(str(i), module, rank, size) for i, module in enumerate(modules)]
         self.shards = nn.ParameterList([shard.own for layer in self._layers for shard in layer.shards])
-        self._ahead, self._group, self._lane = ahead, group, lane
+        self._ahead, self._reshard = ahead, reshard_after_forward
+        self._call: dict[str, Any] = {"group": group, "lane": lane}
+        self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(lane)}
+        self._scattering = Scattering(self._backward)
+        self._loop: Iterator[Callable[[], Work[Any]]] = iter(())
 
     def train(self, mode: bool = True) -> ShardedLayers:
         """Switch the layers to training or, with ``mode=False``, to evaluation."""
         for layer in self._layers:
             layer.module.train(mode)
         return super().train(mode)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedLayers:
+        """What ``to``, ``double`` and the like do: to the parts, and to what the layers hold besides."""
+        for layer in self._layers:
+            layer.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        parts = iter(self.shards)
+        for layer in self._layers:
+            for shard in layer.shards:
+                shard.own = next(parts)
+        return self
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -119,17 +104,95 @@ class ShardedLayers(nn.Module):
     def __reversed__(self) -> prefetch[GatheredLayer]:
         return self._gathered(self._layers[::-1])
 
-    def _gathered(self, layers: list[_Layer]) -> prefetch[GatheredLayer]:
-        return prefetch((partial(self._start, layer) for layer in layers), ahead=self._ahead)
+    def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
+        self._scattering.forget()  # what a backward that raised has left
+        self._loop = Pass(layers, self._start).starts()
+        return prefetch(self._loop, ahead=self._ahead)
 
-    def _start(self, layer: _Layer) -> Work[GatheredLayer]:
-        parts = [shard.own for shard in layer.shards]
-        work = all_gather(parts, group=self._group, lane=self._lane)
-        return work.map(lambda flats: GatheredLayer(layer.module, layer.fill(flats)))
+    def _start(self, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
+        # The name is part of what ranks compare: parts of two layers of one shape must not be put together.
+        parts = {f"layer {layer.name}": [shard.own.detach() for shard in layer.shards]}
+        resharding = partial(loop.again, layer, self._backward) if self._reshard else None
+
+        def filled(found: dict[str, list[torch.Tensor]]) -> GatheredLayer:
+            (flats,) = found.values()
+            return layer.filled(flats, self._scattering, resharding)
+
+        return all_gather(parts, **self._call).map(filled)
+
+    async def finish_loop(self) -> None:
+        """Gather the layers that a loop which ended early has left out, as the other ranks do."""
+        await run(self._finish_loop())
+
+    def wait_finish_loop(self) -> None:
+        """The same without an event loop."""
+        run_blocking(self._finish_loop())
+
+    def _finish_loop(self) -> Steps[None]:
+        for start in self._loop:
+            yield start()
+        self._scattering.forget()
+
+    # Gradients
+
+    async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients down so that their norm over all parameters is at most ``max_norm``.
+
+        Returns the norm before. If it is not finite, the gradients become NaN on every rank.
+        """
+        return await run(self._clip(max_norm, norm_type))
+
+    def wait_clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """The same without an event loop."""
+        return run_blocking(self._clip(max_norm, norm_type))
+
+    def _clip(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
+        return norms.clip(list(self.shards), max_norm, norm_type, **self._backward)
+
+    # Checkpoints
+
+    async def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the whole layers, the same on every rank; all of them call it together.
+
+        Named as those of an ``nn.ModuleList`` of the layers, which can load it.
+        """
+        return await run(layerstates.parameters(self._layers, **self._call))
+
+    def wait_full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The same without an event loop."""
+        return run_blocking(layerstates.parameters(self._layers, **self._call))
+
+    def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Take this rank's parts of the parameters of whole layers, and the buffers. Nothing is sent.
+
+        Raises:
+            InvalidArgumentError: a parameter is missing, or has another shape.
+        """
+        layerstates.load_parameters(self._layers, state_dict)
+
+    async def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of ``optimizer``, which has our ``parameters()``, for whole parameters by name.
+
+        The same on every rank; all of them call it together.
+        """
+        return await run(layerstates.optimizer_state(self._layers, optimizer, **self._call))
+
+    def wait_full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The same without an event loop."""
+        return run_blocking(layerstates.optimizer_state(self._layers, optimizer, **self._call))
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Give ``optimizer`` this rank's part of what ``full_optimizer_state`` has saved. Nothing is sent."""
+        layerstates.load_optimizer_state(self._layers, optimizer, state)
 
 
 def shard_layers(
-    layers: Iterable[nn.Module], *, ahead: int = 1, group: Any = None, lane: str = "layers"
+    layers: Iterable[nn.Module],
+    *,
+    ahead: int = 1,
+    group: Any = None,
+    lane: str = "layers",
+    reshard_after_forward: bool = False,
 ) -> ShardedLayers:
     """Share the parameters of ``layers`` out over the ranks; a loop over them fetches ahead.
 
@@ -142,18 +205,23 @@ def shard_layers(
     The ranks start from the same parameters (``broadcast_parameters``). The layers are taken over: their own
     parameters are empty afterwards. Gradients are those of the sum of all ranks' losses, so divide by the
     number of ranks for a mean. In training a layer's full parameters live until its backward; without
-    gradients (``torch.no_grad()``) until the loop goes on, which bounds memory to ``ahead + 1`` layers.
+    gradients (``torch.no_grad()``), and with ``reshard_after_forward``, until the loop goes on, which bounds
+    memory to ``ahead + 1`` layers.
 
     Args:
         layers: modules that share no parameters.
         ahead: how many layers are gathered while one is used.
         group, lane: as in every operation; backward communicates on ``<lane>/backward``.
+        reshard_after_forward: do not keep a layer's full parameters for its backward, but gather them again
+            there: less memory for half as much more communication.
 
     Raises:
         InvalidArgumentError: two layers share a parameter; ``ahead`` cannot be; this rank is not in
             ``group``.
     """
-    return ShardedLayers(layers, ahead=ahead, group=group, lane=lane)
+    return ShardedLayers(
+        layers, ahead=ahead, group=group, lane=lane, reshard_after_forward=reshard_after_forward
+    )
 
 
 def _check_unshared(modules: list[nn.Module]) -> None:

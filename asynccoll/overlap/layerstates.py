@@ -1,0 +1,104 @@
+"""Checkpoints of sharded layers: whole parameters by name, which any number of ranks can load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops import all_gather
+from asynccoll.overlap.gathering import Layer, Shard
+from asynccoll.overlap.states import State, parts_of, whole_of
+from asynccoll.overlap.steps import Steps
+
+__all__ = ["load_optimizer_state", "load_parameters", "optimizer_state", "parameters"]
+
+
+def _named(layers: Sequence[Layer]) -> Iterator[tuple[Shard, list[str]]]:
+    """Each shard, and the full names of the parameters in it."""
+    for layer in layers:
+        for shard in layer.shards:
+            yield shard, [f"{layer.name}.{name}" for name in shard.names]
+
+
+def _buffers(layer: Layer) -> dict[str, torch.Tensor]:
+    """Those that are saved, by their names in the layer."""
+    return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
+
+
+def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Tensor]]:
+    """Parameters and buffers of the whole layers."""
+    found: dict[str, torch.Tensor] = {}
+    for shard, names in _named(layers):
+        flat = yield all_gather(shard.own.detach(), **call)
+        found |= {name: x.clone() for name, x in zip(names, shard.cut(flat), strict=True)}
+    for layer in layers:
+        found |= {f"{layer.name}.{name}": value.clone() for name, value in _buffers(layer).items()}
+        found |= {f"{layer.name}.{name}": found[f"{layer.name}.{own}"] for name, own in layer.names.items()}
+    return found
+
+
+def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Take this rank's parts of them, and the buffers."""
+    for shard, names in _named(layers):
+        for name, shape in zip(names, shard.shapes, strict=True):
+            given = state_dict.get(name)
+            if given is None or given.shape != shape:
+                said = "is missing" if given is None else f"has shape {list(given.shape)}"
+                raise InvalidArgumentError(f"{name!r} {said} in the state; expected shape {list(shape)}")
+    with torch.no_grad():
+        for shard, names in _named(layers):
+            shard.own.copy_(shard.part(shard.join([state_dict[name] for name in names])))
+        for layer in layers:
+            for name, value in _buffers(layer).items():
+                value.copy_(state_dict[f"{layer.name}.{name}"])
+
+
+def optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, **call: Any) -> Steps[dict[str, Any]]:
+    """The state of whole parameters by name, and the options of the parameter groups."""
+    of = {id(shard.own): (shard, names) for shard, names in _named(layers)}
+    states: dict[str, State] = {}
+    groups: list[dict[str, Any]] = []
+    for given in optimizer.param_groups:
+        options = {name: value for name, value in given.items() if name != "params"}
+        groups.append({**options, "params": []})
+        for own in given["params"]:
+            shard, names = _ours(of, own)
+            groups[-1]["params"] += names
+            whole = yield from whole_of(optimizer.state.get(own, {}), shard.cut, shard.join_like(), **call)
+            states |= {name: state for name, state in zip(names, whole, strict=True) if state}
+    return {"state": states, "param_groups": groups}
+
+
+def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give the optimizer this rank's part."""
+    of = {id(shard.own): (shard, names) for shard, names in _named(layers)}
+    listed = [
+        [name for own in given["params"] for name in _ours(of, own)[1]] for given in optimizer.param_groups
+    ]
+    saved = [list(given["params"]) for given in state["param_groups"]]
+    if listed != saved:
+        raise InvalidArgumentError(
+            f"the state is of parameter groups of {saved}; expected {listed}, as the optimizer has them"
+        )
+    for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        given |= {name: value for name, value in kept.items() if name != "params"}
+        for own in given["params"]:
+            shard, names = _ours(of, own)
+            whole = [state["state"].get(name, {}) for name in names]
+            if any(whole):
+                parts = parts_of(whole, shard.cut, shard.join_like(), shard.rank, shard.size)
+                optimizer.state[own] = parts
+
+
+def _ours(of: Mapping[int, tuple[Shard, list[str]]], own: torch.Tensor) -> tuple[Shard, list[str]]:
+    found = of.get(id(own))
+    if found is None:
+        raise InvalidArgumentError(
+            f"the optimizer has a parameter of shape {list(own.shape)} that is none of these layers' parts: "
+            "pass one of `layers.parameters()` alone, and save the others as ever"
+        )
+    return found

@@ -1,0 +1,245 @@
+"""Sharded layers in the loops that people write: what one process comes to that has the whole layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asynccoll as ac
+import oracle
+import worlds
+from overlapping import alike, batch, close
+from ranks import Rank, raising
+from worlds import World
+
+
+class Tied(nn.Module):
+    """One parameter under two names, a buffer, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("shift", torch.full((8,), 0.5))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.relu(self.first(x)))) + self.shift * self.passing
+
+
+def blocks() -> nn.ModuleList:
+    return alike(nn.ModuleList([nn.Linear(8, 8), Tied(), nn.Linear(8, 8), nn.Linear(8, 3)]))
+
+
+def rows(rank: int, turn: int) -> Tensor:
+    return batch(rank, turn).reshape(-1, 8)
+
+
+def through(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+async def through_gathered(layers: ac.overlap.ShardedLayers, x: Tensor) -> Tensor:
+    async for layer in layers:
+        x = layer(x)
+    return x
+
+
+def whole_backward(model: nn.Module, size: int, turn: int) -> None:
+    for rank in range(size):
+        (through(model, rows(rank, turn)).square().mean() / size).backward()
+
+
+def whole_named(model: nn.ModuleList, layers: ac.overlap.ShardedLayers) -> dict[str, Tensor]:
+    return {name: x.detach() for name, x in model.state_dict().items()}
+
+
+async def trained(me: Rank, reshard: bool) -> None:
+    twin = blocks()
+    whole = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
+    for turn in range(4):
+        for part in (0, 10):  # two backwards, accumulated
+            with ac.trace.recording() as timeline:
+                loss = (await through_gathered(layers, rows(me.rank, turn + part))).square().mean() / me.size
+                loss.backward()
+            whole_backward(twin, me.size, turn + part)
+            names = [span.name for span in timeline.spans if span.is_operation]
+            if me.size > 1:
+                assert names.count("reduce_scatter") == 4
+                assert names.count("all_gather") == (8 if reshard else 4)
+        if turn % 2:
+            norm = await layers.clip_grad_norm_(0.05)
+            assert close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.step()
+        whole.zero_grad()
+    saved, expected = await layers.full_state_dict(), whole_named(twin, layers)
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(saved[name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+def test_accumulated_and_clipped(world: World, reshard: bool) -> None:
+    """Gradients gather over backwards; full parameters are kept for backward, or gathered again."""
+    world.run(trained, reshard, runner="asyncio")
+
+
+async def interrupted(me: Rank) -> None:
+    twin = blocks()
+    whole = torch.optim.SGD(twin.parameters(), lr=0.1)
+    layers = ac.overlap.shard_layers(blocks())
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    for turn in range(4):
+        succeeded = True
+        try:
+            x = rows(me.rank, turn)
+            async for layer in layers:
+                if turn == 1 and me.rank == 0 and layer.module is layers._layers[1].module:
+                    raise ValueError("of this rank alone")
+                x = layer(x)
+        except ValueError:
+            succeeded = False
+            await layers.finish_loop()
+        if not await ac.all_reduce(succeeded, op="and"):
+            continue
+        (x.square().mean() / me.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole_backward(twin, me.size, turn)
+        whole.step()
+        whole.zero_grad()
+    saved = await layers.full_state_dict()
+    for name, value in whole_named(twin, layers).items():
+        assert torch.allclose(saved[name], value, rtol=1e-4, atol=1e-5), name
+
+
+def test_a_loop_that_raises_on_one_rank(several: World) -> None:
+    """Once it has gathered what it left out, the ranks are in step again."""
+    several.run(interrupted, runner="asyncio")
+
+
+async def dropped_differently(me: Rank) -> None:
+    layers = ac.overlap.shard_layers([nn.Linear(4, 4) for _ in range(3)], ahead=0)
+    chosen = layers._layers if me.rank == 0 else layers._layers[1:]
+    with raising(ac.CollectiveMismatchError, "layer 0", "layer 1"):
+        async for layer in layers._gathered(chosen):
+            layer(torch.ones(1, 4))
+
+
+@pytest.mark.processes
+def test_ranks_that_run_different_layers() -> None:
+    """Of one shape, with everything checked: both are named."""
+    worlds.world("gloo", 2, check="full").run(dropped_differently, runner="asyncio")
+
+
+async def converted(me: Rank) -> None:
+    twin = blocks().double()
+    layers = ac.overlap.shard_layers(blocks()).double()
+    x = rows(me.rank, 0).double()
+    got = await through_gathered(layers, x)
+    assert got.dtype is torch.float64
+    oracle.same(got.detach(), through(twin, x).detach(), rtol=1e-6)
+
+
+def test_conversions_reach_what_the_layers_hold(pair: World) -> None:
+    """Buffers too."""
+    pair.run(converted, runner="asyncio")
+
+
+def samples(turn: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(turn))
+
+
+def made() -> tuple[nn.Module, nn.ModuleList]:
+    """A model for the sharded optimizer, and layers."""
+    torch.manual_seed(5)
+    head = alike(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)))
+    return head, blocks()
+
+
+async def steps(me: Rank, directory: str, turns: range, resume: bool) -> list[float]:
+    """Some steps from a checkpoint, or from nothing, to a checkpoint; the losses of all data."""
+    from torch.distributed import checkpoint  # a second to import
+
+    head, body = made()
+    head[1].eval()  # its statistics would be those of a rank's own data
+    layers = ac.overlap.shard_layers(body)
+    of_layers = torch.optim.AdamW(layers.parameters(), lr=0.01)
+    of_head = ac.overlap.shard_optimizer(
+        head, torch.optim.Adam(head.parameters(), lr=0.01), op="sum", bucket_bytes=40
+    )
+    if resume:
+        state: dict[str, Any] = {
+            "head": head.state_dict(),
+            "layers": await layers.full_state_dict(),
+        }
+        checkpoint.load(state, checkpoint_id=directory)
+        head.load_state_dict(state["head"])
+        layers.load_full_state_dict(state["layers"])
+        saved = torch.load(f"{directory}.pt", weights_only=False)
+        of_head.load_full_state_dict(saved["of head"])
+        layers.load_full_optimizer_state(of_layers, saved["of layers"])
+    losses = []
+    for turn in turns:
+        own = samples(turn).chunk(me.size)[me.rank]
+        loss = head(await through_gathered(layers, own)).square().mean() / me.size
+        of_head.zero_grad()
+        loss.backward()
+        await of_head.step()
+        of_layers.step()
+        of_layers.zero_grad()
+        losses.append(await ac.all_reduce(loss.item()))
+    optimizers = {
+        "of head": await of_head.full_state_dict(),
+        "of layers": await layers.full_optimizer_state(of_layers),
+    }
+    state = {"head": head.state_dict(), "layers": await layers.full_state_dict()}
+    if not resume:
+        checkpoint.save(state, checkpoint_id=directory)
+        if me.rank == 0:
+            torch.save(optimizers, f"{directory}.pt")
+        await ac.barrier()
+    await of_head.aclose()
+    return losses
+
+
+async def alone(turns: range) -> list[float]:
+    head, body = made()
+    head[1].eval()
+    whole = torch.optim.AdamW(body.parameters(), lr=0.01)
+    of_head = torch.optim.Adam(head.parameters(), lr=0.01)
+    losses = []
+    for turn in turns:
+        loss = head(through(body, samples(turn))).square().mean()
+        for optimizer in (whole, of_head):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in (whole, of_head):
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.processes
+def test_resumed_on_another_number_of_ranks(tmp_path: Any) -> None:
+    """Saved on two by torch's distributed checkpoint, resumed on three and on one: as if without a break."""
+    coroutine = alone(range(5))
+    with pytest.raises(StopIteration) as stop:
+        coroutine.send(None)
+    expected = stop.value.value
+    where = str(tmp_path / "saved")
+    found = worlds.world("gloo", 2).run(steps, where, range(2), False, runner="asyncio")
+    assert copy.copy(found[0]) == pytest.approx(expected[:2], rel=1e-4)
+    for size in (3, 1):
+        resumed = worlds.world("gloo", size).run(steps, where, range(2, 5), True, runner="asyncio")
+        assert resumed[0] == pytest.approx(expected[2:], rel=1e-4)
