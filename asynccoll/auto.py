@@ -1,15 +1,21 @@
 """A model and its optimizer for one rank of many: ``auto_model``, ``auto_optim``, ``async_optim``.
 
-``auto_model`` and ``auto_optim`` follow ignite's rules: on torch's backends DDP reduces the gradients, on
-horovod its DistributedOptimizer. Where a backend has nothing that fits (mpi, xla-tpu), the step waits for
-gradients that ``overlap`` reduces. ``async_optim`` does that on every backend, awaited.
+``auto_model`` and ``auto_optim`` follow ignite's rules: on torch's backends DDP reduces the gradients.
+Elsewhere (mpi, horovod, xla-tpu) ``auto_optim`` has them averaged when ``backward`` returns, as DDP does,
+so that clipping, scalers and accumulation are the same everywhere. ``async_optim`` averages them while other
+tasks run, on every backend, and its step is awaited.
 
 Built on the public operations alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +26,8 @@ from asynccoll.autodata import XLA, DistributedProxySampler, auto_dataloader
 from asynccoll.autoplace import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
+from asynccoll.overlap.backward import BackwardReducer
+from asynccoll.runtime import current
 
 __all__ = [
     "AsyncOptimizer",
@@ -31,9 +39,11 @@ __all__ = [
 ]
 
 HOROVOD = "horovod"
-#: Backends whose gradients the step itself reduces, for want of another means. (torch_xla's own
-#: ``optimizer_step`` reduces outside of our order, and aborts where replicas are threads.)
-_REDUCED_BY_STEP = frozenset({"mpi", XLA})
+#: Backends that DDP does not serve. (torch_xla's own ``optimizer_step`` reduces outside of our order, and
+#: aborts where replicas are threads; Horovod's optimizer has its gradients in flight until ``step``.)
+_WITHOUT_DDP = frozenset({"mpi", HOROVOD, XLA})
+#: How many optimizers have been given a lane, in each context: all ranks make them in one order.
+_lanes_given: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
 
@@ -72,7 +82,7 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
             place.log.info("Apply torch DataParallel on model")
             return nn.DataParallel(model, **kwargs)
         return model
-    if place.backend == HOROVOD or place.backend in _REDUCED_BY_STEP:
+    if place.backend in _WITHOUT_DDP:
         place.log.info("Broadcast the initial variable states from rank 0 to all other processes")
         broadcast_parameters(model).wait()
         return model
@@ -98,12 +108,25 @@ def auto_optim(optimizer: O, **kwargs: Any) -> O:
     """The optimizer, ready to step on gradients of all ranks.
 
     - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
-    - horovod: Horovod's ``DistributedOptimizer`` around it (``kwargs`` are its), its state that of rank 0.
-    - mpi, xla-tpu: buckets of gradients leave while backward runs, and ``step`` waits for their average
-      (``kwargs`` are those of ``ac.overlap_gradients``); on xla-tpu it then executes what was recorded.
+    - mpi, horovod, xla-tpu: buckets of gradients leave while backward runs, and when ``backward`` returns
+      every ``.grad`` is the average of all ranks', as with DDP (``kwargs`` are those of
+      ``ac.overlap_gradients``). On xla-tpu the step then executes what was recorded; on horovod the
+      optimizer's state becomes that of rank 0.
+    - horovod, with options of Horovod's (``compression``, ``backward_passes_per_step``, ...): its
+      ``DistributedOptimizer`` around it, by Horovod's rules: gradients are averaged in ``step``, or by
+      ``optimizer.synchronize()`` before they are read.
+
+    Where the optimizer has the gradients averaged, it has two methods more: ``no_sync()``, a block in which
+    backward accumulates on this rank only, and ``synchronize()``, which takes part in a step's average on a
+    rank whose backward has not: for want of data, or because it raised. ``step`` does so by itself. Every
+    optimizer has a lane of its own; ranks make their optimizers in the same order.
 
     Raises:
         UnsupportedOpError: an optimizer of apex.
+        InvalidArgumentError: another optimizer has some of the parameters (of one that has all of them this
+            one takes over).
+        CollectiveMismatchError: the ranks have not the same parameters; from backward, a rank has run more
+            backwards for a step than others.
     """
     return optim_for(here(), optimizer, kwargs)
 
@@ -112,9 +135,12 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
     """The same for a given place."""
     _refuse_apex(optimizer)
     if place.backend == HOROVOD:
-        return _of_horovod(optimizer, kwargs)
-    if place.backend in _REDUCED_BY_STEP and place.world_size > 1:
-        _wait_in_step(optimizer, overlap_gradients(_parameters(optimizer), **kwargs))
+        if _for_horovod(kwargs):
+            return _of_horovod(optimizer, kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "named_parameters"}
+        _start_as_rank_0(optimizer)
+    if place.backend in _WITHOUT_DDP and place.world_size > 1:
+        _average_in_backward(optimizer, kwargs)
     if place.backend == XLA:
         optimizer.register_step_post_hook(_execute)
     return optimizer
@@ -127,38 +153,70 @@ def _execute(*_: Any) -> None:
     torch_xla.sync()
 
 
+def _for_horovod(kwargs: dict[str, Any]) -> bool:
+    """Whether there are options of Horovod's optimizer alone; parameters' names are for its messages."""
+    ours = {*inspect.signature(overlap_gradients).parameters, "named_parameters"}
+    return not ours.issuperset(kwargs)
+
+
 def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
     import horovod.torch as hvd
 
     distributed: O = hvd.DistributedOptimizer(optimizer, **kwargs)
-    hvd.broadcast_optimizer_state(distributed, root_rank=0)
+    _start_as_rank_0(distributed)
     return distributed
 
 
-def _wait_in_step(optimizer: Optimizer, gradients: GradientReducer) -> None:
-    """Have ``step`` wait for the gradients: before it, and after a closure that made them anew."""
+def _start_as_rank_0(optimizer: Optimizer) -> None:
+    import horovod.torch as hvd
+
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+    """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
+    kwargs = {"lane": _next_lane("auto_optim"), **kwargs}
+    gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The arguments of ``step`` with the optimizer before them, as torch hands them to a hook.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            gradients.wait()
+            gradients.synchronize()
             return None
 
-        def reduced() -> Any:
+        def averaged() -> Any:
             loss = closure()
-            gradients.wait()
+            gradients.synchronize()
             return loss
 
         if len(args) > 1:
-            return (args[0], reduced, *args[2:]), kwargs
-        return args, {**kwargs, "closure": reduced}
+            return (args[0], averaged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": averaged}
 
     optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: gradients.stepped())
+    # Horovod's ``skip_synchronize`` is for programs that were written for its optimizer.
+    methods = {"no_sync": gradients.no_sync, "synchronize": gradients.synchronize}
+    vars(optimizer).update(methods, skip_synchronize=nullcontext)
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _next_lane(kind: str) -> str:
+    """A lane for one more optimizer: the same on every rank that makes its optimizers in the same order."""
+    given = _lanes_given.setdefault(current(), Counter())
+    given[kind] += 1
+    return f"{kind} {given[kind]}"
+
+
+def _parameters_of(optimizer: Optimizer) -> Callable[[], list[torch.Tensor]]:
+    """What tells the parameters that the optimizer has by now (``add_param_group``), while there is one."""
+    alive = weakref.ref(optimizer)
+
+    def parameters() -> list[torch.Tensor]:
+        found = alive()
+        return [x for given in found.param_groups for x in given["params"]] if found is not None else []
+
+    return parameters
 
 
 # Awaited
@@ -168,8 +226,9 @@ class AsyncOptimizer:
     """An optimizer whose step awaits gradients that leave while backward runs; ``async_optim`` makes it.
 
     ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``, ``state_dict``,
-    ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` block)
-    takes the hooks away.
+    ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` or
+    ``async with`` block) takes the hooks away. To read gradients before the step, as clipping does,
+    ``await optimizer.reduced()``.
     """
 
     def __init__(self, optimizer: Optimizer, gradients: GradientReducer) -> None:
@@ -182,10 +241,29 @@ class AsyncOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)
 
-    async def step(self) -> None:
-        """Update the parameters once the gradients of all ranks are averaged."""
-        await self.gradients
+    async def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once the gradients of all ranks are averaged.
+
+        ``closure`` makes the gradients anew and returns the loss, which is returned.
+
+        Raises:
+            UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
+                would have to be awaited. ``ac.auto_optim`` takes those.
+        """
+        loss = None
+        if closure is not None:
+            _refuse_many_closures(self.wrapped)
+            with torch.enable_grad():
+                loss = closure()
+        await self.reduced()
         self.wrapped.step()
+        self.gradients.stepped()
+        return loss
+
+    async def reduced(self) -> None:
+        """Wait until the gradients are the average of all ranks'; ``step`` then need not."""
+        if self.gradients.is_due():
+            await self.gradients
 
     def no_sync(self) -> Any:
         """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
@@ -201,12 +279,17 @@ class AsyncOptimizer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> AsyncOptimizer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
 
 def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
     """An optimizer whose ``step`` is awaited: it updates with the average of all ranks' gradients.
 
     >>> model = Net()
-    >>> await ac.overlap.broadcast_parameters(model)
     >>> optimizer = ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     >>> loss_fn(model(x), y).backward()     # buckets of gradients leave meanwhile
     >>> await optimizer.step()              # other tasks run until they are here
@@ -217,9 +300,19 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
     Args:
         optimizer: an optimizer of torch; its parameters' gradients are reduced.
         kwargs: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
+            Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
     """
     _refuse_apex(optimizer)
-    return AsyncOptimizer(optimizer, overlap_gradients(_parameters(optimizer), **kwargs))
+    kwargs = {"lane": _next_lane("async_optim"), **kwargs}
+    return AsyncOptimizer(optimizer, GradientReducer(_parameters_of(optimizer), **kwargs))
+
+
+def _refuse_many_closures(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOpError(
+            "LBFGS calls its closure several times a step, and each call's gradients would have to be "
+            "awaited: use DDP, or ac.auto_optim, whose backward waits (on mpi, horovod and xla-tpu)"
+        )
 
 
 # apex

@@ -51,8 +51,8 @@ class ParameterAverager:
         lane: str = "averaging",
         timeout: float | None = None,
     ) -> None:
-        found = model.parameters() if isinstance(model, torch.nn.Module) else model
-        self._parameters = [parameter for parameter in found if parameter.requires_grad]
+        self._given = model if isinstance(model, torch.nn.Module) else list(model)
+        self._parameters = self._trained()
         _check(self._parameters, every, delay)
         self._every, self._delay = every, delay
         self._tail = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
@@ -62,6 +62,12 @@ class ParameterAverager:
         self._due: int | None = None  # the step that takes the average which is on its way
         self._copies: list[torch.Tensor] = []
         self._work: Work[list[torch.Tensor]] | None = None
+        self._last: Work[list[torch.Tensor]] | None = None  # the average that ``finish`` waits for
+
+    def _trained(self) -> list[torch.Tensor]:
+        """What is trained by now: parameters may be added and unfrozen between two rounds."""
+        found = self._given.parameters() if isinstance(self._given, torch.nn.Module) else self._given
+        return [parameter for parameter in found if parameter.requires_grad]
 
     def __repr__(self) -> str:
         state = f"an average is due at step {self._due}" if self._due is not None else "nothing in flight"
@@ -98,6 +104,7 @@ class ParameterAverager:
         self._midway = False
 
     def _begin(self) -> None:
+        self._parameters = self._trained()
         self._copies = [parameter.detach().clone() for parameter in self._parameters]
         self._work = all_reduce(self._copies, op="avg", **self._tail)
         self._begun, self._due = self._steps, self._steps + self._delay
@@ -116,7 +123,10 @@ class ParameterAverager:
     # At the end
 
     async def finish(self) -> None:
-        """Take what is on its way, and average once more: the parameters are the same on every rank."""
+        """Take what is on its way, and average once more: the parameters are the same on every rank.
+
+        After a cancelled or timed-out await the next one waits for the same average.
+        """
         for work in self._finish():
             await work
 
@@ -128,10 +138,13 @@ class ParameterAverager:
     def _finish(self) -> Iterator[Work[Any]]:
         if self._work is not None:
             yield from self._take()
-        work = all_reduce([parameter.detach() for parameter in self._parameters], op="avg", **self._tail)
-        yield work
-        for parameter, average in zip(self._parameters, work.result(), strict=True):
-            parameter.detach().copy_(average)
+        if self._last is None:
+            self._parameters = self._trained()
+            self._last = all_reduce([x.detach() for x in self._parameters], op="avg", **self._tail)
+        yield self._last
+        average, self._last = self._last.result(), None
+        for parameter, value in zip(self._parameters, average, strict=True):
+            parameter.detach().copy_(value)
 
 
 def average_parameters(

@@ -10,26 +10,37 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from asynccoll.errors import PayloadTypeError
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 
-__all__ = ["Bucket", "FlaggedBucket", "assign"]
+__all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 
 
 class Bucket:
-    """Gradients that travel together; ``tail`` elements more travel behind them."""
+    """Gradients that are sent together, with ``tail`` further elements behind them.
 
-    def __init__(self, parameters: Sequence[torch.Tensor], tail: int = 0) -> None:
-        sizes = [parameter.numel() for parameter in parameters]
+    ``dtype`` is that of the reduction. Where it is not the parameters' own, each ``.grad`` keeps its own
+    memory, and the result is rounded to it once.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], tail: int = 0, dtype: torch.dtype | None = None
+    ) -> None:
+        first, count = parameters[0], sum(parameter.numel() for parameter in parameters)
         self.parameters = parameters
-        self.flat = torch.zeros(sum(sizes) + tail, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.dtype = first.dtype
+        self.flat = torch.zeros(count + tail, dtype=dtype or first.dtype, device=first.device)
         self.views = self.cut(self.flat)
+        self._strides = [parameter.stride() for parameter in parameters]
+        #: Gradients that are the sum of all ranks' already (with op="sum"), and into how many parts they go.
+        self._summed: list[torch.Tensor | None] = [None] * len(parameters)
+        self.parts = 1
         self.begin()
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a tensor laid out as this one that are the parameters', in their shapes."""
+        """The parameters' parts of a tensor that is laid out as this one, in their shapes and strides."""
         sizes = [parameter.numel() for parameter in self.parameters]
         parts = torch.split(flat[: sum(sizes)], sizes)
-        return [part.view(like.shape) for part, like in zip(parts, self.parameters, strict=True)]
+        return [shaped(part, like) for part, like in zip(parts, self.parameters, strict=True)]
 
     def begin(self) -> None:
         """Expect every gradient anew."""
@@ -38,19 +49,35 @@ class Bucket:
 
     def put(self, index: int, scale: float) -> None:
         """Take the gradient of the parameter at ``index``; from now on it lives here."""
-        parameter, view = self.parameters[index], self.views[index]
+        parameter = self.parameters[index]
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise PayloadTypeError(
-                f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, and buckets are "
-                "dense: build the layer with sparse=False, or leave its parameters out of the reducer "
-                "and all_reduce their .grad yourself"
-            )
-        torch.mul(gradient.detach(), scale, out=view)
-        parameter.grad = view
+        _check_gradient(parameter, gradient, self.dtype)
+        self.divide(index)
+        if self.flat.dtype is self.dtype:
+            gradient, view = self._laid_out(index, gradient)
+            torch.mul(gradient, scale, out=view)
+            parameter.grad = view
+        else:
+            self._laid_out(index, gradient)[1].copy_(gradient).mul_(scale)
         self.has[index] = True
         self.waiting -= 1
+
+    def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient, and its place, laid out as the parameter is now (``model.to(memory_format=...)``)."""
+        strides = self.parameters[index].stride()
+        if strides != self._strides[index]:
+            if gradient is self.views[index]:
+                gradient = gradient.clone()  # it is read in the old layout while the new one is written
+            self._strides[index] = strides
+            self.views[index] = self.cut(self.flat)[index]
+        return gradient, self.views[index]
+
+    def divide(self, index: int) -> None:
+        """Leave this rank its part of what all ranks have summed before: it is about to be summed again."""
+        summed, self._summed[index] = self._summed[index], None
+        if summed is not None and self.parameters[index].grad is summed:
+            summed.div_(self.parts)
 
     def fill(self, scale: float) -> None:
         """Make it ready to leave: what backward has not brought is what had gathered before, or zeros."""
@@ -66,32 +93,100 @@ class Bucket:
 
     def adopt(self) -> None:
         """Hand over what the reduction has brought, where it is not in its place already."""
+        if self.flat.dtype is not self.dtype:
+            for index in range(len(self.parameters)):
+                if self.has[index]:
+                    self._give(index)
+        if self.parts > 1:
+            self._summed = [parameter.grad for parameter in self.parameters]
+
+    def _give(self, index: int) -> None:
+        """Have the gradient of the parameter at ``index`` be what the reduction has brought."""
+        parameter, view = self.parameters[index], self.views[index]
+        if self.flat.dtype is self.dtype:
+            parameter.grad = view
+        elif parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(view)
+        else:
+            parameter.grad.copy_(view)
 
 
 class FlaggedBucket(Bucket):
     """Gradients, and a flag for each: whether this rank has one.
 
-    The flags are summed with the gradients, which tells a rank that has none whether another had.
+    The flags are summed with the gradients, which tells a rank that has none whether another had. So are
+    ``marks`` elements after them, which are the owner's.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(parameters, tail=len(parameters))
-        self.flags = self.flat[-len(parameters) :]
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None, marks: int = 0
+    ) -> None:
+        super().__init__(parameters, tail=len(parameters) + marks, dtype=dtype)
+        self.flags, self.marks = torch.split(self.flat[-len(parameters) - marks :], [len(parameters), marks])
+        self.mark = 0.0
 
     def fill(self, scale: float) -> None:
         super().fill(scale)
+        self.marks.fill_(self.mark)
         self.flags.fill_(1)
         if self.waiting:
             self.flags.copy_(torch.tensor(self.has))
 
     def adopt(self) -> None:
-        """Give the parameters without a gradient here that of the ranks which had one."""
-        if not self.waiting:
-            return
-        counts = self.flags.tolist()
-        for index, parameter in enumerate(self.parameters):
-            if not self.has[index] and counts[index] != 0:
-                parameter.grad = self.views[index]
+        """Give the parameters without a gradient here that of the ranks which had one, too."""
+        if self.waiting:
+            counts = self.flags.tolist()
+            for index in range(len(self.parameters)):
+                if not self.has[index] and counts[index] != 0:
+                    self._give(index)
+        super().adopt()
+
+
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of ``flat`` in the shape of ``like``, and in its strides where ``like`` is dense.
+
+    Fused optimizers walk through the memory of a parameter and of its gradient in step, so both have to be
+    laid out alike. A tensor with gaps has no counterpart in flat memory, and its view is contiguous.
+    """
+    if _dense(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` fill a stretch of memory, in whatever order of dimensions.
+
+    Contiguous tensors are left out: their view needs no strides of its own.
+    """
+    if x.is_contiguous() and x.stride() == x.view(-1).view(x.shape).stride():
+        return False
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return x.numel() > 0
+
+
+def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+    shape = list(parameter.shape)
+    if gradient.layout is not torch.strided:
+        raise PayloadTypeError(
+            f"the gradient of a parameter of shape {shape} is sparse, and buckets are "
+            "dense: build the layer with sparse=False, or leave its parameters out of the reducer "
+            "and all_reduce their .grad yourself"
+        )
+    if gradient.requires_grad:
+        raise InvalidArgumentError(
+            f"the gradient of a parameter of shape {shape} carries a graph (backward(create_graph=True)), "
+            "which a reduction in place would cut off: take gradients that are to be differentiated again by "
+            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what comes of it"
+        )
+    if gradient.dtype is not dtype:
+        raise InvalidArgumentError(
+            f"a parameter of shape {shape} was of {dtype} when its bucket was made, and its gradient is of "
+            f"{gradient.dtype}: convert the model first, then make the reducer (or close() it, make another)"
+        )
 
 
 def assign(

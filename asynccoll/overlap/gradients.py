@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -32,6 +33,8 @@ from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.ops import all_reduce
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.lanes import backward_lane
+from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
+from asynccoll.overlap.parameters import first_rank, start_alike
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work, wait_all
@@ -41,6 +44,12 @@ __all__ = ["GradientReducer", "overlap_gradients"]
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
+
+_SECOND_BACKWARD = (
+    "backward ran a second time before the gradients of the first were awaited, and has "
+    "added to what is being sent: `await gradients` (or gradients.wait()) after each "
+    "backward, or accumulate first, under `with gradients.no_sync():`, and send with the last backward"
+)
 
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
 _live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
@@ -56,21 +65,26 @@ class GradientReducer:
     - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; where no
       rank made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
     - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates; what has gathered
-      travels with the next backward outside of it.
+      travels with the next backward outside of it. Without ``zero_grad`` the next gradients are added to
+      those that are reduced already, as with DDP, for ``op="sum"`` too.
+    - **Start.** Parameters (of a module also the buffers) become those of the first rank when it is made,
+      which waits for all ranks, as DDP does; ``init_sync=False`` leaves that to you.
+    - **Parameters that come later**, added or unfrozen, take part from the next await on, the same on every
+      rank; so do those that an optimizer is given by ``add_param_group``, in ``ac.async_optim``.
     - **Errors.** If backward raises, awaiting completes the step with what there is, so that ranks stay
       in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
       ``InvalidArgumentError``. Await fails as collectives do; after a cancelled or timed-out await the
       next one goes on with the same step.
     - ``with`` (or ``async with``) closes it at the end; after ``close()`` backward is as it was.
 
-    Buffers, such as running statistics, are left alone, and so is what the ranks start from
-    (``ac.overlap.broadcast_parameters``). Reentrant checkpointing, which runs backward in pieces, is not
-    supported.
+    Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
+    set. Reentrant checkpointing, which runs backward in pieces, is not supported, nor is
+    ``backward(create_graph=True)``, which is refused.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module | Iterable[torch.Tensor],
+        model: torch.nn.Module | Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
         *,
         op: str = "avg",
         bucket_bytes: int = BUCKET_BYTES,
@@ -79,33 +93,67 @@ class GradientReducer:
         lane: str = "gradients",
         timeout: float | None = None,
         max_in_flight_bytes: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        init_sync: bool = True,
+        broadcast_buffers: bool = False,
     ) -> None:
         check_not_ddp(model)
-        found = model.parameters() if isinstance(model, torch.nn.Module) else model
-        parameters = [parameter for parameter in found if parameter.requires_grad]
+        self._source = _source(model)
+        parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         _check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
+        _check_reduce_dtype(reduce_dtype)
         self._group = group
         self._lane = backward_lane(lane)
         self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
-        self._scale = 1.0 / _group_size(group) if op == "avg" else 1.0
+        self._reduce_dtype = reduce_dtype
+        size = _group_size(group)
+        self._scale = 1.0 / size if op == "avg" else 1.0
+        self._parts = size if op == "sum" else 1
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         _check_unshared(*self._identity)
-        limits = (first_bucket_bytes, bucket_bytes)
-        self._buckets = self._assigned(parameters[::-1], *limits)
+        self._buffers = _module_with_buffers(model) if broadcast_buffers else None
+        self._first_rank = first_rank(**self._tail()) if broadcast_buffers else 0
+        if init_sync:
+            start_alike(model if isinstance(model, torch.nn.Module) else self._source(), **self._tail())
+        self._limits = (first_bucket_bytes, bucket_bytes)
+        self._buckets: list[Bucket] = []
         self._works: list[Work[torch.Tensor]] = []
+        self._refreshed: list[Work[None]] = []  # what is waited for besides the buckets
         self._syncing = True
+        self._begun = False  # whether a gradient is in its bucket, or has left
+        self._gathered = False  # whether backward has run under no_sync since the last reduction
+        self._rounds = 0  # reductions since the last step, where somebody says ``stepped``
         self._lock = threading.Lock()  # with several devices, several threads run one backward
-        hooks = [
-            _register(parameter, _hook(weakref.ref(self), bucket, index))
-            for bucket in self._buckets
-            for index, parameter in enumerate(bucket.parameters)
-        ]
-        self._unhook = weakref.finalize(self, _remove, hooks)
+        self._hooks: list[Any] = []
+        self._unhook = weakref.finalize(self, _remove, self._hooks)
+        self._join(parameters)
         _live.add(self)
 
+    def _tail(self) -> dict[str, Any]:
+        return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
+
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
-        return [FlaggedBucket(members) for members in assign(parameters, first, limit)]
+        return [FlaggedBucket(members, self._reduce_dtype) for members in assign(parameters, first, limit)]
+
+    def _join(self, parameters: list[torch.Tensor]) -> None:
+        """Have these parameters take part."""
+        for bucket in self._assigned(parameters[::-1], *self._limits):
+            bucket.parts = self._parts
+            self._buckets.append(bucket)
+            for index, parameter in enumerate(bucket.parameters):
+                self._hooks.append(_register(parameter, _hook(weakref.ref(self), bucket, index)))
+                if bucket.parts > 1:
+                    self._hooks += _before_accumulation(parameter, partial(bucket.divide, index))
+
+    def _join_new(self) -> None:
+        """Have parameters that were added or unfrozen take part, from this step on."""
+        known = self._identity[2]
+        new = [x for x in self._source() if x.requires_grad and id(x) not in known]
+        if new:
+            _check_unshared(self._identity[0], self._lane, {id(x) for x in new}, but=self)
+            self._join(new)
+            known.update(id(x) for x in new)
 
     def __repr__(self) -> str:
         count = sum(len(bucket.parameters) for bucket in self._buckets)
@@ -119,7 +167,7 @@ class GradientReducer:
 
     async def _reduced(self) -> None:
         with self._step() as works:
-            await wait_all(works)
+            await wait_all([*works, *self._refreshed])
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait without an event loop until every ``.grad`` is the reduction of all ranks'.
@@ -127,15 +175,12 @@ class GradientReducer:
         Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the step goes on with the next wait.
         """
         with self._step() as works:
-            _wait_each(works, timeout)
+            _wait_each([*works, *self._refreshed], timeout)
 
     @contextmanager
     def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
         """Send what has not left, wait in the block, and be ready for the next step."""
-        with self._lock:
-            for bucket in self._buckets[len(self._works) :]:
-                self._send(bucket)
-            works = self._works
+        works = self._send_all()
         try:
             yield works
         except CollectiveTimeoutError:
@@ -143,32 +188,64 @@ class GradientReducer:
         except Exception:
             self._begin(works)
             raise
+        try:
+            self._adopt()
+            self._rounds += 1
+        finally:
+            self._begin(works)
+
+    def _send_all(self) -> list[Work[torch.Tensor]]:
+        """Send what has not left; the works of all buckets."""
+        with self._lock:
+            self._join_new()
+            for bucket in self._buckets[len(self._works) :]:
+                self._send(bucket)
+            if self._buffers is not None and not self._refreshed:
+                self._refreshed = [send_buffers(self._buffers, src=self._first_rank, **self._tail())]
+            return self._works
+
+    def _adopt(self) -> None:
         for bucket in self._buckets:
             bucket.adopt()
-        self._begin(works)
 
     def _begin(self, ended: list[Work[torch.Tensor]]) -> None:
         """Expect the next step, unless somebody else who waited has done so."""
         with self._lock:
             if self._works is ended:
-                self._works = []
+                self._works, self._refreshed = [], []
+                self._begun = self._gathered = False
                 for bucket in self._buckets:
                     bucket.begin()
+
+    # For an optimizer
+
+    def is_due(self) -> bool:
+        """Whether a step has to await the gradients, on a rank that calls ``stepped`` after each.
+
+        So it is unless they are reduced already, and nothing was added since.
+        """
+        if self._begun or self._gathered or not self._rounds:
+            return True
+        # A step that was skipped is told by nobody; but then what it would have used is gone.
+        return all(parameter.grad is None for parameter in self._source())
+
+    def stepped(self) -> None:
+        """The parameters have been updated with the gradients: what follows are those of the next step."""
+        self._rounds = 0
 
     # During backward
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
         """A gradient is complete: on whichever thread runs backward."""
-        if not self._syncing:
-            return
         with self._lock:
-            if bucket.has[index] or len(self._works) == len(self._buckets):
-                raise InvalidArgumentError(
-                    "backward ran a second time before the gradients of the first were awaited, and has "
-                    "added to what is being sent: `await gradients` (or gradients.wait()) after each "
-                    "backward, or accumulate under `with gradients.no_sync():`"
-                )
+            again = bucket.has[index] or len(self._works) == len(self._buckets)
+            if self._begun and (again or not self._syncing):
+                raise InvalidArgumentError(_SECOND_BACKWARD)
+            if not self._syncing:
+                self._gathered = True
+                return
             bucket.put(index, self._scale)
+            self._begun = True
             while len(self._works) < len(self._buckets):
                 if self._buckets[len(self._works)].waiting:
                     break
@@ -179,19 +256,19 @@ class GradientReducer:
         if self._window is None:
             work = self._reduce(bucket.flat, bucket)
         else:
-            work = self._window.start_blocking(self._reduce, bucket.flat, bucket=bucket)
+            work = self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
         work.detach()  # a step that is not awaited is noticed by the next backward
         self._works.append(work)
 
     def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
-        return all_reduce(flat, out=flat, group=self._group, lane=self._lane, timeout=self._timeout)
+        return all_reduce(flat, out=flat, **self._tail())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A block in which backward accumulates gradients on this rank and sends nothing.
 
         The same on every rank. What has gathered is sent by the next backward outside of it, or by the
-        next await.
+        next await. Not between a backward outside of it and the await of that: its gradients are being sent.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -231,6 +308,9 @@ def overlap_gradients(
     lane: str = "gradients",
     timeout: float | None = None,
     max_in_flight_bytes: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    init_sync: bool = True,
+    broadcast_buffers: bool = False,
 ) -> GradientReducer:
     """A ``GradientReducer`` for ``model``: backward sends its gradients, awaiting it ends the step.
 
@@ -251,10 +331,19 @@ def overlap_gradients(
             one each.
         timeout: seconds for each bucket's reduction.
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are out.
+        reduce_dtype: what gradients are summed in, if not their own dtype: ``torch.float32`` loses nothing
+            of bfloat16 gradients to the number of ranks, and sends twice the bytes.
+        init_sync: give all ranks the parameters and buffers of the group's first rank now, and check that
+            they have the same; this waits for the other ranks. ``False`` where that is done already, or
+            where tasks make reducers in another order on each rank.
+        broadcast_buffers: each await also gives all ranks the buffers of the first rank (running statistics),
+            as DDP does before each forward.
 
     Raises:
-        InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op`` or a size that
-            cannot be; a living reducer has this lane or one of these parameters.
+        InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size
+            that cannot be; a living reducer has this lane or one of these parameters. From backward, of
+            ``create_graph=True``.
+        CollectiveMismatchError: the ranks have not the same parameters.
         PayloadTypeError: from backward, of a sparse gradient.
 
     Source: Li et al., VLDB 2020 (``torch.nn.parallel.DistributedDataParallel``).
@@ -268,6 +357,9 @@ def overlap_gradients(
         lane=lane,
         timeout=timeout,
         max_in_flight_bytes=max_in_flight_bytes,
+        reduce_dtype=reduce_dtype,
+        init_sync=init_sync,
+        broadcast_buffers=broadcast_buffers,
     )
 
 
@@ -304,8 +396,40 @@ def _group_size(group: Any) -> int:
     return size
 
 
-def _check_unshared(rank: int, lane: str, ids: set[int]) -> None:
-    for other in list(_live):
+def living() -> list[GradientReducer]:
+    """The reducers of this process that are neither closed nor gone."""
+    return list(_live)
+
+
+def _source(
+    model: torch.nn.Module | Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
+) -> Callable[[], Iterable[torch.Tensor]]:
+    """What tells the parameters that there are by now, frozen ones too."""
+    if isinstance(model, torch.nn.Module):
+        return model.parameters
+    if callable(model):
+        return model
+    parameters = list(model)
+    return lambda: parameters
+
+
+def _module_with_buffers(model: object) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"broadcast_buffers=True needs the module that has them, got {type(model).__name__}"
+        )
+    return model
+
+
+def _check_reduce_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidArgumentError(f"reduce_dtype must be a floating point dtype of torch, got {dtype!r}")
+
+
+def _check_unshared(rank: int, lane: str, ids: set[int], but: GradientReducer | None = None) -> None:
+    for other in living():
+        if other is but:
+            continue
         its_rank, its_lane, its_ids = other._identity
         if its_rank == rank and its_lane == lane:
             raise InvalidArgumentError(
@@ -320,6 +444,16 @@ def _check_unshared(rank: int, lane: str, ids: set[int]) -> None:
 
 def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Sequence[Any]:
+    """Have ``hook`` called before backward adds to ``.grad``: the handle, and the node that it lives on."""
+    with torch.enable_grad():
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node.register_prehook(lambda *_: hook()), node
 
 
 def _hook(
@@ -337,7 +471,9 @@ def _hook(
 
 def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
-        hook.remove()
+        if hasattr(hook, "remove"):
+            hook.remove()
+    hooks.clear()
 
 
 def _wait_each(works: list[Work[Any]], timeout: float | None) -> None:

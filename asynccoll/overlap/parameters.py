@@ -1,15 +1,19 @@
-"""What the ranks start from: the parameters and buffers of one of them, on all."""
+"""What the ranks start from, and whether they still have it: parameters and buffers of all ranks."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from asynccoll.ops import broadcast
+from asynccoll.errors import CollectiveMismatchError
+from asynccoll.ops import all_gather, broadcast
+from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work
 
-__all__ = ["broadcast_parameters"]
+__all__ = ["broadcast_buffers", "broadcast_parameters", "check_parameters", "first_rank", "start_alike"]
 
 
 def broadcast_parameters(
@@ -25,11 +29,116 @@ def broadcast_parameters(
     Once awaited (until then the model must be left alone) they are overwritten in place. They travel
     in few large messages.
     """
-    tensors = [x.detach() for x in (*model.parameters(), *model.buffers())]
-    received = broadcast(tensors, src=src, group=group, lane=lane, timeout=timeout)
+    return _broadcast(_tensors(model), src=src, group=group, lane=lane, timeout=timeout)
+
+
+def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: Any) -> Work[None]:
+    """The same of the buffers alone; ``tail``: group, lane and timeout."""
+    return _broadcast([x.detach() for x in model.buffers()], src=src, **tail)
+
+
+def first_rank(**tail: Any) -> int:
+    """The first rank of the group, as the world counts."""
+    return 0 if tail.get("group") is None else all_gather(get_rank(), **tail).wait()[0]
+
+
+def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) -> None:
+    """Give every rank what the first rank of the group has; blocks until it is there, as DDP does.
+
+    Parameters and buffers of a module, or the tensors given. ``tail``: group, lane and timeout.
+
+    Raises:
+        CollectiveMismatchError: on every rank, if they have not the same tensors in the same layouts.
+    """
+    if get_world_size(tail.get("group")) == 1:
+        return
+    tensors = _tensors(model)
+    _check_layouts(tensors, **tail)
+    _broadcast(tensors, src=first_rank(**tail), **tail).wait()
+
+
+def check_parameters(
+    model: torch.nn.Module | Iterable[torch.Tensor],
+    *,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[None]:
+    """Compare parameters (of a module also its buffers) over all ranks, bit for bit, by a checksum of each.
+
+    >>> if step % 100 == 0:
+    ...     await ac.overlap.check_parameters(model.parameters())
+
+    Data parallel training keeps them identical; this tells when it has not. Sixteen bytes for each tensor
+    are sent. Pass ``model.parameters()`` where each rank has buffers of its own (batch norm).
+
+    Raises:
+        CollectiveMismatchError: on every rank, from the await: which tensor differs, and between which ranks.
+    """
+    names, tensors = _named(model)
+    sums = torch.stack([_checksum(x) for x in tensors]) if tensors else torch.zeros(0, 2, dtype=torch.int64)
+    gathered = all_gather(sums[None], group=group, lane=lane, timeout=timeout)
+    return gathered.map(lambda rows: _check_sums(rows.tolist(), names))
+
+
+def _named(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    if isinstance(model, torch.nn.Module):
+        pairs = [*model.named_parameters(), *model.named_buffers()]
+    else:
+        pairs = [(f"number {index}", x) for index, x in enumerate(model)]
+    return [name for name, _ in pairs], [x.detach() for _, x in pairs]
+
+
+def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return _named(model)[1]
+
+
+def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
+    received = broadcast(tensors, **call)
     return received.map(lambda values: _overwrite(tensors, values))
 
 
 def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for x, value in zip(tensors, values, strict=True):
         x.copy_(value)
+
+
+# Compared
+
+
+def _check_layouts(tensors: list[torch.Tensor], **tail: Any) -> None:
+    """Buckets are summed element by element in memory, so strides have to agree, and not shapes alone."""
+    layouts = [(list(x.shape), list(x.stride()), str(x.dtype)) for x in tensors]
+    elements = sum(x.numel() for x in tensors)
+    digest = hashlib.sha256(repr(layouts).encode()).hexdigest()
+    of_ranks = all_gather(f"{len(tensors)} {elements} {digest}", **tail).wait()
+    differing = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
+    if differing:
+        told = ", ".join(
+            f"rank {rank} has {{}} tensors of {{}} elements".format(*of_ranks[rank].split()[:2])
+            for rank in (0, differing[0])
+        )
+        raise CollectiveMismatchError(
+            f"the ranks have not the same parameters in the same order, shapes, strides and dtypes: {told}; "
+            f"different from rank 0 (of the group): {differing}. Build the same model on every rank, in the "
+            "same memory format"
+        )
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """Two numbers that a changed bit or two exchanged elements change."""
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
+    words = x.contiguous().view(-1).view(word).to(torch.int64)
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    return torch.stack([words.sum(), (words * (places * 2654435761 % 4294967291)).sum()]).cpu()
+
+
+def _check_sums(rows: list[list[list[int]]], names: list[str]) -> None:
+    for index, name in enumerate(names):
+        differing = [rank for rank, sums in enumerate(rows) if sums[index] != rows[0][index]]
+        if differing:
+            raise CollectiveMismatchError(
+                f"the ranks have diverged: tensor {name} of {len(names)} on ranks {differing} is not that of "
+                "rank 0 (of the group). Was a gradient changed before it was reduced, a rank's step skipped, "
+                "or the model not started from the same values (ac.overlap.broadcast_parameters)?"
+            )

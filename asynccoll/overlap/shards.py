@@ -152,9 +152,18 @@ class ShardReducer(GradientReducer):
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], **options: Any) -> None:
         self._of = {id(x): index for index, group in enumerate(groups) for x in group}
-        super().__init__([x for group in groups for x in group], **options)
+        self.buckets: list[ShardBucket] = []
+        # ``align`` gives the ranks the same start without waiting for it.
+        super().__init__([x for group in groups for x in group], **{"init_sync": False, **options})
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[ShardBucket]:
+        if self.buckets:
+            raise InvalidArgumentError(
+                f"{len(parameters)} parameters were unfrozen after the optimizer was sharded, and no rank "
+                "has a part of them: unfreeze them before shard_optimizer, or close() it and shard a new one"
+            )
+        if self._reduce_dtype is not None:
+            raise InvalidArgumentError("reduce_dtype is not for sharded optimizers: leave it out")
         rank, size = get_rank(self._group), get_world_size(self._group)
         members = assign(parameters, first, limit, apart=lambda parameter: self._of[id(parameter)])
         self.buckets = [ShardBucket(together, rank, size) for together in members]

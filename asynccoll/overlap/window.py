@@ -7,6 +7,9 @@ same calls make them in the same order still.
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +33,13 @@ class InFlight:
     ``Work``. An operation larger than the limit goes alone. Sizes are of what this rank passes: the tensors
     in ``x``. Leaving the block waits for what is out, and raises the first error of what it has waited for;
     ``with`` and ``start_blocking`` are the same without an event loop.
+
+    A window belongs to the task (without an event loop, the thread) that starts on it first; once it is
+    drained, another may take it. Two that shared one would wait for each other's operations, in an order
+    that may differ between ranks.
+
+    Raises:
+        InvalidArgumentError: from ``start``, in a task that it does not belong to.
     """
 
     def __init__(self, max_in_flight_bytes: int) -> None:
@@ -41,6 +51,7 @@ class InFlight:
         self._out: deque[tuple[Work[Any], int]] = deque()
         self._bytes = 0
         self._error: Exception | None = None
+        self._owner: object = None
 
     def __repr__(self) -> str:
         return f"<InFlight: {len(self._out)} operations, {self._bytes} of {self.max_in_flight_bytes} bytes>"
@@ -52,6 +63,7 @@ class InFlight:
 
     async def start(self, function: Callable[..., Work[Any]], x: Any, /, **call: Any) -> Work[Any]:
         """``function(x, **call)``, once there is room for ``x``."""
+        self._claim(_caller())
         size = size_bytes(x)
         for work in self._in_the_way(size):
             try:
@@ -62,6 +74,11 @@ class InFlight:
 
     def start_blocking(self, function: Callable[..., Work[Any]], x: Any, /, **call: Any) -> Work[Any]:
         """The same without an event loop."""
+        self._claim(_caller())
+        return self.start_by_anyone(function, x, **call)
+
+    def start_by_anyone(self, function: Callable[..., Work[Any]], x: Any, /, **call: Any) -> Work[Any]:
+        """The same, for callers whose threads keep one order by themselves, as those of backward do."""
         size = size_bytes(x)
         for work in self._in_the_way(size):
             try:
@@ -69,6 +86,15 @@ class InFlight:
             except Exception as error:
                 self._failed(error)
         return self._add(function(x, **call), size)
+
+    def _claim(self, caller: object) -> None:
+        """Have the window be this caller's, unless it is another's that has operations in it."""
+        if self._owner is not caller and self._out and self._owner is not None:
+            raise InvalidArgumentError(
+                f"{self!r} belongs to {self._owner!r}, and {caller!r} shares it: ranks whose tasks take "
+                "turns in another order would wait for each other. Make an InFlight for each task"
+            )
+        self._owner = caller
 
     def _in_the_way(self, size: int) -> Iterator[Work[Any]]:
         """The works to wait for before ``size`` more bytes fit; each is off the list once it is over."""
@@ -135,6 +161,22 @@ class InFlight:
         """The block has an error of its own, which is not to wait for what is out."""
         for work, _ in self._out:
             work.detach()
+
+
+def _caller() -> object:
+    """The running task of asyncio or trio, or else the thread."""
+    if asyncio._get_running_loop() is not None:
+        task = asyncio.current_task()
+        if task is not None:
+            return task
+    if "trio" in sys.modules:
+        import trio
+
+        try:
+            return trio.lowlevel.current_task()
+        except RuntimeError:
+            pass
+    return threading.current_thread()
 
 
 def size_bytes(x: Any) -> int:

@@ -1,0 +1,511 @@
+"""Training helpers, one promise at a time: numbers worked out by hand, or by one process."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+import asynccoll as ac
+import worlds
+from asynccoll.auto import optim_for
+from asynccoll.autoplace import here
+from programs import LOOPS, Helper, Program, differing, trained
+from programs import Auto as Reducing
+from ranks import Rank, raising
+from worlds import World
+
+
+def scalar(value: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.full((2,), value))
+
+
+def reducing(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    """The optimizer as on a backend that DDP does not serve; the operations are the same on gloo."""
+    place = here() if here().backend != "gloo" else replace(here(), backend="mpi")
+    return optim_for(place, optimizer, options)
+
+
+# ---------------------------------------------------------------- auto_optim, in the loops that people write
+
+
+async def as_alone(me: Rank) -> None:
+    models = ("plain", "unused", "tied")
+    for index, loop in enumerate(LOOPS):
+        for second in (None, "plain"):
+            program = Program(models[index % 3], loop, "auto_optim", "SGD foreach", second)
+            with me.case(str(program)):
+                alone = await trained(program, "", list(range(me.size)), me.size, Helper, seed=0)
+                got = await trained(program, f"{loop} {second}", [me.rank], me.size, Reducing, seed=me.rank)
+                wrong = differing(got, alone)
+                assert not wrong, wrong
+
+
+def test_auto_optim_comes_to_what_one_process_does(several: World) -> None:
+    """Clipped, scaled with an overflow on one rank, accumulated, skipped, zeroed between, of two models, ...
+
+    On gloo the optimizer is made as on mpi; elsewhere it is what `auto_optim` gives.
+    """
+    several.run(as_alone, timeout=100)
+
+
+def averaged_when_backward_returns(me: Rank) -> None:
+    parameter = scalar()
+    optimizer = reducing(torch.optim.SGD([parameter], lr=1.0))
+    (parameter.sum() * (me.rank + 1)).backward()
+    mean = (me.size + 1) / 2
+    assert parameter.grad.tolist() == [mean, mean]
+    nn.utils.clip_grad_norm_([parameter], 0.5)
+    optimizer.step()
+    moved = 0.5 / 2**0.5
+    torch.testing.assert_close(parameter.detach(), torch.full((2,), 1 - moved))
+
+
+def test_gradients_are_averaged_when_backward_returns(pair: World) -> None:
+    """So that what is read right after it, as clipping does, is the average."""
+    pair.run(averaged_when_backward_returns)
+
+
+def closures(me: Rank) -> None:
+    parameter = scalar()
+    optimizer = reducing(torch.optim.LBFGS([parameter], lr=0.5, max_iter=4, tolerance_change=0))
+    goal = float(me.rank)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (parameter - goal).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    mean = (me.size - 1) / 2
+    torch.testing.assert_close(parameter.detach(), torch.full((2,), mean), atol=1e-3, rtol=0)
+
+
+def test_a_closure_that_is_called_several_times(pair: World) -> None:
+    """Each of its backwards averages, so LBFGS finds the minimum of the mean."""
+    pair.run(closures)
+
+
+def broken(me: Rank) -> None:
+    used, other = scalar(), scalar()
+    optimizer = reducing(torch.optim.SGD([used, other], lr=1.0), bucket_bytes=1, first_bucket_bytes=1)
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            raise ZeroDivisionError
+
+    stopping = Stop.apply if me.rank == 0 else torch.clone
+    loss = (stopping(used * 1.0) + other).sum()
+    if me.rank:
+        loss.backward()
+        optimizer.step()
+    else:
+        with raising(ZeroDivisionError):
+            loss.backward()
+        with raising(ac.InvalidArgumentError, "synchronize()", "earlier backward"):
+            (used + other).sum().backward()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        optimizer.step()
+    optimizer.zero_grad()
+    (used * (me.rank + 1)).sum().backward()
+    assert used.grad.tolist() == [(me.size + 1) / 2] * 2
+
+
+def test_a_backward_that_raises_on_one_rank(pair: World) -> None:
+    """Named by the next one; synchronize() is the way back in step."""
+    pair.run(broken)
+
+
+def out_of_step(me: Rank) -> None:
+    parameter = scalar()
+    optimizer = reducing(torch.optim.SGD([parameter], lr=1.0))
+    (parameter.sum()).backward()
+    if me.rank:
+        optimizer.step()
+    with raising(ac.CollectiveMismatchError, "another number", "synchronize"):
+        parameter.sum().backward()
+
+
+def test_ranks_that_have_lost_step_are_told(pair: World) -> None:
+    """One backward more on one rank would pair the gradients of different steps."""
+    pair.run(out_of_step)
+
+
+def taken_over(me: Rank) -> None:
+    parameter, another = scalar(), scalar()
+    old = reducing(torch.optim.SGD([parameter], lr=1.0))
+    new = reducing(torch.optim.Adam([parameter, another], lr=1.0))
+    with raising(ac.InvalidArgumentError, "close()"):
+        reducing(torch.optim.SGD([another], lr=1.0))
+    ((parameter + another).sum() * (me.rank + 1)).backward()
+    assert parameter.grad.tolist() == [(me.size + 1) / 2] * 2
+    old.step()
+    new.step()
+
+
+def test_another_optimizer_takes_over(pair: World) -> None:
+    """Of all the parameters of one before; of some of them it is refused."""
+    pair.run(taken_over)
+
+
+async def stepped(me: Rank) -> None:
+    parameter = scalar()
+    async with ac.async_optim(torch.optim.SGD([parameter], lr=1.0)) as optimizer:
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = parameter.sum() * (me.rank + 1)
+            loss.backward()
+            return loss
+
+        assert (await optimizer.step(closure)).item() == 2 * (me.rank + 1)
+        assert parameter.tolist() == [1 - (me.size + 1) / 2] * 2
+        closure()
+        await optimizer.reduced()
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+        await optimizer.step()
+    with raising(ac.UnsupportedOpError, "LBFGS"):
+        async with ac.async_optim(torch.optim.LBFGS([parameter])) as other:
+            await other.step(closure)
+
+
+def test_an_awaited_step_with_a_closure(pair: World) -> None:
+    pair.run(stepped)
+
+
+# ---------------------------------------------------------------- what the ranks start from
+
+
+async def different_starts(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    for x in (*model.parameters(), model[1].running_mean):
+        x.data.fill_(me.rank + 1.0)
+    with ac.overlap_gradients(model):
+        for x in (*model.parameters(), model[1].running_mean):
+            assert (x == 1).all()
+    for x in model.parameters():
+        x.data.fill_(me.rank + 1.0)
+    with ac.overlap_gradients(model, init_sync=False):
+        assert (model[0].weight == me.rank + 1).all()
+    optimizer = reducing(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert (model[0].weight == 1).all()
+    del optimizer
+
+
+def test_different_initial_weights(several: World) -> None:
+    """They become those of the first rank, with the buffers, as with DDP."""
+    several.run(different_starts)
+
+
+def in_a_group(me: Rank) -> None:
+    model = nn.BatchNorm1d(2)
+    for x in (*model.parameters(), model.running_mean):
+        x.data.fill_(me.rank)
+    members = list(range(1, me.size))
+    me.prepare(members)
+    group = ac.new_group(members)
+    if me.rank == 0:
+        return
+    with ac.overlap_gradients(model, group=group, broadcast_buffers=True) as gradients:
+        for x in (*model.parameters(), model.running_mean):
+            assert x.tolist() == [1, 1]
+        model.running_mean.fill_(me.rank)
+        gradients.wait()
+        assert model.running_mean.tolist() == [1, 1]
+
+
+def test_start_of_a_group() -> None:
+    """From the first of its ranks, whatever that is in the world."""
+    worlds.world("gloo", 3).run(in_a_group)
+
+
+def other_layouts(me: Rank) -> None:
+    conv = nn.Conv2d(2, 3, 2)
+    if me.rank:
+        conv = conv.to(memory_format=torch.channels_last)
+    with raising(ac.CollectiveMismatchError, "memory format", "[1"):
+        ac.overlap_gradients(conv)
+    with raising(ac.CollectiveMismatchError, "rank 1 has 2 tensors of 8 elements"):
+        ac.overlap_gradients(nn.Linear(3, 2) if me.rank else nn.Linear(3, 3))
+
+
+def test_models_that_differ_are_refused(pair: World) -> None:
+    """In shape or in memory format, which would sum up elements that are not each other's."""
+    pair.run(other_layouts)
+
+
+async def kept_buffers(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with ac.overlap_gradients(model, broadcast_buffers=True) as gradients:
+        for step in range(2):
+            model(torch.full((5, 3), float(me.rank + step))).sum().backward()
+            await gradients
+            own = ac.all_gather(model[1].running_mean[None]).wait()
+            assert (own == own[0]).all()
+            assert model[1].num_batches_tracked.item() == step + 1
+            model.zero_grad()
+    with raising(ac.InvalidArgumentError, "needs the module"):
+        ac.overlap_gradients(model.parameters(), broadcast_buffers=True)
+
+
+def test_buffers_as_ddp_keeps_them(pair: World) -> None:
+    pair.run(kept_buffers)
+
+
+async def compared(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    await ac.overlap.broadcast_parameters(model)
+    await ac.overlap.check_parameters(model)
+    if me.rank == me.size - 1:
+        with torch.no_grad():
+            model[0].bias[0].copy_(torch.nextafter(model[0].bias[0], torch.tensor(10.0)))
+    with raising(ac.CollectiveMismatchError, "0.bias", f"[{me.size - 1}]"):
+        await ac.overlap.check_parameters(model)
+    await ac.overlap.check_parameters([model[0].weight])
+
+
+def test_diverged_parameters_are_told(pair: World) -> None:
+    """By one bit, which tensor and which rank."""
+    pair.run(compared)
+
+
+# ---------------------------------------------------------------- buckets
+
+
+async def fused(me: Rank) -> None:
+    for make in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD):
+        ours, alone = (nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last) for _ in range(2))
+        for model in (ours, alone):
+            generator = torch.Generator().manual_seed(3)
+            for parameter in model.parameters():
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+        steps = [make(model.parameters(), lr=0.1, fused=True) for model in (ours, alone)]
+        x = torch.randn(me.size, 4, 2, 5, 5, generator=torch.Generator().manual_seed(4))
+        with ac.overlap_gradients(ours) as gradients:
+            for _ in range(3):
+                ours(x[me.rank]).square().mean().backward()
+                await gradients
+                assert ours.weight.grad.stride() == ours.weight.stride()
+                sum(alone(part).square().mean() / me.size for part in x).backward()
+                for step in steps:
+                    step.step()
+                    step.zero_grad()
+        torch.testing.assert_close(ours.weight, alone.weight)
+
+
+def test_memory_format_and_fused_optimizers(pair: World) -> None:
+    """Gradients are laid out as their parameters, for optimizers that walk through memory."""
+    pair.run(fused)
+
+
+async def laid_out_later(me: Rank) -> None:
+    conv = nn.Conv2d(2, 3, 2)
+    with ac.overlap_gradients(conv) as gradients:
+        conv(torch.ones(1, 2, 3, 3) * (me.rank + 1)).sum().backward()
+        await gradients
+        conv.to(memory_format=torch.channels_last)
+        conv(torch.ones(1, 2, 3, 3) * (me.rank + 1)).sum().backward()
+        await gradients
+        assert conv.weight.grad.stride() == conv.weight.stride()
+        assert (conv.weight.grad == 2 * 4 * (me.size + 1) / 2).all()
+        conv.double()
+        with raising(ac.InvalidArgumentError, "torch.float32", "torch.float64"):
+            conv(torch.ones(1, 2, 3, 3).double()).sum().backward()
+
+
+def test_a_model_that_is_converted_later(pair: World) -> None:
+    """Its memory format is followed; another dtype is refused by name."""
+    pair.run(laid_out_later)
+
+
+async def in_float32(me: Rank) -> None:
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    for op, want in (("avg", (256 + me.size - 1) / me.size), ("sum", 256 + me.size - 1)):
+        with ac.overlap_gradients([parameter], op=op, reduce_dtype=torch.float32) as gradients:
+            # bfloat16 rounds 257 to 256, whatever is added to it after.
+            (parameter.sum() * (256.0 if me.rank == 0 else 1.0)).backward()
+            await gradients
+        exact = torch.full((4,), want).to(torch.bfloat16)
+        assert parameter.grad.equal(exact)
+        assert parameter.grad.dtype is torch.bfloat16
+        parameter.grad = None
+    with raising(ac.InvalidArgumentError, "reduce_dtype"):
+        ac.overlap_gradients([parameter], reduce_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_bfloat16_gradients_summed_in_float32(size: int) -> None:
+    """Rounded once, at the end: 256 + 1 + 1 + 1 + 1 is 260."""
+    worlds.world("gloo", size).run(in_float32)
+
+
+# ---------------------------------------------------------------- one backward after another
+
+
+async def unsynced_between(me: Rank) -> None:
+    parameter = scalar()
+    with ac.overlap_gradients([parameter]) as gradients:
+        (parameter * 2).sum().backward()
+        with gradients.no_sync(), raising(ac.InvalidArgumentError, "await gradients", "no_sync"):
+            parameter.sum().backward()
+        await gradients
+        parameter.grad = None
+        with gradients.no_sync():
+            parameter.sum().backward()
+        (parameter * (me.rank + 1)).sum().backward()
+        await gradients
+        assert parameter.grad.tolist() == [1 + (me.size + 1) / 2] * 2
+
+
+def test_no_sync_between_a_backward_and_its_await(pair: World) -> None:
+    """Refused: it adds to what is being sent."""
+    pair.run(unsynced_between)
+
+
+async def summed_twice(me: Rank) -> None:
+    used, idle = scalar(), scalar()
+    ranks = me.size * (me.size + 1) / 2
+    with ac.overlap_gradients([used, idle], op="sum") as gradients:
+        for turn in range(1, 4):
+            ((used + (idle if turn == 1 else 0)) * (me.rank + 1)).sum().backward()
+            await gradients
+            torch.testing.assert_close(used.grad, torch.full((2,), turn * ranks))
+            torch.testing.assert_close(idle.grad, torch.full((2,), ranks))
+        torch.autograd.grad((used * 2).sum(), [used])  # which is no backward, and changes no gradient
+        torch.testing.assert_close(used.grad, torch.full((2,), 3 * ranks))
+        for to_none in (True, False):
+            for parameter in (used, idle):
+                if to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+            with gradients.no_sync():
+                ((used + idle) * (me.rank + 1)).sum().backward()
+            (used * (me.rank + 1)).sum().backward()
+            await gradients
+            torch.testing.assert_close(used.grad, torch.full((2,), 2 * ranks))
+            torch.testing.assert_close(idle.grad, torch.full((2,), ranks))
+
+
+def test_sums_of_several_backwards(several: World) -> None:
+    """What is summed already is not summed again, whether a later backward adds to it or not."""
+    several.run(summed_twice)
+
+
+async def added(me: Rank) -> None:
+    model = nn.ParameterDict({"first": scalar(), "frozen": scalar()})
+    model["frozen"].requires_grad_(False)
+    optimizer = torch.optim.SGD([model["first"]], lr=1.0)
+    plain = [scalar()]
+    optimizer.add_param_group({"params": plain})
+    with (
+        ac.overlap_gradients(model) as gradients,
+        ac.async_optim(torch.optim.SGD(plain, lr=1.0), lane="added") as awaited,
+    ):
+        later = scalar(float(me.rank))
+        awaited.add_param_group({"params": [later]})
+        for turn in range(2):
+            model["frozen"].requires_grad_(True)
+            model["added"] = model["added"] if turn else scalar()
+            total = sum(model.values()) + plain[0] + later
+            (total * (me.rank + 1)).sum().backward()
+            await gradients
+            await awaited.reduced()
+            for parameter in (*model.values(), *plain, later):
+                assert parameter.grad.tolist() == [(me.size + 1) / 2] * 2
+                parameter.grad = None
+
+
+def test_parameters_that_come_later(pair: World) -> None:
+    """Unfrozen, added to the module, or to the optimizer: they take part from that step on."""
+    pair.run(added)
+
+
+async def with_a_graph(me: Rank) -> None:
+    parameter = scalar()
+    with ac.overlap_gradients([parameter]) as gradients:
+        with raising(ac.InvalidArgumentError, "create_graph=True", "torch.autograd.grad"):
+            parameter.square().sum().backward(create_graph=True)
+        parameter.grad = None
+        (gradient,) = torch.autograd.grad(parameter.square().sum(), [parameter], create_graph=True)
+        (gradient.square().sum() * (me.rank + 1)).backward()
+        await gradients
+        assert parameter.grad.tolist() == [8 * (me.size + 1) / 2] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_gradients(pair: World) -> None:
+    """Refused where it would be lost, with the way that keeps it."""
+    pair.run(with_a_graph)
+
+
+# ---------------------------------------------------------------- averaging and windows
+
+
+async def finished(me: Rank) -> None:
+    parameter = scalar(float(me.rank))
+    averaging = ac.overlap.average_parameters([parameter], every=10, timeout=30)
+    with ac.trace.recording() as timeline:
+        if me.rank == 0:
+            with anyio.move_on_after(0.05) as limit:
+                await averaging.finish()
+            assert limit.cancelled_caught
+            me.show("gave up")
+        else:
+            await anyio.to_thread.run_sync(me.see, "gave up")
+        await averaging.finish()
+    assert parameter.tolist() == [(me.size - 1) / 2] * 2
+    assert len([span for span in timeline.spans if span.is_operation]) == 1
+    parameter.data.fill_(me.rank + 1.0)
+    await averaging.finish()
+    assert parameter.tolist() == [(me.size + 1) / 2] * 2
+
+
+def test_a_finish_that_was_cut_short(pair: World) -> None:
+    """The next one waits for the same average."""
+    pair.run(finished)
+
+
+async def shared_window(me: Rank) -> None:
+    window = ac.overlap.InFlight(max_in_flight_bytes=1 << 20)
+    x = torch.ones(4)
+    await window.start(ac.all_reduce, x, lane="a")
+
+    async def other() -> None:
+        with raising(ac.InvalidArgumentError, "belongs to", "each task"):
+            await window.start(ac.all_reduce, x, lane="b")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other)
+    await window.drain()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(window.start, ac.all_reduce, x)
+    await window.drain()
+
+
+@pytest.mark.parametrize("runner", ["asyncio", "trio"])
+def test_a_window_belongs_to_a_task(pair: World, runner: str) -> None:
+    """Two that shared one, on lanes of their own, would wait for each other on different ranks."""
+    pair.run(shared_window, runner=runner)
+
+
+def test_nothing_is_left_of_a_dropped_optimizer() -> None:
+    """It takes its reducer along, as cycles go."""
+    parameter = scalar()
+    optimizer = ac.async_optim(torch.optim.SGD([parameter], lr=1.0))
+    del optimizer
+    gc.collect()
+    assert not parameter._post_accumulate_grad_hooks
