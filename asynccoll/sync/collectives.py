@@ -176,9 +176,11 @@ def broadcast(
         return tensor if isinstance(tensor, torch.Tensor) and ac.get_rank() == src else received
     if not isinstance(tensor, torch.Tensor):
         return waited_for(ac.broadcast, tensor, src=src)
-    if now.in_place:
-        return waited_for(ac.broadcast, tensor, src=src, out=tensor)
-    return waited_for(ac.broadcast, tensor.detach(), src=src)
+    plain = tensor.detach()
+    if now.in_place:  # also of parameters, as torch does
+        waited_for(ac.broadcast, plain, src=src, out=plain)
+        return tensor
+    return waited_for(ac.broadcast, plain, src=src)
 
 
 def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
