@@ -19,7 +19,7 @@ import pytest
 import asynccoll
 from patience import patient
 
-#: Seconds after which a job of this file is killed, and its test fails.
+#: Seconds after which a job is killed; a test that sees to its end itself has to be sooner.
 LIMIT_S = patient(60)
 
 INHERITED = re.compile(r"^(PET_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|GLOO_|OMP_)|^(RANK|WORLD_SIZE)$")

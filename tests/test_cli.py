@@ -403,7 +403,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(start, script):
     ends = [os.pidfd_open(int(pid)) for pid in job.lines(2)]
     job.process.kill()
     for end in ends:
-        assert select.select([end], [], [], LIMIT_S)[0], "a rank lives on"
+        assert select.select([end], [], [], LIMIT_S / 2)[0], "a rank lives on"
         os.close(end)
 
 
@@ -514,7 +514,7 @@ def test_info_tells_versions_backends_and_who_launched(capsys, unlaunched):
 def test_info_tells_what_is_wrong_with_the_environment(capsys, unlaunched):
     unlaunched.setenv("RANK", "1")
     assert main(["info"]) == 0
-    assert "missing LOCAL_RANK" in capsys.readouterr().out
+    assert "missing WORLD_SIZE" in capsys.readouterr().out
 
 
 def test_explain_prints_the_plan_and_why(capsys):

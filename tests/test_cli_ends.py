@@ -115,7 +115,7 @@ def test_programs_that_are_no_scripts_die_with_the_launcher_too(start):
     ends = [os.pidfd_open(int(pid)) for pid in job.lines(2)]
     job.process.kill()
     for end in ends:
-        assert select.select([end], [], [], LIMIT_S)[0], "a rank lives on"
+        assert select.select([end], [], [], LIMIT_S / 2)[0], "a rank lives on"
         os.close(end)
 
 

@@ -72,6 +72,20 @@ HOROVOD = {
 }
 
 
+PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "1",
+}
+FLUX = {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_NNODES": "2"}
+PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+INTERACTIVE = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": str(0xFFFFFFFA)}
+
+
 def without(environ, *names):
     return {name: value for name, value in environ.items() if name not in names}
 
@@ -93,7 +107,100 @@ FOUND = {
         {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
         LaunchInfo("torchrun", 3, 4, 1, 2, 1, 2),
     ),
+    "kubernetes": (
+        PYTORCHJOB,
+        LaunchInfo("torchrun", 1, 2, 0, 1, 1, 2, "job-master-0", 23456, placed=False),
+    ),
+    "kubernetes-one-rank": (
+        {**PYTORCHJOB, "RANK": "0", "WORLD_SIZE": "1"},
+        LaunchInfo("torchrun", 0, 1, 0, 1, 0, 1, "job-master-0", 23456, placed=False),
+    ),
+    "kubernetes-before-the-pods-own-launchers": (
+        {**PYTORCHJOB, "NODE_RANK": "1", "PET_NNODES": "2"},
+        LaunchInfo("torchrun", 1, 2, 0, 1, 1, 2, "job-master-0", 23456, placed=False),
+    ),
     "slurm": (SLURM, SLURM_INFO),
+    "slurm-second-step": (
+        {**SLURM, "SLURM_STEP_ID": "1"},
+        dataclasses.replace(SLURM_INFO, master_port=15000 + (1234567 + 2003) % 10_000),
+    ),
+    "slurm-later-step-under-its-old-name": (
+        {**SLURM, "SLURM_STEPID": "6"},
+        dataclasses.replace(SLURM_INFO, master_port=15000 + (1234567 + 6 * 2003) % 10_000),
+    ),
+    "slurm-step-of-fewer-tasks": (
+        {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"},
+        SLURM_INFO,
+    ),
+    "slurm-step-of-one-task-in-an-allocation-of-many": (
+        {**ONE_NODE, "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"},
+        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
+    ),
+    "slurm-pty": (
+        {**ONE_NODE, "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "4000", "SLURM_PTY_WIN_COL": "80"},
+        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
+    ),
+    "slurm-gpus-per-task": (
+        {**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"},
+        dataclasses.replace(SLURM_INFO, own_gpus=True),
+    ),
+    "slurm-gpus-per-task-as-tres": (
+        {**SLURM, "SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"},
+        dataclasses.replace(SLURM_INFO, own_gpus=True),
+    ),
+    "slurm-each-task-sees-a-part-of-the-gpus": (
+        {**SLURM, "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"},
+        dataclasses.replace(SLURM_INFO, own_gpus=True),
+    ),
+    "slurm-each-task-sees-all-gpus": (
+        {**SLURM, "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
+        SLURM_INFO,
+    ),
+    "jsrun": (JSRUN, LaunchInfo("jsrun", 3, 4, 1, 2, 1, 2)),
+    "jsrun-with-spectrum-mpi": (
+        {**JSRUN, **OPENMPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        LaunchInfo("jsrun", 3, 4, 1, 2, 1, 2),
+    ),
+    "mvapich2": (
+        {f"MV2_COMM_WORLD_{name}": value for name, value in zip(PLACE, "2402", strict=True)},
+        LaunchInfo("mvapich", 2, 4, 0, 2, 1, 2),
+    ),
+    "mvapich": (
+        {f"MVP_COMM_WORLD_{name}": value for name, value in zip(PLACE, "2402", strict=True)},
+        LaunchInfo("mvapich", 2, 4, 0, 2, 1, 2),
+    ),
+    "intel-mpi": (
+        {**MPICH, "I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_RANK": "1"},
+        LaunchInfo("mpich", 1, 2, 1, 2),
+    ),
+    "flux": (FLUX, LaunchInfo("flux", 2, 4, 0, 1, 2, 4, placed=False)),
+    "flux-with-pmi": (
+        {**FLUX, "PMI_RANK": "2", "PMI_SIZE": "4"},
+        LaunchInfo("flux", 2, 4, 0, 1, 2, 4, placed=False),
+    ),
+    "flux-inside-slurm": (
+        {**DAEMON, "SLURM_PROCID": "0", **FLUX},
+        LaunchInfo("flux", 2, 4, 0, 1, 2, 4, placed=False),
+    ),
+    "pmi-alone": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        LaunchInfo("mpich", 1, 2, 0, 1, 1, 2, placed=False),
+    ),
+    "pals": (
+        {
+            "PALS_RANKID": "1",
+            "PALS_NODEID": "0",
+            "PALS_LOCAL_RANKID": "1",
+            "PALS_APID": "x",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+            "PMI_LOCAL_RANK": "1",
+            "PMI_LOCAL_SIZE": "2",
+        },
+        LaunchInfo("mpich", 1, 2, 1, 2),
+    ),
+    "srun-with-pmix": ({**SLURM, "PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.1.0"}, SLURM_INFO),
+    "openmpi-with-pmix": ({**OPENMPI, "PMIX_RANK": "2"}, LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2)),
     "slurm-short-job-id": (
         {**SLURM, "SLURM_JOB_ID": "7"},
         dataclasses.replace(SLURM_INFO, master_port=15007),
@@ -203,7 +310,25 @@ REFUSED = {
         without(TORCHRUN, "LOCAL_RANK"),
         ["RANK='5'", "WORLD_SIZE='8'", "missing LOCAL_RANK"],
     ),
-    "torch-world-size-alone": ({"WORLD_SIZE": "2"}, ["missing RANK, LOCAL_RANK"]),
+    "torch-world-size-alone": ({"WORLD_SIZE": "2"}, ["WORLD_SIZE='2'", "missing RANK", "Set both or none"]),
+    "torch-rank-alone": ({"RANK": "0", "MASTER_ADDR": "h"}, ["RANK='0'", "missing WORLD_SIZE"]),
+    "torch-local-rank-alone": ({"LOCAL_RANK": "0"}, ["missing RANK, WORLD_SIZE"]),
+    "kubernetes-rank-too-big": ({**PYTORCHJOB, "RANK": "2"}, ["RANK='2'", "rank 2 of 2"]),
+    "kubernetes-empty-world": ({**PYTORCHJOB, "WORLD_SIZE": "0"}, ["WORLD_SIZE='0'"]),
+    "slurm-interactive-shell": (
+        INTERACTIVE,
+        ["shell that salloc opened for job 1234567", "SLURM_NTASKS='4'", "srun python"],
+    ),
+    "pmix-alone": (
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"},
+        ["PMIx started this process (PMIX_RANK='0', PMIX_NAMESPACE='job')", "how many", "mpiexec"],
+    ),
+    "pals-without-pmi": ({"PALS_RANKID": "0"}, ["PALS started this process", "RANK and WORLD_SIZE"]),
+    "aprun": ({"ALPS_APP_PE": "0"}, ["aprun started this process", "ALPS_APP_PE='0'"]),
+    "jsrun-partly": (without(JSRUN, "JSM_NAMESPACE_SIZE"), ["missing JSM_NAMESPACE_SIZE", "jsrun sets"]),
+    "mvapich-partly": ({"MV2_COMM_WORLD_RANK": "0"}, ["missing MV2_COMM_WORLD_SIZE", "mpirun_rsh"]),
+    "flux-partly": ({"FLUX_TASK_RANK": "0"}, ["missing FLUX_JOB_SIZE", "flux run"]),
+    "flux-against-slurm": ({**SLURM, **FLUX}, ["SLURM_PROCID='3'", "FLUX_TASK_RANK='2'", "contradict"]),
     "torch-nodes-unknown": (
         {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
         ["missing LOCAL_WORLD_SIZE"],
@@ -283,7 +408,7 @@ def test_detection_leaves_the_environment_alone_and_asks_the_given_expander():
     assert environ == SLURM
 
 
-@given(st.dictionaries(st.sampled_from([*TORCHRUN, *SLURM, *OPENMPI, *MPICH, *HOROVOD]),
+@given(st.dictionaries(st.sampled_from([*TORCHRUN, *SLURM, *OPENMPI, *MPICH, *HOROVOD, *JSRUN, *FLUX]),
                        st.sampled_from(["", "0", "1", "2", "4", "x", "n[1-2]"])))  # fmt: skip
 def test_any_environment_gives_a_possible_place_or_a_typed_error(environ):
     try:

@@ -23,7 +23,8 @@ import oracle
 import worlds
 from asynccoll import dispatch
 from asynccoll.backends import capabilities_of
-from asynccoll.backends.rendezvous import Announced, nodes_of
+from asynccoll.backends.assembly import Member
+from asynccoll.backends.rendezvous import nodes_of
 from asynccoll.explaining import explain_offline
 from asynccoll.runtime import current
 from asynccoll.spec import (
@@ -80,9 +81,9 @@ def test_equal_nodes(node_of: list[int], nodes: int) -> None:
 
 def test_a_node_is_one_by_name_and_by_the_launcher() -> None:
     """Hosts may all have one name, and a launcher's blocks of ranks may be a guess."""
-    assert nodes_of([Announced("a"), Announced("b"), Announced("a")]) == (0, 1, 0)
-    assert nodes_of([Announced("a", 0), Announced("a", 0), Announced("a", 1)]) == (0, 0, 1)
-    assert nodes_of([Announced("a", 0), Announced("b", 0), Announced("a", 1), Announced("b", 1)]) == (
+    assert nodes_of([Member("a"), Member("b"), Member("a")]) == (0, 1, 0)
+    assert nodes_of([Member("a", 0), Member("a", 0), Member("a", 1)]) == (0, 0, 1)
+    assert nodes_of([Member("a", 0), Member("b", 0), Member("a", 1), Member("b", 1)]) == (
         0,
         1,
         2,

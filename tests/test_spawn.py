@@ -203,21 +203,21 @@ def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
 def test_ranks_outlive_the_thread_that_spawned_them(method: str, tmp_path: Path) -> None:
     """To the kernel their parent is a thread; the ranks belong to the process all the same."""
     code = """
-        import sys, threading, time
+        import sys, threading
         from pathlib import Path
         import asynccoll as ac, spawned
 
         def start():
             contexts.append(ac.spawn("gloo", spawned.linger, (sys.argv[1],), nproc_per_node=2, join=False,
                                      start_method=sys.argv[2]))
+            while len(list(Path(sys.argv[1]).glob("here-*"))) < 2:  # an exit shows in join
+                contexts[0].join(0.01)
 
         if __name__ == "__main__":
             contexts = []
             thread = threading.Thread(target=start)
             thread.start()
             thread.join()
-            while len(list(Path(sys.argv[1]).glob("here-*"))) < 2:  # an exit shows in join
-                contexts[0].join(0.01)
             Path(sys.argv[1], "go").touch()
             while not contexts[0].join():
                 pass

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from asynccoll.backends import horovod_library
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
-from asynccoll.launch.env import LaunchInfo, detect
+from asynccoll.launch.env import MPI_LAUNCHERS, LaunchInfo, detect
 from asynccoll.launch.slurm import expand_with_scontrol
 
 if TYPE_CHECKING:
@@ -147,12 +147,12 @@ def _choose(launch: LaunchInfo | None) -> str:
     if launch is not None:
         if launch.launcher == "serial":
             return "serial"
-        by_launcher = {"horovod": "horovod", "openmpi": "mpi", "mpich": "mpi", "tpu": "xla-tpu"}
+        by_launcher = {"horovod": "horovod", "tpu": "xla-tpu", **dict.fromkeys(MPI_LAUNCHERS, "mpi")}
         chosen = by_launcher.get(launch.launcher)
         if chosen is not None:
             return chosen
     if torch.cuda.is_available() and dist.is_nccl_available():
-        ranks_here = launch.local_world_size if launch is not None else 1
+        ranks_here = 1 if launch is None or launch.own_gpus else launch.local_world_size
         if torch.cuda.device_count() >= ranks_here:
             return "nccl"
     return "gloo"

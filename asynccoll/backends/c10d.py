@@ -30,8 +30,7 @@ from asynccoll.backends.channels import Channels
 from asynccoll.backends.published import publish, withdraw
 from asynccoll.backends.rendezvous import (
     LOOPBACK,
-    announce,
-    announced,
+    come_together,
     locate,
     matching_launch,
     nodes_of,
@@ -299,10 +298,8 @@ def create(request: Request) -> Context:
     store, rank, world_size = rendezvous(request)
     threads = isinstance(store, dist.HashStore) and world_size > 1
     meeting_host = host_of(store)
-    store = own_part(store, rank)
-    hosts = dist.PrefixStore("hosts", store)
-    announce(hosts, rank, world_size, request.launch, by_node)
-    identity = locate(request.launch, hosts, rank, world_size)
+    store, members = come_together(store, rank, world_size, request, by_node)
+    identity = locate(request.launch, rank, world_size, members)
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
     owns_default = not threads and not dist.is_initialized()
@@ -320,8 +317,7 @@ def create(request: Request) -> Context:
             )
     except RuntimeError as error:  # from torch's store, or from gloo
         own_interface.take_back(exported)
-        raise not_met(error, hosts, rank, world_size) from error
-    said = announced(hosts, rank, world_size)
+        raise not_met(error, rank, world_size) from error
     backend = C10dBackend(
         request.backend,
         timeout=request.timeout,
@@ -340,8 +336,8 @@ def create(request: Request) -> Context:
         timeout=request.timeout,
         check=request.check,
         thread_rank=threads,
-        nodes=nodes_of(said),
-        by_node=said[0].by_node,
+        nodes=nodes_of(members),
+        by_node=members[0].by_node,
     )
     context.world.lane().open()
     return context
@@ -380,7 +376,7 @@ def adopt(
     from asynccoll.context import Context
 
     by_device = parse_backend(name)
-    identity = locate(matching_launch(rank, world_size), None, rank, world_size)
+    identity = locate(matching_launch(rank, world_size), rank, world_size, [])
     backend = C10dBackend(
         name,
         timeout=timeout,

@@ -6,17 +6,15 @@ rank and a world size; and tells which ranks share a node.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import socket
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from asynccoll.backends.agent import is_agents, meet_under_one_agent
+from asynccoll.backends.assembly import Member, assemble
 from asynccoll.backends.tcpstore import LOOPBACK, connect
 from asynccoll.context import Identity
 from asynccoll.errors import (
@@ -26,16 +24,14 @@ from asynccoll.errors import (
     PeerLostError,
 )
 from asynccoll.launch.env import LaunchInfo, detect
-from asynccoll.store import values
+from asynccoll.launch.host import node_name
 
 if TYPE_CHECKING:
     from asynccoll.backends import Request
 
 __all__ = [
     "LOOPBACK",
-    "Announced",
-    "announce",
-    "announced",
+    "come_together",
     "locate",
     "matching_launch",
     "nodes_of",
@@ -70,7 +66,10 @@ def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
 
 
 def own_part(store: dist.Store, rank: int) -> dist.Store:
-    """The part of ``store`` for this life of the world: nothing that an earlier one wrote is in it."""
+    """The part of the user's group's ``store`` for this life of ours beside it.
+
+    Nobody is waited for: the ranks of one group go through the same lives.
+    """
     life = store.add(f"asynccoll/lives/{rank}", 1)
     return dist.PrefixStore(f"asynccoll/{life}", store)
 
@@ -107,11 +106,12 @@ def _meet_at(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, int, int]:
     # torchrun's agent already serves a store at its address; its workers are all clients then.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
-        (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    )
+    agent = is_agents(host, port)
     try:
-        store = connect(host, port, serve=rank == 0 and not agent, timeout=timeout)
+        own = meet_under_one_agent(rank, world_size, timeout) if agent else None
+        if own is not None:
+            return own, rank, world_size
+        store = connect(host, port, serve=rank == 0 and not agent, timeout=timeout, knock=not agent)
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} found no store at {host}:{port} within "
@@ -123,64 +123,37 @@ def _meet_at(
     return store, rank, world_size
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """What each rank tells the others: its host, the node that its launcher says, what its user wishes."""
-
-    host: str
-    node: int | None = None
-    by_node: bool | None = None
-
-
-def announce(
-    store: dist.Store, rank: int, world_size: int, launch: LaunchInfo | None, by_node: bool | None
-) -> None:
-    """Say that this rank has come, and where it is."""
-    node = launch.node_rank if launch is not None and _speaks_of(launch, rank, world_size) else None
-    store.set(f"host/{rank}", json.dumps(asdict(Announced(socket.gethostname(), node, by_node))))
+def come_together(
+    store: dist.Store, rank: int, world_size: int, request: Request, by_node: bool | None
+) -> tuple[dist.Store, list[Member]]:
+    """This world's part of ``store``, and what each of its ranks says of itself; waits for all of them."""
+    launch = request.launch
+    told = launch is not None and launch.placed and _speaks_of(launch, rank, world_size)
+    me = Member(node_name(), launch.node_rank if told and launch is not None else None, by_node)
+    return assemble(store, rank, world_size, me, request.timeout)
 
 
-def announced(store: dist.Store, rank: int, world_size: int) -> list[Announced]:
-    """What the ranks have announced; waits for all of them."""
-    try:
-        said = values(store, [f"host/{index}" for index in range(world_size)])
-    except RuntimeError as error:
-        raise not_met(error, store, rank, world_size) from error
-    return [Announced(**json.loads(one)) for one in said]
+def nodes_of(members: list[Member]) -> tuple[int, ...]:
+    """The node of each rank: one and the same by its name and, where there is one, by the launcher.
 
-
-def nodes_of(said: list[Announced]) -> tuple[int, ...]:
-    """The node of each rank: one and the same by the hosts' names and, where there is one, by the launcher.
-
-    Names alone may be alike on all hosts, and what a launcher does not say is guessed from the local ranks.
+    What a launcher does not say is guessed from the local ranks.
     """
     numbers: dict[tuple[str, int | None], int] = {}
-    return tuple(numbers.setdefault((one.host, one.node), len(numbers)) for one in said)
+    return tuple(numbers.setdefault((one.host, one.node), len(numbers)) for one in members)
 
 
 def _speaks_of(launch: LaunchInfo, rank: int, world_size: int) -> bool:
     return (launch.rank, launch.world_size) == (rank, world_size)
 
 
-def not_met(
-    error: BaseException, store: dist.Store, rank: int, world_size: int
-) -> CollectiveTimeoutError | PeerLostError:
-    """The error for a world that did not come together: who has not come, or why those that have do not meet.
-
-    ``store`` is where they ``announce`` themselves.
-    """
-    missing: list[int] = []
-    with contextlib.suppress(RuntimeError):
-        missing = [index for index in range(world_size) if not store.check([f"host/{index}"])]
-    if not missing:
-        return PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}")
-    who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    return CollectiveTimeoutError(f"rank {rank} waited in vain for {who} of {world_size} to come: {error}")
+def not_met(error: BaseException, rank: int, world_size: int) -> PeerLostError:
+    """The error for ranks that have all come, and cannot connect to each other."""
+    return PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}")
 
 
-def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world_size: int) -> Identity:
-    """Which node this rank is on: the launcher's word, else host names compared through the store."""
-    if launch is not None and _speaks_of(launch, rank, world_size):
+def locate(launch: LaunchInfo | None, rank: int, world_size: int, members: list[Member]) -> Identity:
+    """Which node this rank is on: the launcher's word, else the names of the members' nodes compared."""
+    if launch is not None and launch.placed and _speaks_of(launch, rank, world_size):
         return Identity(
             rank,
             world_size,
@@ -189,9 +162,9 @@ def locate(launch: LaunchInfo | None, store: dist.Store | None, rank: int, world
             launch.node_rank,
             launch.nnodes,
         )
-    if store is None or world_size == 1:
+    if len(members) != world_size or world_size == 1:
         return Identity(rank, world_size, rank, world_size)
-    hosts = [one.host for one in announced(store, rank, world_size)]
+    hosts = [one.host for one in members]
     nodes = list(dict.fromkeys(hosts))
     mine = [index for index in range(world_size) if hosts[index] == hosts[rank]]
     return Identity(rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes))

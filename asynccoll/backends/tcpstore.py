@@ -16,6 +16,8 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
+from asynccoll.backends.resolver import without_lookups
+
 __all__ = ["LOOPBACK", "connect", "served"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -31,8 +33,10 @@ _NAME_SECONDS = 30.0
 served: dict[tuple[str, int], dist.TCPStore] = {}
 
 
-def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TCPStore:
+def connect(host: str, port: int, *, serve: bool, timeout: timedelta, knock: bool = True) -> dist.TCPStore:
     """The store at ``host:port``, served here if ``serve``; at any free port if that is 0.
+
+    ``knock=False`` spares a server that is known to be there the connection that finds out.
 
     Raises:
         OSError: nobody serves it within ``timeout``.
@@ -42,17 +46,18 @@ def connect(host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TC
     listener = _listener(host, port) if serve else None
     if listener is not None:
         port = listener.getsockname()[1]
-    if not serve:
+    if knock and not serve:
         _await_server(host, port, timeout.total_seconds())
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=serve,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,  # one server per address and process, shared with torch's own
-        master_listen_fd=listener.detach() if listener is not None else None,  # the store closes it
-    )
+    with without_lookups(host):
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=serve,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # one server per address and process, shared with torch's own
+            master_listen_fd=listener.detach() if listener is not None else None,  # the store closes it
+        )
     if serve:
         served.clear()
         served[host, port] = store

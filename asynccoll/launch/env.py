@@ -3,7 +3,8 @@
 ``detect`` reads a mapping and touches nothing else, so every launcher can be tested from a table.
 It must not know about backends or process groups, and it never changes the environment. Launchers
 are asked in the order of trust: the torch variables (``asynccoll run`` and torchrun set them),
-SLURM, Open MPI, MPICH and other PMI launchers, Horovod, TPU; else the process stands alone.
+SLURM, the launchers of MPI libraries, Horovod, TPU; else the process stands alone. A process that shows
+marks of a launcher which does not say how many ranks there are is refused, never taken for a world of one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from asynccoll.errors import LaunchEnvironmentError
-from asynccoll.launch.info import LaunchInfo, Variables, blockwise, checked, with_master
+from asynccoll.launch.info import LaunchInfo, Variables, blockwise, checked, unplaced, with_master
 from asynccoll.launch.slurm import expand_hostlist
 from asynccoll.launch.slurm_env import REQUIRED as SLURM_TASK
 from asynccoll.launch.slurm_env import ExpandHosts, from_slurm, placed_by_slurm
 
-__all__ = ["LaunchInfo", "detect"]
+__all__ = ["MPI_LAUNCHERS", "LaunchInfo", "detect"]
 
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -44,13 +45,20 @@ def detect(environ: Mapping[str, str], *, expand_hosts: ExpandHosts = expand_hos
 # --- torch variables ------------------------------------------------------------------------
 
 
+#: Torch variables that say something about the node.
+_TORCH_NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
 def _from_torch(variables: Variables) -> LaunchInfo:
-    """The place given by RANK, LOCAL_RANK and WORLD_SIZE, which come all or none."""
+    """The place given by RANK and WORLD_SIZE, with LOCAL_RANK and its siblings or without any of them."""
+    if not variables.any(_TORCH_NODE):
+        return _from_bare_torch(variables)
     variables.require(
         "torchrun",
         _TORCH,
-        "Set all of RANK, LOCAL_RANK and WORLD_SIZE or none: `asynccoll run` and torchrun set"
-        " them; with one process per node LOCAL_RANK is 0",
+        "Set RANK and WORLD_SIZE, and with any of LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK also"
+        " LOCAL_RANK, or none of them: `asynccoll run` and torchrun set all; with one process per node"
+        " LOCAL_RANK is 0",
     )
     rank, local_rank, world_size = (variables.integer(name) for name in _TORCH)
     local_world_size = variables.first("LOCAL_WORLD_SIZE")
@@ -72,6 +80,16 @@ def _from_torch(variables: Variables) -> LaunchInfo:
         node_rank=info.node_rank if node_rank is None else node_rank,
         nnodes=variables.first("GROUP_WORLD_SIZE") or info.nnodes,
     )
+    return checked(with_master(info, variables), variables, named)
+
+
+def _from_bare_torch(variables: Variables) -> LaunchInfo:
+    """The place of a process that is told no more than torch's ``env://`` needs, as in a Kubernetes job."""
+    named = ("RANK", "WORLD_SIZE")
+    variables.require(
+        "torch", named, "Set both or none; a Kubernetes job sets them with MASTER_ADDR and MASTER_PORT"
+    )
+    info = unplaced("torchrun", *(variables.integer(name) for name in named))
     return checked(with_master(info, variables), variables, named)
 
 
@@ -112,7 +130,7 @@ def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchIn
         return _inner(variables) or from_slurm(variables, expand_hosts)
     slurm = from_slurm(variables, expand_hosts)
     for launcher in _LAUNCHERS:
-        names = (launcher.rank, launcher.world_size)
+        names = launcher.place()
         if not variables.all(names):
             continue
         if slurm.local_world_size == 1 and variables.any(launcher.local_rank):
@@ -139,21 +157,43 @@ class _Launcher:
     name: str
     rank: str
     world_size: str
+    #: Alternatives. Where a launcher tells nothing about the node, the ranks find that out together.
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
     command: str
     node_rank: str | None = None
     nnodes: str | None = None
 
+    def place(self) -> tuple[str, str]:
+        """The two without which there is no place."""
+        return self.rank, self.world_size
 
-_LAUNCHERS = (
+
+def _siblings(name: str, prefix: str, command: str) -> _Launcher:
+    """A launcher whose variables differ in their endings only."""
+    return _Launcher(
+        name,
+        rank=f"{prefix}_RANK",
+        world_size=f"{prefix}_SIZE",
+        local_rank=(f"{prefix}_LOCAL_RANK",),
+        local_world_size=(f"{prefix}_LOCAL_SIZE",),
+        command=command,
+    )
+
+
+#: Those that start programs of an MPI library. Some set the variables of others besides: first come first.
+_OF_MPI = (
+    _siblings("jsrun", "JSM_NAMESPACE", "jsrun"),
+    _siblings("openmpi", "OMPI_COMM_WORLD", "Open MPI's mpiexec"),
+    _siblings("mvapich", "MV2_COMM_WORLD", "MVAPICH's mpirun_rsh"),
+    _siblings("mvapich", "MVP_COMM_WORLD", "MVAPICH's mpirun_rsh"),
     _Launcher(
-        "openmpi",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        command="Open MPI's mpiexec",
+        "flux",
+        rank="FLUX_TASK_RANK",
+        world_size="FLUX_JOB_SIZE",
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        local_world_size=(),
+        command="flux run",
     ),
     _Launcher(
         "mpich",
@@ -163,33 +203,56 @@ _LAUNCHERS = (
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         command="MPICH's mpiexec",
     ),
-    _Launcher(
-        "horovod",
-        rank="HOROVOD_RANK",
-        world_size="HOROVOD_SIZE",
-        local_rank=("HOROVOD_LOCAL_RANK",),
-        local_world_size=("HOROVOD_LOCAL_SIZE",),
-        command="horovodrun",
+)
+
+#: The names of those, as ``LaunchInfo.launcher`` has them.
+MPI_LAUNCHERS = frozenset(launcher.name for launcher in _OF_MPI)
+
+_LAUNCHERS = (
+    *_OF_MPI,
+    replace(
+        _siblings("horovod", "HOROVOD", "horovodrun"),
         node_rank="HOROVOD_CROSS_RANK",
         nnodes="HOROVOD_CROSS_SIZE",
     ),
 )
 
+#: Marks of launchers that tell rank and size to their own library only.
+_MUTE = {
+    "PMIx": ("PMIX_RANK", "PMIX_NAMESPACE"),
+    "PALS": ("PALS_RANKID", "PALS_APID"),
+    "aprun": ("ALPS_APP_PE",),
+}
+
 
 def _inner(variables: Variables) -> LaunchInfo | None:
     """The place an MPI launcher, horovodrun or a TPU runtime gave this process, if one did."""
     for launcher in _LAUNCHERS:
-        if variables.any((launcher.rank, launcher.world_size)):
+        if variables.any(launcher.place()):
             return _from_launcher(launcher, variables)
+    for name, marks in _MUTE.items():
+        if variables.any(marks):
+            raise LaunchEnvironmentError(
+                f"{name} started this process ({variables.show(marks)}), but the environment does not say of"
+                " how many ranks. Set RANK and WORLD_SIZE (and MASTER_ADDR and MASTER_PORT) for each rank,"
+                " pass rank= and world_size= to ac.initialize, or start the ranks with mpiexec, srun or"
+                " `asynccoll run`"
+            )
     return _from_tpu(variables)
 
 
 def _from_launcher(launcher: _Launcher, variables: Variables) -> LaunchInfo:
+    local = (*launcher.local_rank, *launcher.local_world_size)
+    if not launcher.local_world_size or not variables.any(local):
+        names: tuple[str, ...] = launcher.place()
+        variables.require(launcher.name, names, f"{launcher.command} sets both; unset the stale one")
+        info = unplaced(launcher.name, *(variables.integer(name) for name in names))
+        return checked(with_master(info, variables), variables, names)
     local_rank, local_world_size = (
         next((name for name in names if variables.any((name,))), names[0])
         for names in (launcher.local_rank, launcher.local_world_size)
     )
-    names: tuple[str, ...] = (launcher.rank, launcher.world_size, local_rank, local_world_size)
+    names = (*launcher.place(), local_rank, local_world_size)
     variables.require(launcher.name, names, f"{launcher.command} sets all of them; unset the stale ones")
     info = blockwise(launcher.name, *(variables.integer(name) for name in names))
     if launcher.node_rank and launcher.nnodes:

@@ -10,12 +10,17 @@ from dataclasses import dataclass, replace
 
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["LaunchInfo", "Variables", "blockwise", "checked", "with_master"]
+__all__ = ["LaunchInfo", "Variables", "blockwise", "checked", "unplaced", "with_master"]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """This process's place in the job, and where its ranks can meet if the launcher says so."""
+    """This process's place in the job, and where its ranks can meet if the launcher says so.
+
+    ``placed`` is False where the launcher does not say which ranks share a node: local ranks and nodes are
+    then found out when the ranks meet, and here each stands as if alone on its node. ``own_gpus`` is True
+    where it shows each rank GPUs of its own instead of all of the node's.
+    """
 
     launcher: str
     rank: int = 0
@@ -26,6 +31,8 @@ class LaunchInfo:
     nnodes: int = 1
     master_addr: str | None = None
     master_port: int | None = None
+    placed: bool = True
+    own_gpus: bool = False
 
 
 class Variables:
@@ -120,4 +127,11 @@ def blockwise(
         local_world_size=local_world_size,
         node_rank=rank // per_node,
         nnodes=-(-world_size // per_node),
+    )
+
+
+def unplaced(launcher: str, rank: int, world_size: int) -> LaunchInfo:
+    """A place in the job, where nobody says which ranks share a node."""
+    return LaunchInfo(
+        launcher, rank=rank, world_size=world_size, node_rank=rank, nnodes=world_size, placed=False
     )

@@ -1,8 +1,9 @@
 """The place SLURM's srun gave a task, out of the variables of its job and step.
 
 The step's own values go before those of the whole job, because a step may use fewer nodes. The
-meeting point follows the custom of other tools: the first host, and a port made of the job's
-number. The compressed notations are read in ``slurm.py``.
+meeting point follows the custom of other tools: the first host, and a port made of the job's number, here
+also of the step's, since steps of one job may run side by side. The compressed notations are read in
+``slurm.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from asynccoll.launch.slurm import expand_tasks_per_node
 
 __all__ = ["ExpandHosts", "from_slurm", "placed_by_slurm"]
 
-#: SLURM jobs meet at this port plus the last four digits of the job's number.
+#: The first step of a SLURM job meets at this port plus the last four digits of the job's number.
 BASE_PORT = 15000
+_PORTS = 10_000
+#: From one step to the next; without a divisor in common with the number of ports, so that none is met soon.
+_STEP = 2003
+
+#: The numbers from here on are no steps that srun was asked for, and the one of a shell that salloc opened.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_INTERACTIVE_STEP = 0xFFFFFFFA
 
 #: What every task that srun started has.
 REQUIRED = (
@@ -29,18 +37,23 @@ REQUIRED = (
     "SLURM_JOB_NUM_NODES",
 )
 
+_STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
+
 #: Turns a host list such as ``n[1-2]`` into the hosts' names.
 ExpandHosts = Callable[[str], Sequence[str]]
 
 
 def placed_by_slurm(variables: Variables) -> bool:
     """Whether SLURM says where this process is: it does for tasks, not for the shell of an allocation."""
-    return variables.all(REQUIRED) and not _in_batch_script(variables)
+    return variables.all(REQUIRED) and _shell(variables) is None
 
 
-def _in_batch_script(variables: Variables) -> bool:
-    """Whether this is sbatch's own shell, which is told rank 0 of a job that nobody has started yet."""
-    return variables.text("ENVIRONMENT") == "BATCH" and not variables.any(("SLURM_STEP_ID", "SLURM_STEPID"))
+def _shell(variables: Variables) -> str | None:
+    """Whose own shell this is, if it is one that is told rank 0 of a job that nobody has started yet."""
+    step = variables.first(*_STEP_ID)
+    if step == _INTERACTIVE_STEP:
+        return "the shell that salloc opened for"
+    return "the batch script of" if step is None and variables.text("ENVIRONMENT") == "BATCH" else None
 
 
 def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
@@ -50,15 +63,15 @@ def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
         REQUIRED,
         "Start the script with srun, or unset SLURM_JOB_ID to run it alone in this allocation",
     )
-    if _in_batch_script(variables) and variables.integer("SLURM_NTASKS") > 1:
+    shell = _shell(variables)
+    if shell is not None and variables.integer("SLURM_NTASKS") > 1:
         raise LaunchEnvironmentError(
-            f"this process was started by the batch script of job {variables.text('SLURM_JOB_ID')}, which is"
+            f"this process was started by {shell} job {variables.text('SLURM_JOB_ID')}, which is"
             f" for SLURM_NTASKS={variables.text('SLURM_NTASKS')!r} tasks, and not by srun: nobody has started"
-            " the other ranks. Write `srun python script.py` in the batch script (or unset SLURM_JOB_ID to"
-            " run it alone)"
+            " the other ranks. Write `srun python script.py` there (or unset SLURM_JOB_ID to run it alone)"
         )
     nnodes = variables.first("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1
-    world_size = variables.integer("SLURM_NTASKS")
+    world_size = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 0
     tasks = _tasks_per_node(variables, world_size, nnodes)
     rank, local_rank = variables.integer("SLURM_PROCID"), variables.integer("SLURM_LOCALID")
     node_rank = variables.first("SLURM_NODEID")
@@ -72,8 +85,10 @@ def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
         local_world_size=tasks[min(node_rank, len(tasks) - 1)],
         node_rank=node_rank,
         nnodes=nnodes,
+        own_gpus=_has_own_gpus(variables, tasks[min(node_rank, len(tasks) - 1)]),
     )
-    named = (*REQUIRED, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE")
+    of_step = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE")
+    named = (*REQUIRED, "SLURM_NODEID", *of_step)
     info = with_master(checked(info, variables, named), variables)
     return _with_slurm_master(info, variables, expand_hosts)
 
@@ -101,6 +116,14 @@ def _tasks_per_node(variables: Variables, world_size: int, nnodes: int) -> list[
     return [world_size // nnodes] * nnodes
 
 
+def _has_own_gpus(variables: Variables, tasks: int) -> bool:
+    """Whether each task sees GPUs of its own only, as with ``--gpus-per-task``, and not all of the node's."""
+    if variables.any(("SLURM_GPUS_PER_TASK",)) or "gres/gpu" in (variables.text("SLURM_TRES_PER_TASK") or ""):
+        return True
+    visible, on_node = variables.text("CUDA_VISIBLE_DEVICES"), variables.first("SLURM_GPUS_ON_NODE")
+    return bool(visible and on_node and tasks > 1 and len(visible.split(",")) * tasks <= on_node)
+
+
 def _node_of(rank: int, tasks: Sequence[int]) -> int:
     """The node of ``rank`` where nodes are filled one after the other."""
     for node, count in enumerate(tasks):
@@ -117,5 +140,7 @@ def _with_slurm_master(info: LaunchInfo, variables: Variables, expand_hosts: Exp
         nodes = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST") or ""
         address = expand_hosts(nodes)[0]
     if port is None:
-        port = BASE_PORT + variables.integer("SLURM_JOB_ID") % 10_000
+        step = variables.first(*_STEP_ID) or 0
+        later = step * _STEP if step < _FIRST_SPECIAL_STEP else 0
+        port = BASE_PORT + (variables.integer("SLURM_JOB_ID") + later) % _PORTS
     return replace(info, master_addr=address, master_port=port)

@@ -1,0 +1,30 @@
+"""Which node this process is on, in a word that is the same for all of its processes and for no others.
+
+A host's name alone is not enough: clones of one image are all called alike. The kernel's boot id tells them
+apart, and the name tells containers apart that share a kernel. Neither proves that memory can be shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+__all__ = ["VARIABLE", "node_name"]
+
+#: Says it instead: containers may know that they share a host, and tests make two nodes of one kernel.
+VARIABLE = "ASYNCCOLL_NODE"
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_name() -> str:
+    """The name of this node: what ``ASYNCCOLL_NODE`` says, else host name and boot id."""
+    said = os.environ.get(VARIABLE)
+    if said:
+        return said
+    boot = ""
+    with contextlib.suppress(OSError):  # not Linux
+        boot = _BOOT_ID.read_text().strip()
+    return f"{socket.gethostname()}/{boot}"

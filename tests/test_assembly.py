@@ -1,0 +1,110 @@
+"""How ranks come together at one meeting point: again, in other numbers, and after some were killed."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from asynccoll.backends.assembly import Member, assemble
+from asynccoll.errors import CollectiveTimeoutError
+from asynccoll.launch import host
+from patience import patient
+
+SECONDS = patient(20)
+
+
+@pytest.fixture(params=["hash", "tcp", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    """A meeting point."""
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS))
+
+
+def come(store: dist.Store, rank: int, size: int, seconds: float = SECONDS) -> tuple[dist.Store, list[str]]:
+    own = store.clone() if isinstance(store, dist.TCPStore) else store
+    part, members = assemble(own, rank, size, Member(f"host-{rank}"), seconds)
+    return part, [member.host for member in members]
+
+
+def meet(store: dist.Store, size: int) -> list[dist.Store]:
+    """All ranks of one life of a world; what each knows of the others is right."""
+    with ThreadPoolExecutor(size) as pool:
+        met = list(pool.map(lambda rank: come(store, rank, size), range(size)))
+    assert [hosts for _, hosts in met] == [[f"host-{rank}" for rank in range(size)]] * size
+    return [part for part, _ in met]
+
+
+def test_a_world_has_a_part_of_its_own_each_time(store: dist.Store) -> None:
+    """It may grow and shrink; nothing of an earlier world is in it, and all see the same."""
+    for life, size in enumerate([2, 3, 1, 5, 2]):
+        parts = meet(store, size)
+        assert not any(part.check(["key"]) for part in parts)
+        parts[-1].set("key", str(life))
+        assert [part.get("key") for part in parts] == [str(life).encode()] * size
+
+
+def test_a_rank_that_was_killed_while_it_waited_is_replaced(store: dist.Store) -> None:
+    """What it has written stays, and nobody takes it for the one that comes instead."""
+    for killed in (0, 1, 2):
+        with pytest.raises(CollectiveTimeoutError):
+            come(store, killed, 3, seconds=0.01)
+        parts = meet(store, 3)
+        parts[0].set("key", "here")
+        assert [part.get("key") for part in parts] == [b"here"] * 3
+
+
+def test_a_rank_that_is_replaced_while_the_others_wait(store: dist.Store) -> None:
+    """They agree on a world with the one that is there, whenever the first was seen."""
+    own = [store.clone() if isinstance(store, dist.TCPStore) else store for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        with pytest.raises(CollectiveTimeoutError):
+            come(own[1], 1, 3, seconds=0.01)
+        waiting = [pool.submit(come, own[rank], rank, 3) for rank in (0, 2)]
+        while not store.check(["asynccoll/world/1/agreed/2"]):  # rank 0 has counted the dead rank 1 in
+            pass
+        waiting.append(pool.submit(come, own[1], 1, 3))
+        parts = [one.result()[0] for one in waiting]
+    parts[0].set("key", "here")
+    assert [part.get("key") for part in parts] == [b"here"] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_does_not_come_is_named(rank: int) -> None:
+    """By the first as by the others, also where earlier worlds were complete."""
+    store = dist.HashStore()
+    meet(store, 3)
+    other = 2 - rank
+    done = threading.Event()
+
+    def come_in_vain() -> None:
+        with pytest.raises(CollectiveTimeoutError):
+            come(store, other, 3, seconds=0.5)
+        done.set()
+
+    threading.Thread(target=come_in_vain).start()
+    with pytest.raises(CollectiveTimeoutError, match=f"rank {rank} waited in vain for rank 1 of 3"):
+        come(store, rank, 3, seconds=0.5)
+    assert done.wait(SECONDS)
+
+
+def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path: Path) -> None:
+    """Equal names on two kernels are two nodes; one kernel is one."""
+    monkeypatch.delenv(host.VARIABLE, raising=False)
+    here = host.node_name()
+    assert host.node_name() == here
+    monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text("another\n")
+    assert host.node_name() not in (here, "")
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "another")
+    (tmp_path / "boot_id").unlink()
+    assert host.node_name() not in (here, "")
+    monkeypatch.setenv(host.VARIABLE, "rack 7")
+    assert host.node_name() == "rack 7"
