@@ -125,7 +125,7 @@ def _parent(process: _Process) -> Context | None:
     if process.parent is None and process.inherited is not None and dist.is_initialized():
         # Nothing of ours was used in the parent: torch's group says the rest.
         process.parent = backends.adopt(
-            dist.get_backend(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off"
+            backends.of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off"
         )
         process.parent_adopted = True
     return process.parent
@@ -205,7 +205,7 @@ def _adopt(process: _Process) -> Context:
             _abandon(process, process.adopted[1])
         store = dist.distributed_c10d._get_default_store()
         context = backends.adopt(
-            dist.get_backend(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
+            backends.of_torch(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
         context.joined = True
         process.adopted = (weakref.ref(native), context)

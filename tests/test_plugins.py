@@ -16,7 +16,7 @@ from asynccoll.context import Context, Identity
 def create(request):
     options = request.take_options("flavour")
     backend = SerialBackend()
-    backend.name = f"toy of {options.get('flavour', 'nothing')}"
+    backend.name = f"toy of {options['flavour']}" if options else "toy"
     return Context(backend, Identity(), check=request.check)
 """
 METADATA = "Metadata-Version: 2.1\nName: toy-backend\nVersion: 1.0\n"
@@ -75,3 +75,36 @@ def test_a_backend_that_does_not_load(tmp_path: Path, installed: dict[str, str])
     assert ended.code == 0, ended.err
     assert "toy_backend_that_is_not" in ended.out
     assert "pip install toy-backend" in ended.out
+
+
+ON_SYNC = """
+    import asynccoll.sync as idist
+    print("toy" in idist.available_backends())
+    idist.initialize("toy")
+    print(idist.backend(), idist.model_name(), idist.get_world_size(), idist.all_reduce(5))
+    idist.finalize()
+    print(idist.backend())
+"""
+
+
+def test_sync_takes_a_backend_of_another_package(tmp_path: Path, installed: dict[str, str]) -> None:
+    """By its name, as a computation model of its own."""
+    (ended,) = scripts.run(tmp_path, ON_SYNC, launched=False, env=installed)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines() == ["True", "toy toy-dist 1 5", "None"]
+
+
+EXPLAINS = """
+    from asynccoll.cli import main
+    import sys
+    sys.argv = ["asynccoll", "explain", "all_reduce", "--backend", "toy", "--world-size", "2"]
+    sys.exit(main())
+"""
+
+
+def test_explain_of_a_backend_that_does_not_tell(tmp_path: Path, installed: dict[str, str]) -> None:
+    """One line that says what its package lacks, and exit code 2."""
+    (ended,) = scripts.run(tmp_path, EXPLAINS, launched=False, env=installed)
+    assert ended.code == 2, ended.err
+    assert "capabilities(name, device)" in ended.err
+    assert "Traceback" not in ended.err

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asynccoll.context import Context
     from asynccoll.spec import Capabilities
 
-__all__ = ["Request", "adopt", "available", "capabilities_of", "check_usable", "create"]
+__all__ = ["Request", "adopt", "available", "capabilities_of", "check_usable", "create", "of_torch", "others"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,12 @@ def _has(package: str) -> Callable[[], bool]:
     return lambda: importlib.util.find_spec(package) is not None
 
 
+_C10D = "asynccoll.backends.c10d:create"
 _TABLE: dict[str, _Entry] = {
     "serial": _Entry("asynccoll.backends.serial:create", lambda: True, ""),
-    "gloo": _Entry("asynccoll.backends.c10d:create", dist.is_gloo_available, "a torch built with gloo"),
+    "gloo": _Entry(_C10D, dist.is_gloo_available, "a torch built with gloo"),
     "nccl": _Entry(
-        "asynccoll.backends.c10d:create",
+        _C10D,
         lambda: dist.is_nccl_available() and torch.cuda.is_available(),
         "a torch built with CUDA and NCCL, and a GPU",
     ),
@@ -102,6 +103,26 @@ def _registered() -> dict[str, _Entry]:
 def available() -> tuple[str, ...]:
     """The names of the backends whose parts are all here, sorted."""
     return tuple(sorted(name for name, entry in _registered().items() if entry.present()))
+
+
+def others() -> tuple[str, ...]:
+    """The names of the backends that other packages have registered, sorted."""
+    return tuple(sorted(_registered().keys() - _TABLE.keys()))
+
+
+def of_torch() -> str:
+    """The backend of the default group that the user made with torch.
+
+    One that was made without naming a backend, as a DeviceMesh does, is of torch's choice for each device.
+    """
+    named = dist.get_backend()
+    if named != "undefined":
+        return named
+    chosen = [part.split(":", 1) for part in dist.get_backend_config().split(",")]
+    here = {device: native for device, native in chosen if device != "cuda" or torch.cuda.is_available()}
+    known = {("cpu:gloo",): "gloo", ("cpu:gloo", "cuda:nccl"): "nccl"}
+    parts = tuple(f"{device}:{native}" for device, native in sorted(here.items()))
+    return known.get(parts, ",".join(parts))
 
 
 def create(
@@ -181,7 +202,7 @@ def _is_of_torch(name: str) -> bool:
 def _factory(name: str) -> Callable[[Request], Context]:
     check_usable(name)
     if _is_of_torch(name):
-        return _load("asynccoll.backends.c10d:create")
+        return _load(_C10D)
     entry = _entry(name)
     try:
         return _load(entry.factory)
@@ -206,9 +227,25 @@ def _load(path: str) -> Callable[[Request], Context]:
 
 
 def capabilities_of(name: str, device: str) -> Capabilities:
-    """What backend ``name`` does for tensors on ``device``, without opening it."""
-    module = importlib.import_module(_entry(name).factory.partition(":")[0])
-    return cast("Capabilities", module.capabilities(name, device))
+    """What backend ``name`` does for tensors on ``device``, without opening it.
+
+    Raises:
+        BackendNotFoundError: it does not load.
+        InvalidArgumentError: it is another package's, which does not tell.
+    """
+    name = _normal(name)
+    path = _C10D if _is_of_torch(name) else _entry(name).factory
+    try:
+        module = importlib.import_module(path.partition(":")[0])
+    except ImportError as error:
+        raise BackendNotFoundError(f"backend {name!r} does not load: {error}") from error
+    told = getattr(module, "capabilities", None)
+    if told is None:
+        raise InvalidArgumentError(
+            f"backend {name!r} does not tell what it can do before it is opened: {module.__name__} has no "
+            "function capabilities(name, device) -> asynccoll.spec.Capabilities; ask ac.explain in its world"
+        )
+    return cast("Capabilities", told(name, device))
 
 
 def adopt(

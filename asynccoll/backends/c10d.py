@@ -23,6 +23,7 @@ import torch._C._distributed_c10d as _native
 import torch.distributed as dist
 
 from asynccoll.backends import interface as own_interface
+from asynccoll.backends import of_torch
 from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport
 from asynccoll.backends.c10d_completion import HostCompletion, StreamCompletion
 from asynccoll.backends.c10d_tables import GLOO, NCCL, OTHER
@@ -363,7 +364,7 @@ def _default_group() -> tuple[str, dist.Store, int, int] | None:
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
-    return dist.get_backend(), store, dist.get_rank(), dist.get_world_size()
+    return of_torch(), store, dist.get_rank(), dist.get_world_size()
 
 
 def adopt(

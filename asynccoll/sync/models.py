@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 import asynccoll as ac
+from asynccoll.backends import others
 
 __all__ = ["MODELS", "Model", "by_backend", "registered_computation_models"]
 
@@ -50,7 +51,10 @@ HOROVOD = Model(
 )
 MPI = Model("mpi-dist", _here("mpi"))
 
-MODELS = (SERIAL, NATIVE, XLA, HOROVOD, MPI)
+#: Those of other packages, each a model of its own.
+OTHERS = tuple(Model(f"{name}-dist", (name,)) for name in others())
+
+MODELS = (SERIAL, NATIVE, XLA, HOROVOD, MPI, *OTHERS)
 
 #: Those that can be used here, as ``ignite.distributed.registered_computation_models``.
 registered_computation_models: tuple[Model, ...] = tuple(
@@ -58,8 +62,9 @@ registered_computation_models: tuple[Model, ...] = tuple(
 )
 
 _BY_BACKEND = {"xla-tpu": XLA, "horovod": HOROVOD, "mpi": MPI, "serial": SERIAL}
+_BY_BACKEND |= {name: model for model in OTHERS for name in model.available_backends}
 
 
 def by_backend(backend: str) -> Model:
     """The model that a backend belongs to; whatever torch knows besides is native."""
-    return _BY_BACKEND.get(backend, NATIVE)
+    return _BY_BACKEND.get(backend.lower(), NATIVE)
