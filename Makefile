@@ -35,7 +35,8 @@ test: lint types docs system ## everything: lint, types, docs, then all tests on
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks faults forks gather groups \
-	lanes modes objects p2p reduce reduce_scatter scaling scatter sync_parity training work
+	lanes modes objects p2p reduce reduce_scatter refusals scaling scatter sync_parity \
+	training work
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_levels mpi_launch spawn parallel \
 	slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi

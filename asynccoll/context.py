@@ -7,6 +7,7 @@ threads of one process, each has its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -142,6 +143,8 @@ class Context:
         self.closed = True
         self.watch.stop()
         self.refusals.close()
+        if not abort:
+            self._say_how_far()
         for group in self._sorted_groups():
             group.close(abort=abort)
         self.backend.close(abort=abort)
@@ -150,6 +153,24 @@ class Context:
         self.liveness.close()
         if self.clients is not None:
             self.clients.close()
+
+    def _say_how_far(self) -> None:
+        """Tell the peers which calls this rank has made, so that they do not take it for lost in those."""
+        if self.clients is None or self.world_size == 1 or self.thread_rank:
+            return
+        made = {f"{lane.group.key}/{lane.key}": lane.sequence for lane in self.lanes()}
+        with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
+            store.set(_farewell(self.rank), json.dumps(made))
+
+    def _farewells(self, ranks: tuple[int, ...]) -> dict[int, dict[str, int]]:
+        """Those of ``ranks`` that have left in order, and how far they were on each lane."""
+        said: dict[int, dict[str, int]] = {}
+        if self.clients is not None:
+            with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
+                for rank in ranks:
+                    if store.check([_farewell(rank)]):
+                        said[rank] = json.loads(store.get(_farewell(rank)))
+        return said
 
     def _leave(self, patience: float) -> None:
         """Say goodbye in the store; rank 0, which may serve it, stays until all have, or are dead."""
@@ -211,11 +232,16 @@ class Context:
             if error is None
             else self.liveness.lost(ranks, patience=0.3)
         )
+        left = self._farewells(lost)
+        if error is None:  # who has left did its part in what it had called: that may end
+            key = f"{lane.group.key}/{lane.key}"
+            lost = tuple(r for r in lost if r not in left or lane.needs(r, left[r].get(key, 0)))
         if not lost:
             return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
+        gone = "has left its world (finalize)" if set(lost) <= left.keys() else "is gone"
         heard = f"; {error}" if error is not None else f": {lane} cannot go on"
-        named = PeerLostError(f"{who} is gone{heard}", lost)
+        named = PeerLostError(f"{who} {gone}{heard}", lost)
         named.__cause__ = error.__cause__ if error is not None else None
         return named
 
@@ -226,6 +252,10 @@ class Context:
             threading.Thread(
                 target=_quietly, args=(communicator.abort,), name="asynccoll-abort", daemon=True
             ).start()
+
+
+def _farewell(rank: int) -> str:
+    return f"farewell/{rank}"
 
 
 def _quietly(action: Any) -> None:

@@ -149,6 +149,11 @@ class Group:
             )
         return native
 
+    def known_by(self, key: str) -> Lane:
+        """The lane whose ranks meet by ``key``."""
+        with self._lock:
+            return next(lane for lane in self.opened.values() if lane.key == key)
+
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""
         with self._lock:

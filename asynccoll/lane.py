@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import actors
-from asynccoll.completion import READY, Completion, Promise, Ready
+from asynccoll.completion import Completion, Promise, Ready
+from asynccoll.cut import Cut, Refusal, Verdict
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
@@ -44,6 +45,9 @@ BACKWARD = "/backward"
 #: More calls than a rank makes between two joins.
 ROUND = 1 << 30
 
+#: How often whoever waits for a lane to open asks whether all are still there.
+_ASK_SECONDS = 0.5
+
 #: So many streams have their owners kept.
 _MOST_STREAMS = 4096
 
@@ -53,6 +57,11 @@ Start = Callable[[Any], Completion]
 Program = Callable[[Any], Generator[Completion, None, Completion]]
 
 
+#: Of messages: ("send" or "recv", the peer's index in the group, the tag).
+Stream = tuple[str, int, int]
+#: An operation that will never end, and what to tell of it.
+Lost = tuple[Operation, CollectiveError]
+
 _SETTLED = Promise()
 _SETTLED.settle()
 
@@ -60,19 +69,17 @@ _SETTLED.settle()
 class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
-    __slots__ = ("driven", "generator", "outlasts", "program", "promise", "start", "step", "unopened")
+    __slots__ = ("driven", "generator", "place", "program", "promise", "shares", "start", "step")
 
     def __init__(
         self,
         start: Start | None,
         program: Program | None,
         *,
-        unopened: bool = False,
-        message: bool = False,
         driven_by: Callable[[], object] | None = None,
     ) -> None:
-        self.unopened = unopened  # needs no communicator
-        self.outlasts = unopened or message  # in the next epoch it goes on: it is no call that meets others
+        self.place = 0  # in the lane's order; a message has none
+        self.shares = False  # its place with other parts of one call, some of which may have been issued
         self.start = start
         self.program = program
         self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
@@ -103,9 +110,11 @@ def _nobody() -> None:
 class Lane:
     """The order named ``name`` of ``group``; operations of equal lanes meet on all ranks."""
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str, key: str = "") -> None:
+        """``key``: by which its ranks meet; another one each time that a closed name is opened again."""
         self.group = group
         self.name = name
+        self.key = key or name
         self.sequence = 0
         self.epoch = 0
         self.communicator: Communicator | None = None
@@ -117,17 +126,24 @@ class Lane:
         self._in_flight: deque[Operation] = deque()  # of collectives, which end in order
         self._apart: list[Operation] = []  # what ends whenever it likes: messages, and what was given up
         self._owner = _Owner()
-        self._owners: dict[object, _Owner] = {}  # of the streams
+        self._owners: dict[Stream, _Owner] = {}  # of the streams
         self._together = False  # what is accepted now shares one place in the order
+        self._started = 0  # the highest place that was queued and issued since
+        self._touched = 0  # the place of the latest call that failed while it was being issued
         self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
         self._lock = threading.Lock()
         self._queue: deque[Job] = deque()
         self._active: Job | None = None
         self._turnstile = group.turnstile(name)
-        self._admitted = False
+        self._admitted: int | None = None  # the epoch for which the turnstile lets one operation start
         self._driving = False
         self._kicked = False
         self._opening = False
+        self._cut: Cut | None = None  # something is refused, see there; None in the normal case
+        self._settled: Verdict | None = None  # the latest
+        self._generation = 0  # the epoch for which the communicator was, or will be, opened
+        self._opened_once = Promise()
+        self._previous: Communicator | None = None  # the messages of which the next one takes over
         self._retired: list[Communicator] = []
 
     def __str__(self) -> str:
@@ -142,7 +158,7 @@ class Lane:
         start: Start,
         size_bytes: int = 0,
         timeout: float | None = None,
-        stream: object = None,
+        stream: Stream | None = None,
     ) -> Operation:
         """Accept an operation of one native call; issued before this returns if nothing is queued.
 
@@ -159,12 +175,18 @@ class Lane:
                 or self._active is not None
                 or self._driving
                 or self._turnstile is not None
+                or self._cut is not None
             ):
-                job = Job(as_called(start), None, message=stream is not None)
+                job = Job(as_called(start), None)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
             else:
                 # First of all the start: what is noted down afterwards costs no latency.
-                completion = start(communicator)
+                try:
+                    completion = start(communicator)
+                except BaseException:  # refused by the library, which may have sent something
+                    if stream is None:
+                        self._touched = self.sequence + (not self._together)
+                    raise
                 return self._record(estimate, completion, size_bytes, timeout, stream, owner)
         self._start_queued()
         return operation
@@ -191,11 +213,13 @@ class Lane:
                 job = Job(None, program, driven_by=self._drive)
                 self._begin(job)
                 operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
+                job.place = operation.sequence
             else:
                 job = Job(None, program)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
-        if isinstance(job.promise, Stepping):
-            job.promise.offer()
+        promise = job.promise  # which the job lets go of when it is over
+        if isinstance(promise, Stepping):
+            promise.offer()
         else:
             self._start_queued()
         return operation
@@ -208,6 +232,7 @@ class Lane:
             and self._active is None
             and not self._driving
             and self._turnstile is None
+            and self._cut is None
         )
 
     def _begin(self, job: Job) -> None:
@@ -222,6 +247,7 @@ class Lane:
             job.promise.follow(stop.value)
         except BaseException:  # refused by the native call itself, as it is for a single one
             self._active = None
+            self._touched = self.sequence + (not self._together)
             raise
 
     def _enqueue(
@@ -230,31 +256,45 @@ class Lane:
         estimate: Estimate,
         size_bytes: int,
         timeout: float | None,
-        stream: object,
+        stream: Stream | None,
         owner: _Owner,
     ) -> Operation:
         if self.communicator is None and not self._opening:
             self._open()
-        self._queue.append(job)
-        return self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
+        operation = self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
+        job.place, job.shares = operation.sequence, self._together
+        cut = self._cut
+        if cut is None or job.place < cut.place:
+            self._queue.append(job)
+        elif cut.verdict is None:
+            cut.held.append(job)
+        elif job.place < cut.verdict.resumes:  # its peers have given it up already
+            operation.fail(cut.verdict.refusal.error(self, job.place))
+        else:
+            self._cut = None
+            self._queue.append(job)
+        return operation
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is accepted inside is one call of the user's (a tree): one place in the order."""
+        """What is accepted inside is one call of the user's (a tree): one place in the order.
+
+        If the block fails that place is refused, whatever of it was issued.
+        """
         with self._lock:
             self._admitted_owner(None)
             self.sequence += 1
-        self._together = True
+            self._together = True
         try:
             yield
-        except BaseException:
-            with self._lock:
-                self.sequence -= 1  # the refusal, of which the peers are told, takes that place
+        except BaseException as error:
+            self._together = False
+            self._context.refusals.refuse(self, error, self.sequence)
             raise
         finally:
             self._together = False
 
-    def _admitted_owner(self, stream: object) -> _Owner:
+    def _admitted_owner(self, stream: Stream | None) -> _Owner:
         """Check that the caller may issue here now; from now on it owns this order."""
         if self.broken is not None:
             raise self.broken.with_traceback(None)
@@ -268,7 +308,7 @@ class Lane:
                 owner.actor = weakref.ref(node.actor)
         return owner
 
-    def _stream_owner(self, stream: object) -> _Owner:
+    def _stream_owner(self, stream: Stream) -> _Owner:
         owner = self._owners.get(stream)
         if owner is None:
             if len(self._owners) >= _MOST_STREAMS:
@@ -299,7 +339,7 @@ class Lane:
         completion: Completion,
         size_bytes: int,
         timeout: float | None,
-        stream: object,
+        stream: Stream | None,
         owner: _Owner,
     ) -> Operation:
         owner.spot = spot = caller()
@@ -320,6 +360,7 @@ class Lane:
                     self._keep_apart(first)
             in_flight.append(operation)
         else:
+            operation.peer = stream[1]
             self._keep_apart(operation)
         if context.observers:
             for observe in context.observers:
@@ -336,8 +377,9 @@ class Lane:
     def _start_queued(self) -> None:
         with self._lock:  # or it may be about to issue its first call, and then there is nothing to hand over
             active = self._active
-        if active is not None and isinstance(active.promise, Stepping):
-            active.promise.hand_over()  # somebody else waits for its end now
+            promise = None if active is None else active.promise  # once: it may be over any moment
+        if isinstance(promise, Stepping):
+            promise.hand_over()  # somebody else waits for its end now
         if self._turnstile is not None:
             self._turnstile.request(self)
         self._drive()
@@ -373,24 +415,47 @@ class Lane:
                 with self._lock:
                     if self._queue and self._may_start(self._queue[0]):
                         job = self._active = self._queue.popleft()
+                        self._started = job.place or self._started
                     elif self._rest():
-                        return
+                        break
             elif job.step is not None and not job.step.done():
                 with self._lock:
                     if self._rest():
-                        return
+                        break
             if job is not None and (job.step is None or job.step.done()):
                 self._advance(job)
+        if self._admitted is not None:
+            self._pass_up()
 
     def _may_start(self, job: Job) -> bool:
-        if job.unopened:
-            return True
-        return self.communicator is not None and (self._turnstile is None or self._admitted)
+        if self.communicator is None:
+            return False
+        return self._turnstile is None or not job.place or self._admitted == self.epoch
 
-    def admit(self) -> None:
-        """The turnstile lets the next operation of this lane start."""
-        self._admitted = True
+    # What the turnstile asks and says
+
+    def next_epoch_to_pass(self) -> int | None:
+        """The epoch of the next operation that waits for the turnstile; None if none does."""
+        with self._lock:
+            return self.epoch if any(job.place for job in self._queue) else None
+
+    def admit(self, epoch: int) -> None:
+        """The turnstile lets the next operation of this lane start: that of the first rank's ``epoch``."""
+        with self._lock:
+            self._admitted = epoch
         self._drive()
+
+    def _pass_up(self) -> None:
+        """Go through the turnstile with nothing, where the operation that was to was given up."""
+        with self._lock:
+            cut = self._cut
+            halted = cut is not None and cut.verdict is None and self.sequence >= cut.place - 1
+            barren = halted and not self._queue and self._active is None
+            if self._admitted is None or not (self._admitted < self.epoch or barren):
+                return
+            self._admitted = None
+        assert self._turnstile is not None
+        self._turnstile.release()
 
     def _rest(self) -> bool:
         """Give up driving, unless somebody called for it meanwhile. With the lock held."""
@@ -409,19 +474,34 @@ class Lane:
             last = Ready(error)
             if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
                 interrupted = error
+            self._refuse_rest(job, error)
         if last is not None:
             with self._lock:
-                if self._active is job:  # else the lane was restarted meanwhile
+                mine = self._active is job  # else it was given up meanwhile, and the turnstile told
+                if mine:
                     self._active = None
+                passed = mine and job.place > 0 and self._admitted is not None
+                if passed:
+                    self._admitted = None
             job.promise.follow(last)
-            if self._turnstile is not None and not job.unopened:
-                self._admitted = False
+            if passed and self._turnstile is not None:
                 self._turnstile.release()
         elif not job.driven:
             assert job.step is not None
             job.step.add_callback(self._drive)
         if interrupted is not None:
             raise interrupted
+
+    def _refuse_rest(self, job: Job, error: BaseException) -> None:
+        """The program broke off by itself, so that its peers wait for the rest of it in vain.
+
+        What all of them raise alike (a mismatch that they compared) is no such thing, nor a native failure.
+        """
+        native = job.step is not None and job.step.done() and job.step.error() is not None
+        if not job.place or native or isinstance(error, CollectiveError) or self._active is not job:
+            return
+        if not isinstance(collective_error(error, self.name), PeerLostError):
+            self._context.refusals.refuse(self, error, job.place, spare=job.promise)
 
     def _next_call(self, job: Job) -> Completion | None:
         """Make it; what comes back is the completion of the job's last."""
@@ -441,85 +521,215 @@ class Lane:
             return last
         return None
 
+    # Refusals: see ``cut`` for what holds, and why
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a refused call is being settled."""
+        return self._cut is not None
+
+    def refuse(self, why: str, place: int | None, spare: Completion | None = None) -> Cut | None:
+        """This rank does not make the call at ``place`` (None: its next one). The cut, if this begins one.
+
+        Whoever waits for ``spare`` is told otherwise.
+        """
+        with self._lock:
+            if self.broken is not None:
+                return None
+            peak = self._peak()
+            if place is None:
+                self.sequence = place = self.sequence + 1
+            begun, lost = self._halt(Refusal(self._context.rank, place, why), peak)
+        self._fail_all([one for one in lost if one[0].completion is not spare])
+        return begun
+
+    def hear(self, epoch: int, refusal: Refusal) -> Cut | None:
+        """A peer has refused a call in ``epoch``. The cut, if this begins one."""
+        with self._lock:
+            if self.broken is not None or epoch != self.epoch or (self._cut and self._cut.verdict):
+                return None
+            begun, lost = self._halt(refusal, self._peak())
+        self._fail_all(lost)
+        return begun
+
+    def _fail_all(self, lost: list[Lost]) -> None:
+        for operation, error in lost:
+            operation.fail(error)
+        self._drive()
+
+    def _peak(self) -> int:
+        """The highest place of which something may have been issued. With the lock held."""
+        known = max(self._started, self._touched)
+        if self._cut is not None and self._cut.verdict is None:
+            return max(self._cut.peak, known)
+        first = next((job for job in self._queue if job.place), None)
+        return max(self.sequence if first is None else first.place - (not first.shares), known)
+
+    def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
+        """Issue nothing at or above the refused place; what is out there is lost. With the lock held."""
+        cut, place, begun = self._cut, refusal.place, None
+        own = refusal.rank == self._context.rank
+        if (
+            cut is not None and cut.verdict is not None
+        ):  # settled, and this rank on its way to where it resumes
+            if place < cut.verdict.resumes:
+                return None, []
+            cut = None
+        if cut is None:
+            cut = begun = self._cut = Cut(self.epoch, refusal, peak)
+        elif place >= cut.place or cut.stated:
+            if own and (cut.stated or place > cut.place):
+                cut.held.append(refusal)  # it may belong to the next epoch
+            return None, []
+        cut.refusal, cut.peak = refusal, peak
+        if own:
+            cut.claim(refusal)
+        above = [job for job in self._queue if job.place >= place]
+        self._queue = deque(job for job in self._queue if job.place < place)
+        cut.held.extendleft(reversed(above))
+        active = self._active
+        if active is not None and active.place >= place:
+            self._give_up(active)
+        return begun, self._lost(place, max(place, peak), cut.refusal)
+
+    def _give_up(self, active: Job) -> None:
+        self._active = None
+        if active.step is not None:
+            active.step.abandon()
+
+    def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
+        """What is out from ``first`` to ``last``, with the error of each."""
+        return [
+            (operation, refusal.error(self, operation.sequence))
+            for operation in self._in_flight
+            if first <= operation.sequence <= last
+        ]
+
+    def conclude(self, cut: Cut) -> bool:
+        """Whether all below the cut is over here: then this rank can say how far it went, and that stands."""
+        with self._lock:
+            if not cut.stated and self._cut is cut and self._is_quiet(cut.place):
+                cut.state(self._peak())
+            return cut.stated
+
+    def _is_quiet(self, place: int) -> bool:
+        return (
+            self.sequence >= place - 1
+            and not self._together
+            and not self._driving
+            and (self._active is None or not self._active.place)
+            and not any(job.place for job in self._queue)
+            and all(op.done() for op in self._in_flight if op.sequence < place)
+        )
+
+    def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
+        """All ranks have said how far they went: go on where all do. The next cut, if one is waiting."""
+        with self._lock:
+            if self.broken is not None or self._cut is not cut:
+                return None
+            self.epoch += 1
+            cut.verdict = self._settled = verdict
+            lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
+            retired = None if verdict.in_step else self._replace()
+            if self.sequence >= verdict.resumes - 1:
+                self._cut = None
+            begun = self._replay(cut, verdict.resumes)
+            waiting = len(self._queue)
+        if self._turnstile is not None:
+            for _ in range(waiting):
+                self._turnstile.request(self)
+        self._fail_all(lost)
+        if retired is not None:
+            self._retire(retired)
+        return begun
+
+    def _replay(self, cut: Cut, resumes: int) -> Cut | None:
+        """Queue what was held and is still wanted, up to the next refusal in it. With the lock held."""
+        begun: Cut | None = None
+        for one in cut.held:
+            if one.place < resumes:
+                continue
+            if begun is not None:
+                begun.held.append(one)
+            elif isinstance(one, Refusal):
+                begun = self._cut = Cut(self.epoch, one, one.place - 1)
+                begun.mine = one
+            else:
+                self._queue.append(one)
+        cut.held.clear()
+        return begun
+
+    def _replace(self) -> Communicator | None:
+        """Open another communicator: this one has half-matched operations on it. With the lock held."""
+        retired, self.communicator = self.communicator, None
+        self.cost = None  # whether all had agreed on it, nobody knows
+        self._generation = self.epoch
+        self._open()
+        return retired
+
+    def _retire(self, communicator: Communicator) -> None:
+        """Close what is of no more use of it; its messages go on, in the one that comes after it."""
+        retire = getattr(communicator, "retire", None)
+        if retire is None or not retire():
+            with self._lock:
+                self._retired.append(communicator)
+
     # Opening, breaking, closing
 
     def open(self) -> None:
-        """Open the communicator in the calling thread."""
-        self._opening = True
-        self._opened(self.group.context.backend.open(self.group, self.name, self.epoch), self.epoch)
+        """Open the communicator, and wait for it.
+
+        Raises:
+            PeerLostError: a rank that was there has gone meanwhile.
+        """
+        with self._lock:
+            self._open()
+        while not self._opened_once.wait(_ASK_SECONDS):
+            lost = self._context.loss(self)
+            if lost is not None:
+                self.break_off(lost)
+        if self.broken is not None:
+            raise self.broken
 
     def _open(self) -> None:
         """Open it on a helper thread if opening waits for the other members; operations queue."""
         self._opening = True
-        backend = self.group.context.backend
+        backend, generation = self.group.context.backend, self._generation
         if not backend.open_waits:
-            self.communicator = backend.open(self.group, self.name, self.epoch)
+            self._install(backend.open(self.group, self.key, generation))
+            self._opened_once.settle()
             return
         threading.Thread(
-            target=self._open_here, args=(self.epoch,), name=f"asynccoll-open-{self.name}", daemon=True
+            target=self._open_here, args=(generation,), name=f"asynccoll-open-{self.name}", daemon=True
         ).start()
 
-    def _open_here(self, epoch: int) -> None:
+    def _open_here(self, generation: int) -> None:
         try:
-            communicator = self.group.context.backend.open(self.group, self.name, epoch)
+            communicator = self.group.context.backend.open(self.group, self.key, generation)
         except BaseException as error:  # reported by every operation that waits for this lane
-            if epoch == self.epoch:
+            if generation == self._generation:
                 self.break_off(collective_error(error, f"opening {self}"))
             return
-        self._opened(communicator, epoch)
-
-    def _opened(self, communicator: Communicator, epoch: int) -> None:
         with self._lock:
-            if epoch != self.epoch or self.broken is not None:
-                self._retired.append(communicator)
-                return
-            self.communicator = communicator
-        self._drive()
+            wanted = generation == self._generation and self.broken is None
+            if wanted:
+                self._install(communicator)
+        if wanted:
+            self._opened_once.settle()
+            self._drive()
+        else:
+            self._retire(communicator)
 
-    def reopen(self) -> None:
-        """Go on in a new epoch: the old communicator has half-matched operations on it."""
-        with self._lock:
-            if self.communicator is not None:
-                self._retired.append(self.communicator)
-            self.communicator = None
-            self.cost = None  # whether all had agreed on it, nobody knows
-            self.epoch += 1
-            self._open()
-        self._drive()
-
-    def restart(self) -> None:
-        """Reopen, forgetting what was accepted (but not the pauses in it, nor messages).
-
-        Whoever calls this fails those operations.
-        """
-        with self._lock:
-            self._queue = deque(job for job in self._queue if job.outlasts)
-            active, self._active = self._active, None
-        if active is not None and active.step is not None:
-            active.step.abandon()
-        self.reopen()
-
-    def take_place(self) -> int:
-        """Use up a place in the order, for a call that was refused; its sequence number."""
-        with self._lock:
-            self.sequence += 1
-            return self.sequence
+    def _install(self, communicator: Communicator) -> None:
+        """Issue on this one from now on. With the lock held."""
+        if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:
+            inherit(self._previous)
+        self.communicator = self._previous = communicator
 
     def next_round(self) -> None:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""
         with self._lock:
             self.sequence += ROUND - self.sequence % ROUND
-
-    def pause(self, until: Callable[[], Completion]) -> None:
-        """At this place in the order, issue nothing more until ``until()`` is done."""
-
-        def program(_: Any) -> Generator[Completion, None, Completion]:
-            yield until()
-            return READY
-
-        with self._lock:
-            self._queue.append(Job(None, program, unopened=True))
-        self._drive()
 
     def break_off(self, error: CollectiveError) -> None:
         """The lane is of no more use: fail what is out, refuse what comes."""
@@ -527,6 +737,9 @@ class Lane:
             if self.broken is None:
                 self.broken = error
             queued, self._queue = list(self._queue), deque()
+            if self._cut is not None:
+                queued += [one for one in self._cut.held if isinstance(one, Job)]
+                self._cut.held.clear()
             if self._active is not None:
                 queued.append(self._active)
                 self._active = None
@@ -536,14 +749,34 @@ class Lane:
             job.promise.settle(error)
         for operation in self.outstanding():
             operation.fail(error)
+        self._opened_once.settle()
+
+    def needs(self, rank: int, made: int) -> bool:
+        """Whether something is out that waits for ``rank``, which has left after its call number ``made``."""
+        if self._cut is not None and self._cut.verdict is None:
+            return True
+        index = self.group.ranks.index(rank)
+        return any(
+            operation.sequence > made if operation.sequence else operation.peer == index
+            for operation in self.outstanding()
+        )
 
     def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
         """The typed error for ``native``; the context says which rank is the culprit."""
+        if native is not self.broken and (refusal := self._refusal_before(operation.sequence)) is not None:
+            return refusal.error(self, operation.sequence)  # its peers have closed the communicator
         error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
         error = self.group.context.diagnose(self, error)
         if isinstance(error, PeerLostError):
             self.lose(error)
         return error
+
+    def _refusal_before(self, place: int) -> Refusal | None:
+        """The refusal with which the call at ``place`` was lost, if it was."""
+        cut, settled = self._cut, self._settled
+        if cut is not None and cut.verdict is None and place >= cut.place:
+            return cut.refusal
+        return settled.refusal if settled is not None and settled.covers(place) else None
 
     def lose(self, error: PeerLostError) -> None:
         """A rank of the group is gone: give the lane up, and let those who wait for us know."""
@@ -575,8 +808,9 @@ class Lane:
             self.break_off(AbortedError(f"{self} was aborted"))
         self._in_flight.clear()  # they hold native works, and those the connections
         self._apart.clear()
-        communicators = [*self._retired, *([self.communicator] if self.communicator else [])]
-        self._retired, self.communicator = [], None
+        last = self.communicator or self._previous
+        communicators = [*self._retired, *([last] if last else [])]
+        self._retired, self.communicator, self._previous = [], None, None
         for communicator in communicators:
             if abort or communicator is not communicators[-1]:
                 communicator.abort()

@@ -66,6 +66,7 @@ class Operation:
         "failure",
         "lane",
         "over",
+        "peer",
         "sequence",
         "started",
     )
@@ -90,6 +91,7 @@ class Operation:
         #: somebody has seen it end well
         self.over = False
         self.failure: CollectiveError | None = None
+        self.peer = -1  # of a message: the index of the other rank
         self._wakers: list[Callable[[], object]] | None = None
 
     @property

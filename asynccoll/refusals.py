@@ -1,17 +1,15 @@
-"""A call that one rank refuses must not leave the others waiting for it.
+"""A call that one rank refuses must not leave the others waiting for it: what the ranks tell each other.
 
-Protocol, over the store, per lane and place in its order (the sequence number, never reset):
+``cut`` says what a refusal does to a lane, and why that is sound. Here is the talk that it takes, over the
+store, for each lane and epoch; every key has one writer:
 
-- A rank whose call is refused publishes *refused* with the reason, and uses up the sequence number.
-- A rank that has waited on the lane for a second looks; for every place that a peer refused and that
-  it has issued itself, it publishes *issued*, its work raises ``PeerRefusedError``, and it reopens
-  the lane in the next epoch. What it has in flight behind that place is withdrawn: to the others
-  that is a refusal like any other.
-- A rank that refused learns, before it issues again, what the others did at that place: if all
-  refused, nothing was sent and the lane goes on; if somebody issued, it reopens the lane, too.
+- ``refused/RANK``: what that rank refused, as soon as it did; ``any`` once there is such a key. A rank that
+  has waited on the lane for a second looks for them.
+- ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
 
-The epoch of a lane is thus the number of places where some refused and some issued: every rank
-counts the same ones, so all meet in the same new communicator.
+A thread of the lane's own sees each cut through: it listens for lower refusals, states what there is to
+state, waits for the statements of all ranks, and lets the lane go on. It ends with the lane or the context,
+and when a rank that it waits for is gone.
 """
 
 from __future__ import annotations
@@ -20,185 +18,222 @@ import contextlib
 import json
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.completion import Completion, Promise
-from asynccoll.errors import CollectiveTimeoutError, PeerRefusedError
+from asynccoll.cut import Cut, Refusal, Statement, Verdict
+from asynccoll.errors import CollectiveError, CollectiveTimeoutError, PeerRefusedError
+from asynccoll.store import values
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from asynccoll.completion import Completion
     from asynccoll.lane import Lane
     from asynccoll.store import Clients
 
 __all__ = ["Refusals"]
 
-#: Asking the store is cheap; this only bounds how late a rank learns that the last peer answered.
-_POLL_SECONDS = 0.02
+#: Asking the store is cheap; these only bound how late a rank learns that the last peer answered.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.02
+#: How often whoever waits for statements asks whether all ranks are still there.
+_ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
+#: On an error of which the peers know.
+_TOLD = "_asynccoll_told"
 
 
-class _Ledger:
-    """What this rank knows of the refusals on one lane."""
+class _Pace:
+    """How long to wait between two looks, and when that is of no more use."""
 
-    __slots__ = ("known", "mine", "seen", "theirs", "unsettled")
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._limit = lane.group.context.timeout
+        self._asked = monotonic()
+        self.hurry()
 
-    def __init__(self) -> None:
-        self.mine: set[int] = set()  # places refused by this rank
-        self.seen = 0  # how many published refusals were read
-        self.unsettled: set[int] = set()  # those where the others' side is not known yet
-        self.known: set[int] = set()  # places that peers refused, each acted upon once
-        self.theirs: dict[int, PeerRefusedError] = {}  # those not acted upon yet
+    def hurry(self) -> None:
+        """Something has happened: the time for the rest of it begins."""
+        self._seconds = _FIRST_PAUSE_SECONDS
+        self._ends = monotonic() + self._limit
+
+    def pause(self, *, for_peers: bool) -> None:
+        """Wait a little. ``for_peers``: who are to answer in time."""
+        now = monotonic()
+        if now >= self._asked + _ASK_SECONDS:
+            self._asked = now
+            lost = self._lane.group.context.loss(self._lane)
+            if lost is not None:
+                self._lane.lose(lost)
+        if for_peers and now >= self._ends:
+            raise TimeoutError(f"not all ranks said within {self._limit} s what they did")
+        sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
 
 
 class Refusals:
-    """This rank's side of the protocol, for all of its lanes."""
+    """This rank's side of the talk, for all of its lanes."""
 
     def __init__(self, clients: Clients | None, rank: int) -> None:
         self._clients = clients
         self._rank = rank
-        self._ledgers: dict[Lane, _Ledger] = {}
         self._settling: set[threading.Thread] = set()
 
-    def _key(self, lane: Lane, *parts: object) -> str:
-        return "/".join(map(str, ("asynccoll/refused", lane.group.key, lane.name, *parts)))
+    # The rank that refuses
+
+    def refuse(
+        self,
+        lane: Lane,
+        reason: BaseException,
+        place: int | None = None,
+        *,
+        spare: Completion | None = None,
+    ) -> None:
+        """This rank does not make the call at ``place`` (None: its next one) on ``lane``, for ``reason``.
+
+        Told once of each ``reason``, however many layers it passes. ``spare`` has an outcome of its own.
+        """
+        if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
+            return
+        with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
+            setattr(reason, _TOLD, True)
+        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare))
+
+    # The ranks that wait for it
+
+    def look(self, lane: Lane) -> None:
+        """Halt ``lane`` if a peer has refused a call on it."""
+        if self._clients is None or lane.is_halted:
+            return
+        epoch = lane.epoch
+        for refusal in self._heard(lane, epoch):
+            self._settle(lane, lane.hear(epoch, refusal))
+
+    def published(self, lane: Lane) -> PeerRefusedError | None:
+        """The refusal that explains a connection that closed, if there is one."""
+        if self._clients is None:
+            return None
+        try:
+            heard = self._heard(lane, lane.epoch)
+        except RuntimeError:  # the store went with rank 0: then a lost peer explains it
+            return None
+        reached = [refusal for refusal in heard if refusal.place <= lane.sequence]
+        first = min(reached, key=lambda refusal: refusal.place, default=None)
+        return None if first is None else first.error(lane, first.place)
+
+    # Both
+
+    def _settle(self, lane: Lane, cut: Cut | None) -> None:
+        """See ``cut`` through, on a thread of its own, if there is a new one."""
+        if cut is None:
+            return
+        thread = threading.Thread(
+            target=self._see_through, args=(lane, cut), name="asynccoll-settle", daemon=True
+        )
+        self._settling.add(thread)
+        thread.start()
+
+    def _see_through(self, lane: Lane, cut: Cut) -> None:
+        following: Cut | None = cut
+        try:
+            while following is not None:
+                cut, following = following, self._see_one_through(lane, following)
+        except (RuntimeError, TimeoutError) as error:  # the store is gone, or a rank says nothing
+            self._give_up(lane, cut, error)
+        finally:
+            self._settling.discard(threading.current_thread())
+
+    def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
+        """From the refusal to the verdict; the next cut, if there is one in what was held meanwhile."""
+        told: Refusal | None = None
+        pace = _Pace(lane)
+        while True:
+            if cut.mine is not told:
+                told = cut.mine
+                self._announce(lane, cut.epoch, told)
+            if lane.group.context.closed or lane.broken is not None:
+                return None
+            if not cut.stated and self._conclude(lane, cut):
+                pace.hurry()
+            if cut.stated and (statements := self._statements(lane, cut.epoch)) is not None:
+                following = lane.resume(cut, Verdict.of(statements))
+                self._forget(lane, cut.epoch - 1)
+                return following
+            pace.pause(for_peers=cut.stated)
+
+    def _conclude(self, lane: Lane, cut: Cut) -> bool:
+        """Say how far this rank went, if it can be said."""
+        for refusal in self._heard(lane, cut.epoch):
+            lane.hear(cut.epoch, refusal)
+        if lane.conclude(cut):
+            self._state(lane, cut)
+        return cut.stated
+
+    def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
+        lost: CollectiveError | None = lane.group.context.loss(lane)
+        if lost is None:
+            text = f"{lane}: after call #{cut.place} was refused the other ranks were not heard of ({error})"
+            lost = CollectiveTimeoutError(text)
+        lane.break_off(lost)
+
+    # Keys
+
+    def _key(self, lane: Lane, epoch: int, *parts: object) -> str:
+        return "/".join(map(str, ("asynccoll/refused", lane.group.key, lane.key, epoch, *parts)))
 
     def _store(self) -> AbstractContextManager[dist.Store]:
         assert self._clients is not None
         return self._clients.borrow()
 
-    def _ledger(self, lane: Lane) -> _Ledger:
-        return self._ledgers.setdefault(lane, _Ledger())
-
-    # The rank that refuses
-
-    def refuse(self, lane: Lane, reason: BaseException) -> None:
-        """Publish that this rank's next call on ``lane`` is refused for ``reason``."""
-        if self._clients is None or lane.group.size == 1 or lane.broken is not None:
-            return
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the peers
-            self._publish(lane, lane.take_place(), f"{type(reason).__name__}: {reason}")
-
-    def _publish(self, lane: Lane, sequence: int, why: str) -> None:
-        """Tell the others, and let the lane go on only when they have told what they did there."""
-        entry = json.dumps({"rank": self._rank, "sequence": sequence, "why": why})
-        ledger = self._ledger(lane)
-        ledger.mine.add(sequence)
-        ledger.unsettled.add(sequence)
+    def _announce(self, lane: Lane, epoch: int, refusal: Refusal | None) -> None:
         with self._store() as store:
-            store.set(self._key(lane, "did", sequence, self._rank), "refused")
-            place = store.add(self._key(lane, "count"), 1)
-            store.set(self._key(lane, "entry", place), entry)
-        lane.pause(lambda: self._settle(lane, sequence))
+            store.set(self._key(lane, epoch, "refused", self._rank), json.dumps(_plain(refusal)))
+            store.set(self._key(lane, epoch, "any"), "")
 
-    def _settle(self, lane: Lane, sequence: int) -> Completion:
-        """Learn what the others did at a place that this rank refused; done once it is known."""
-        known = Promise()
-
-        def ask() -> None:
-            try:
-                if self._somebody_issued(lane, sequence):
-                    lane.reopen()
-            except Exception as error:  # the store is gone, or a peer never came
-                text = f"{lane}: after a refused call the other ranks were not heard of ({error})"
-                lane.break_off(CollectiveTimeoutError(text))
-            self._ledger(lane).unsettled.discard(sequence)
-            known.settle()
-            self._settling.discard(threading.current_thread())
-
-        thread = threading.Thread(target=ask, name="asynccoll-settle", daemon=True)
-        self._settling.add(thread)
-        thread.start()
-        return known
-
-    def _somebody_issued(self, lane: Lane, sequence: int) -> bool:
-        issued = False
-        deadline = monotonic() + lane.group.context.timeout
-        for rank in lane.group.ranks:
-            key = self._key(lane, "did", sequence, rank)
-            while not self._answered(key):
-                if monotonic() > deadline or lane.group.context.closed or lane.broken is not None:
-                    raise TimeoutError(f"nothing from rank {rank} about call #{sequence}")
-                sleep(_POLL_SECONDS)
-            with self._store() as store:
-                issued |= store.get(key) == b"issued"
-        return issued
-
-    def _answered(self, key: str) -> bool:
+    def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
+        """What peers have refused in ``epoch``."""
         with self._store() as store:
-            return bool(store.check([key]))
+            if not store.check([self._key(lane, epoch, "any")]):
+                return []
+            peers = [rank for rank in lane.group.ranks if rank != self._rank]
+            keys = [self._key(lane, epoch, "refused", rank) for rank in peers]
+            written = [key for key in keys if store.check([key])]
+            return [Refusal(**json.loads(said)) for said in values(store, written)]
 
-    # The ranks that wait for it
-
-    def look(self, lane: Lane) -> None:
-        """Act on what peers refused on ``lane`` since the last look."""
-        ledger = self._read(lane)
-        for sequence in sorted(ledger.theirs):
-            if sequence > lane.sequence:
-                return  # not there yet: this rank may refuse it, too
-            if sequence not in ledger.mine:
-                before = {op.sequence for op in lane.outstanding()} | ledger.unsettled
-                if any(0 < place < sequence for place in before):
-                    return  # what is before it comes first, and decides the epoch it ran in
-                self._give_up(lane, sequence, ledger.theirs[sequence])
-            del ledger.theirs[sequence]
-
-    def _read(self, lane: Lane) -> _Ledger:
-        """This rank's knowledge, brought up to date."""
-        ledger = self._ledger(lane)
-        if self._clients is None:
-            return ledger
+    def _state(self, lane: Lane, cut: Cut) -> None:
+        said = {"issued": cut.issued, "reached": cut.reached, "refusal": _plain(cut.mine)}
         with self._store() as store:
-            counter = self._key(lane, "count")
-            published = int(store.get(counter)) if store.check([counter]) else 0
-            while ledger.seen < published:
-                ledger.seen += 1
-                entry = json.loads(store.get(self._key(lane, "entry", ledger.seen)))
-                sequence = entry["sequence"]
-                if entry["rank"] != self._rank and sequence not in ledger.known:
-                    ledger.known.add(sequence)
-                    ledger.theirs[sequence] = self._error(lane, entry)
-        return ledger
+            store.set(self._key(lane, cut.epoch, "stated", self._rank), json.dumps(said))
 
-    def _error(self, lane: Lane, entry: dict[str, Any]) -> PeerRefusedError:
-        return PeerRefusedError(
-            f"rank {entry['rank']} refused its side of call #{entry['sequence']} on {lane}: {entry['why']}"
-        )
-
-    def _give_up(self, lane: Lane, sequence: int, error: PeerRefusedError) -> None:
-        """This rank issued what a peer refused: their communicator is no longer in step."""
+    def _statements(self, lane: Lane, epoch: int) -> list[Statement] | None:
+        """Those of all ranks, once there are as many."""
+        keys = [self._key(lane, epoch, "stated", rank) for rank in lane.group.ranks]
         with self._store() as store:
-            store.set(self._key(lane, "did", sequence, self._rank), "issued")
-        reached = lane.sequence
-        out = [op for op in lane.outstanding() if op.sequence >= sequence]
-        lane.restart()
-        for operation in out:
-            if operation.sequence == sequence:
-                operation.fail(error)
-        for behind in range(sequence + 1, reached + 1):
-            self._withdraw(lane, behind, [op for op in out if op.sequence == behind])
+            if not store.check(keys):
+                return None
+            return [_statement(json.loads(said)) for said in values(store, keys)]
 
-    def _withdraw(self, lane: Lane, sequence: int, operations: list[Any]) -> None:
-        """What was issued behind a refused call is lost; to the peers it is a refusal of ours."""
-        ledger = self._ledger(lane)
-        if sequence in ledger.mine:
-            return
-        why = f"call #{sequence} on {lane} was in flight behind one that a peer refused; issue it again"
-        self._publish(lane, sequence, why)
-        for operation in operations:
-            operation.fail(PeerRefusedError(why))
-
-    def published(self, lane: Lane) -> PeerRefusedError | None:
-        """The refusal that explains a connection that closed, if there is one."""
-        try:
-            ledger = self._read(lane)
-        except RuntimeError:  # the store went with rank 0: then a lost peer explains it
-            return None
-        reached = [sequence for sequence in ledger.theirs if sequence <= lane.sequence]
-        return ledger.theirs[min(reached)] if reached else None
+    def _forget(self, lane: Lane, epoch: int) -> None:
+        """All ranks have left ``epoch`` behind, and read of the one after it."""
+        mine = [self._key(lane, epoch, kind, self._rank) for kind in ("refused", "stated")]
+        if self._rank == lane.group.ranks[0]:
+            mine.append(self._key(lane, epoch, "any"))
+        with contextlib.suppress(NotImplementedError, RuntimeError), self._store() as store:
+            for key in mine:
+                store.delete_key(key)
 
     def close(self) -> None:
         """Stop asking the store; the context says that it is closed, which the threads here look at."""
         for thread in list(self._settling):
             thread.join(_CLOSE_SECONDS)
+
+
+def _plain(refusal: Refusal | None) -> dict[str, Any] | None:
+    return None if refusal is None else asdict(refusal)
+
+
+def _statement(said: dict[str, Any]) -> Statement:
+    refusal = said["refusal"]
+    return Statement(said["issued"], said["reached"], None if refusal is None else Refusal(**refusal))

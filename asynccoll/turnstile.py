@@ -4,15 +4,22 @@ NCCL kernels of different communicators can wait for each other when they start 
 different ranks. There, the group's first rank passes its lanes through a turnstile, one operation at
 a time, and announces each passage through the store; the others let the same lane pass at the same
 place. The default lane does not go through it and never pays.
+
+A passage is for one operation of one epoch. Where that operation was given up meanwhile (``cut``), the lane
+goes through with nothing, so that every rank lets as many through.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections import deque
 from datetime import timedelta
+from time import sleep
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from asynccoll.group import Group
@@ -21,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Turnstile"]
 
-_FOR_EVER = timedelta(days=365)
+#: So long a follower waits in the store before it looks whether it is to end.
+_SLICE = timedelta(seconds=1)
+_PAUSE_SECONDS = 0.001
 
 
 class Turnstile:
@@ -63,30 +72,62 @@ class Turnstile:
 
     def _admit(self) -> None:
         with self._lock:
-            if self._occupied or not self._waiting:
+            if self._occupied:
                 return
+            epoch = None
+            while epoch is None:
+                if not self._waiting:
+                    return
+                lane = self._waiting.popleft()
+                epoch = lane.next_epoch_to_pass()  # None: what asked has been given up
             self._occupied = True
-            lane = self._waiting.popleft()
             # A key for each follower, so that one who leaves can wake itself by setting its own.
             keys = [self._key(self._passed, rank) for rank in range(1, self._group.size)]
-            self._store.multi_set(keys, [lane.name] * len(keys))  # type: ignore[attr-defined]  # stub
+            said = json.dumps([lane.name, lane.key, epoch])
+            self._store.multi_set(keys, [said] * len(keys))  # type: ignore[attr-defined]  # stub
             self._passed += 1
-        lane.admit()
+        lane.admit(epoch)
 
     def _follow(self) -> None:
+        try:
+            while (said := self._next()) is not None:
+                name, key, epoch = json.loads(said)
+                lane = self._named(name, key)
+                if lane is None:
+                    return
+                self._free.clear()
+                lane.admit(epoch)
+                self._free.wait()
+        except RuntimeError:  # the store went with rank 0: the operations themselves tell
+            return
+
+    def _next(self) -> bytes | None:
+        """What the first rank lets through next; None once this rank leaves."""
+        key = self._key(self._passed, self._group.rank)
         while not self._closed:
-            key = self._key(self._passed, self._group.rank)
             try:
-                self._store.wait([key], _FOR_EVER)
-                name = self._store.get(key).decode()
-            except RuntimeError:  # the store went with rank 0: the operations themselves tell
-                return
+                self._store.wait([key], _SLICE)
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # nothing yet
+                continue
+            said = self._store.get(key)
             if self._closed:
-                return
+                return None
             self._passed += 1
-            self._free.clear()
-            self._group.lane(name).admit()
-            self._free.wait()
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                self._store.delete_key(key)
+            return said
+        return None
+
+    def _named(self, name: str, key: str) -> Lane | None:
+        """The lane that is meant, which this rank may have yet to open again after a close."""
+        while not self._closed:
+            lane = self._group.lane(name)
+            if lane.key == key:
+                return lane
+            sleep(_PAUSE_SECONDS)
+        return None
 
     def close(self) -> None:
         """End the thread: one that still waits in the store when the interpreter goes aborts it."""

@@ -83,6 +83,17 @@ class Communicator(Protocol):
 
     def barrier(self) -> Completion: ...
 
+    def retire(self) -> bool:
+        """Close what carries collectives: some of them never end. Whether nothing is left to ``close``.
+
+        Every rank has ended those that do end. Messages go on, in what ``inherit`` takes over.
+        """
+        ...
+
+    def inherit(self, previous: Any) -> None:
+        """Take over the messages of ``previous``, a communicator of this lane that was or will be retired."""
+        ...
+
     def close(self) -> None:
         """Release it; nothing is in flight."""
         ...

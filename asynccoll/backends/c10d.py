@@ -98,19 +98,31 @@ class C10dBackend:
         return _row(self.by_device, device)
 
     def open(self, group: Group, lane: str, epoch: int) -> C10dCommunicator:
-        name = f"{group.key}/{lane}@{epoch}"
-        context, order = group.context, group.lane(lane)
+        lasting = f"{group.key}/{lane}"
+        name = f"{lasting}@{epoch}"
+        context, order = group.context, group.known_by(lane)
         given_up = lambda: context.closed or order.broken is not None  # noqa: E731  # what it says
-        opened = self._communicator(context, name, group.rank, group.size, self.by_device, given_up)
+
+        def open_pair(peer: int) -> Any:  # of messages, which meet whatever epoch their ranks are in
+            low, high = sorted((group.rank, peer))
+            name = f"{lasting}/p2p/{low}-{high}"
+            return self._lasting_native("gloo", context, name, int(group.rank > peer), 2, given_up)
+
+        channels = Channels(open_pair, group.rank)
+        opened = self._communicator(context, name, group.rank, group.size, self.by_device, channels, given_up)
         # All members are here, so all beacons are in the store: from now on the dead can be named.
         context.liveness.learn(group.ranks)
 
         def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:
             node, index = group.place
             each, on_host = group.size // group.nodes, {"cpu": "gloo"}
-            within = self._communicator(context, f"{name}/node/{node}", index, each, on_host, given_up)
-            across = f"{name}/across/{index}"
-            return within, self._communicator(context, across, node, group.nodes, on_host, given_up)
+            within = self._communicator(
+                context, f"{name}/node/{node}", index, each, on_host, channels, given_up
+            )
+            across = self._communicator(
+                context, f"{name}/across/{index}", node, group.nodes, on_host, channels, given_up
+            )
+            return within, across
 
         opened.open_parts_with(open_parts)
         return opened
@@ -122,25 +134,26 @@ class C10dBackend:
         rank: int,
         size: int,
         by_device: dict[str, str],
+        channels: Channels,
         given_up: Callable[[], bool],
     ) -> C10dCommunicator:
         """The communicator of those who meet under ``name``."""
-
-        def open_group(native: str, name: str, rank: int, size: int) -> Any:
-            made = self._native(native, context, name, rank, size, given_up)
-            if native == "gloo":  # its members have met: from now on each operation's deadline decides
-                made._set_default_timeout(_NEVER)
-            return made
-
-        def open_pair(peer: int) -> Any:
-            low, high = sorted((rank, peer))
-            return open_group("gloo", f"{name}/p2p/{low}-{high}", int(rank > peer), 2)
-
         transports = {
-            device: _transport(native, open_group(native, f"{name}/{device}", rank, size))
+            device: _transport(
+                native, self._lasting_native(native, context, f"{name}/{device}", rank, size, given_up)
+            )
             for device, native in by_device.items()
         }
-        return C10dCommunicator(transports, Channels(open_pair, rank), size)
+        return C10dCommunicator(transports, channels, size)
+
+    def _lasting_native(
+        self, native: str, context: Context, name: str, rank: int, size: int, given_up: Callable[[], bool]
+    ) -> Any:
+        """One of a lane's: its members have met, and from now on each operation's deadline decides."""
+        made = self._native(native, context, name, rank, size, given_up)
+        if native == "gloo":
+            made._set_default_timeout(_NEVER)
+        return made
 
     def _native(
         self, native: str, context: Context, name: str, rank: int, size: int, given_up: Callable[[], bool]

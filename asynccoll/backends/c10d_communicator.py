@@ -162,18 +162,30 @@ class C10dCommunicator:
         to = self._transports.get("cpu") or next(iter(self._transports.values()))
         return to.complete(to.native.barrier(_BARRIER))
 
+    def retire(self) -> bool:
+        for part in self.parts or ():
+            part.retire()
+        self._abort_collectives()
+        self._transports, self._only = {}, None
+        return True
+
+    def inherit(self, previous: C10dCommunicator) -> None:
+        self._channels = previous._channels
+
     def close(self) -> None:
         for part in self.parts or ():
             part.close()
         self._channels.close(_abort)
-        self._transports = {}
-        self._only = None
+        self._transports, self._only = {}, None
 
     def abort(self) -> None:
         for part in self.parts or ():
             part.abort()
         for pair in self._channels.natives():
             _abort(pair)
+        self._abort_collectives()
+
+    def _abort_collectives(self) -> None:
         for to in list(self._transports.values()):
             _abort(to.native)
 

@@ -281,6 +281,13 @@ class HorovodCommunicator:
 
     # The end
 
+    def retire(self) -> bool:
+        """Horovod cannot take an operation back: what it needs is kept to the end."""
+        return False
+
+    def inherit(self, previous: HorovodCommunicator) -> None:
+        """Horovod has no messages between two ranks."""
+
     def close(self) -> None:
         """Nothing to release: a name is all there is."""
 

@@ -64,6 +64,7 @@ class MpiCommunicator:
         self._rank = rank
         self._size = size
         self._dropping: list[Any] = []  # in place of receives that were refused
+        self._messages = native  # the same in every epoch of a lane
 
     def _start(
         self, call: Callable[..., Any], arguments: Sequence[Any], x: torch.Tensor, keep: object = None
@@ -219,11 +220,11 @@ class MpiCommunicator:
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         # Synchronous: over when the receiver has taken it, which is what our callers are promised.
         arguments = (bytes_of(x, self._limit), dst, self._tag(tag))
-        return self._start(self.native.Issend, arguments, x)
+        return self._start(self._messages.Issend, arguments, x)
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         arguments = (bytes_of(x, self._limit), src, self._tag(tag))
-        return self._start(lambda *to: Received(self.native.Irecv(*to), x.nbytes, tag), arguments, x)
+        return self._start(lambda *to: Received(self._messages.Irecv(*to), x.nbytes, tag), arguments, x)
 
     def _tag(self, tag: int) -> int:
         highest = self._library.highest_tag
@@ -236,10 +237,10 @@ class MpiCommunicator:
         self._attempt(self._refuse_send if role == "send" else self._refuse_recv, peer, tag)
 
     def _refuse_send(self, peer: int, tag: int) -> None:
-        self.native.Isend(NO_BYTES, peer, self._tag(tag)).Free()
+        self._messages.Isend(NO_BYTES, peer, self._tag(tag)).Free()
 
     def _refuse_recv(self, peer: int, tag: int) -> None:
-        self._dropping.append(self.native.Irecv(NO_BYTES, peer, self._tag(tag)))
+        self._dropping.append(self._messages.Irecv(NO_BYTES, peer, self._tag(tag)))
 
     def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
         """``call(*arguments)``, which may fail."""
@@ -254,6 +255,13 @@ class MpiCommunicator:
         return self._start(self.native.Ibarrier, (), _NOTHING)
 
     # The end
+
+    def retire(self) -> bool:
+        """MPI cannot take a collective back: what it needs is kept to the end."""
+        return False
+
+    def inherit(self, previous: MpiCommunicator) -> None:
+        self._messages = previous._messages
 
     def close(self) -> None:
         """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""

@@ -105,6 +105,12 @@ class SerialCommunicator:
     def barrier(self) -> Completion:
         return READY
 
+    def retire(self) -> bool:
+        return True
+
+    def inherit(self, previous: SerialCommunicator) -> None:
+        """Nobody to send to."""
+
     def close(self) -> None:
         """Nothing to close."""
 

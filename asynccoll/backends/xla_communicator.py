@@ -274,6 +274,13 @@ class XlaCommunicator:
 
     # The end
 
+    def retire(self) -> bool:
+        self.abort()
+        return True
+
+    def inherit(self, previous: XlaCommunicator) -> None:
+        """XLA has no messages between two ranks."""
+
     def close(self) -> None:
         """Nothing is held outside of the meeting."""
 

@@ -1,0 +1,151 @@
+"""A rank that leaves, or dies while the others wait for it: told apart, and named soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import asynccoll as ac
+import scripts
+import worlds
+from asynccoll import runtime
+from asynccoll.liveness import Liveness
+from patience import patient
+from ranks import Rank, raising
+
+
+def _asked_of(me: Rank, gone: int, sign: str) -> None:
+    """Show ``sign`` once the watch of this rank has found rank ``gone`` gone, and gone on after it."""
+    real = Liveness.lost
+    seen = 0
+
+    def lost(self: Liveness, ranks: tuple[int, ...], **how: object) -> tuple[int, ...]:
+        nonlocal seen
+        if seen == 2:
+            me.show(sign)
+        found: tuple[int, ...] = real(self, ranks, **how)  # type: ignore[arg-type]  # passed on
+        seen += gone in found
+        return found
+
+    Liveness.lost = lost  # type: ignore[method-assign,assignment]  # a spy on the real one
+
+
+async def leaves_after_its_part(me: Rank) -> str:
+    """The last rank has done its part of a gather to rank 1, and leaves; rank 0 does its own much later."""
+    await me.get(ac.all_reduce(1))
+    last = me.size - 1
+    if me.rank == last:
+        await me.get(ac.gather(torch.tensor([last]), dst=1))
+        ac.finalize()
+        me.show("left")
+        return "left"
+    if me.rank == 1:
+        _asked_of(me, last, "asked")
+        rows = await me.get(ac.gather(torch.tensor([1]), dst=1))
+        assert rows.flatten().tolist() == list(range(me.size))
+        with raising(ac.PeerLostError, f"rank {last}", "finalize"):
+            await me.get(ac.all_reduce(1))  # which the one that has left will never make
+        return "right"
+    me.see("left")
+    me.see("asked")
+    await me.get(ac.gather(torch.tensor([me.rank]), dst=1))
+    return "late"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [3, 5])
+def test_who_has_left_is_not_lost_in_what_it_did(size: int) -> None:
+    """A peer that is still in an earlier call gets its result; in a later one it is told who has left."""
+    with worlds.fresh("gloo", size) as world:
+        results = world.run(leaves_after_its_part, runner="blocking", timeout=patient(40))
+        world.kill()
+    assert results == ["late", "right", *["late"] * (size - 3), "left"]
+
+
+async def dies_instead_of_opening(me: Rank, victim: int) -> float:
+    await me.get(ac.all_reduce(1))
+    if me.rank == victim:
+        for rank in range(me.size):
+            if rank != victim:
+                me.see(f"{rank} waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = ac.all_reduce(1, lane="new")
+    me.show(f"{me.rank} waits")
+    start = time.monotonic()
+    with raising(ac.PeerLostError, f"rank {victim}"):
+        await me.get(work)
+    return time.monotonic() - start
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (5, 3)])
+def test_a_death_while_a_lane_is_opened(size: int, victim: int) -> None:
+    """The survivors, who wait for it to come, name it at once."""
+    with worlds.fresh("gloo", size, timeout=300.0) as world:
+        results = world.run(
+            dies_instead_of_opening, victim, runner="blocking", dies=[victim], timeout=patient(30)
+        )
+        world.kill()
+    for rank, seconds in enumerate(results):
+        assert rank == victim or seconds < patient(4), f"rank {rank} heard of it after {seconds} s"
+
+
+DIES_IN_INITIALIZE = """
+    import os, signal, time
+    import asynccoll as ac
+    from asynccoll.lane import Lane
+
+    if os.environ["RANK"] == "1":
+        Lane.open = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        ac.initialize("gloo", timeout=300.0)
+    except ac.PeerLostError as error:
+        print("lost", error.ranks)
+    seconds = time.monotonic() - start
+    assert seconds < 60, f"heard of it after {seconds} s"
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_death_during_initialize(tmp_path: Path, ranks: int) -> None:
+    """A rank that has come, and dies before all lanes are open, does not cost the others their timeout."""
+    ended = scripts.run(tmp_path, DIES_IN_INITIALIZE, ranks=ranks)
+    for rank, one in enumerate(ended):
+        if rank != 1:
+            assert one.code == 0, one.err
+            assert one.out.split() == ["lost", "(1,)"], one.out
+
+
+async def refuses_and_dies(me: Rank, victim: int) -> float:
+    """The victim is the only one that does not say what it did at a refused place."""
+    await me.get(ac.all_reduce(1))
+    if me.rank == victim:
+        me.see("refused")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with raising(ac.InvalidArgumentError):
+        ac.all_reduce(1, timeout=-1)
+    work = ac.all_reduce(2)
+    if me.rank == 0:
+        me.show("refused")
+    start = time.monotonic()
+    with raising(ac.PeerLostError, f"rank {victim}"):
+        await me.get(work)
+    assert runtime.current().world.lane().broken is not None
+    return time.monotonic() - start
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1)])
+def test_a_death_while_a_refusal_is_settled(size: int, victim: int) -> None:
+    """Whoever waits for what the dead rank did is told."""
+    with worlds.fresh("gloo", size, timeout=300.0) as world:
+        results = world.run(refuses_and_dies, victim, runner="blocking", dies=[victim], timeout=patient(30))
+        world.kill()
+    for rank, seconds in enumerate(results):
+        assert rank == victim or seconds < patient(4), f"rank {rank} heard of it after {seconds} s"

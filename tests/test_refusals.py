@@ -1,0 +1,393 @@
+"""Calls that some rank refuses, amid others: right or a typed error everywhere, never wrong, never a hang.
+
+Every call sends numbers that name its place and its rank, so that a result made of two calls shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+import asynccoll.messages
+import oracle
+import worlds
+from asynccoll import runtime
+from patience import patient
+from ranks import Rank, raising
+from worlds import World
+
+#: The store of a rank that is on another continent.
+REQUEST_SECONDS = 0.0005
+#: Programs that are drawn in one run of the property test; by hand: many more.
+DRAWS = int(os.environ.get("ASYNCCOLL_TEST_REFUSAL_DRAWS", "2"))
+SEED = int(os.environ.get("ASYNCCOLL_TEST_SEED", "0"))
+
+_labels = iter(range(1_000_000))
+
+
+class Slow:
+    """A store each of whose requests takes a while."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        request = getattr(self._store, name)
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(REQUEST_SECONDS)  # what is simulated, not how a test waits
+            return request(*args)
+
+        return slowly
+
+
+@contextlib.contextmanager
+def slow_store() -> Iterator[None]:
+    """This rank's requests to the store take half a millisecond each."""
+    clients = runtime.current().clients
+    assert clients is not None
+    real = clients.borrow
+
+    @contextlib.contextmanager
+    def borrow() -> Iterator[Any]:
+        with real() as store:
+            yield Slow(store)
+
+    clients.borrow = borrow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del clients.borrow
+
+
+# ---------------------------------------------------------------- what is called, and what it gives
+
+
+def said(place: int, rank: int) -> int:
+    """The number that ``rank`` sends in its call at ``place``."""
+    return 1000 * place + rank + 1
+
+
+def total(place: int, size: int) -> int:
+    return sum(said(place, rank) for rank in range(size))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A collective: how it is called, and its result."""
+
+    call: Callable[..., Any]
+    want: Callable[[int, int], Any]
+
+
+def of_tensor(place: int, me: Rank, **how: Any) -> Any:
+    return ac.all_reduce(torch.tensor([said(place, me.rank)]), **how)
+
+
+def of_tree(place: int, me: Rank, **how: Any) -> Any:
+    mine = said(place, me.rank)
+    return ac.all_reduce({"a": torch.tensor([mine]), "b": [mine, torch.tensor([2.0 * mine])]}, **how)
+
+
+def of_objects(place: int, me: Rank, **how: Any) -> Any:
+    return ac.all_gather_object((place, me.rank, "x" * (600 * (place % 2))), **how)
+
+
+KINDS = {
+    "tensor": Kind(of_tensor, lambda place, size: torch.tensor([total(place, size)])),
+    "number": Kind(
+        lambda place, me, **how: ac.all_reduce(said(place, me.rank), **how),
+        total,
+    ),
+    "gather": Kind(
+        lambda place, me, **how: ac.all_gather(torch.tensor([said(place, me.rank)]), **how),
+        lambda place, size: torch.tensor([said(place, rank) for rank in range(size)]),
+    ),
+    "first": Kind(
+        lambda place, me, **how: ac.broadcast(torch.tensor([said(place, me.rank)]), src=0, **how),
+        lambda place, size: torch.tensor([said(place, 0)]),
+    ),
+    "last": Kind(
+        lambda place, me, **how: ac.broadcast(torch.tensor([said(place, me.rank)]), src=me.size - 1, **how),
+        lambda place, size: torch.tensor([said(place, size - 1)]),
+    ),
+    "tree": Kind(
+        of_tree,
+        lambda place, size: {
+            "a": torch.tensor([total(place, size)]),
+            "b": [total(place, size), torch.tensor([2.0 * total(place, size)])],
+        },
+    ),
+    "objects": Kind(
+        of_objects,
+        lambda place, size: [(place, rank, "x" * (600 * (place % 2))) for rank in range(size)],
+    ),
+}
+
+
+@dataclass
+class Program:
+    """The same calls on every rank, some of which some ranks refuse."""
+
+    kinds: list[str]
+    refused: dict[int, set[int]] = field(default_factory=dict)  # rank -> places
+    window: dict[int, int] = field(default_factory=dict)  # rank -> how many calls it has out before it awaits
+    timeouts: set[int] = field(default_factory=set)  # places whose waiters give up at first
+    slow: bool = True
+
+
+async def run_program(me: Rank, program: Program, name: str) -> list[str]:
+    """What became of each call on this rank: the right result, or which error."""
+    with slow_store() if program.slow else contextlib.nullcontext():
+        return await _run_program(me, program, name)
+
+
+async def _run_program(me: Rank, program: Program, name: str) -> list[str]:
+    outcomes: dict[int, str] = {}
+    out: list[tuple[int, Any]] = []
+    mine = program.refused.get(me.rank, set())
+    for place, kind in enumerate(program.kinds, 1):
+        if place in mine:
+            with raising(ac.InvalidArgumentError, "timeout"):
+                KINDS[kind].call(place, me, lane=name, timeout=-1)
+            outcomes[place] = "refused"
+        else:
+            timeout = 0.002 if place in program.timeouts else None
+            out.append((place, KINDS[kind].call(place, me, lane=name, timeout=timeout)))
+        while len(out) > program.window.get(me.rank, 1) - 1:
+            await _outcome(me, program, *out.pop(0), outcomes)
+    for place, work in out:
+        await _outcome(me, program, place, work, outcomes)
+    for turn in range(len(program.kinds) + 1, len(program.kinds) + 3):
+        work = of_tensor(turn, me, lane=name)
+        with contextlib.suppress(ac.PeerRefusedError):  # one was lost with a refused call
+            oracle.same(await me.get(work), torch.tensor([total(turn, me.size)]))
+    if not any(len(program.kinds) in places for places in program.refused.values()):
+        oracle.same(await me.get(of_tensor(0, me, lane=name)), torch.tensor([total(0, me.size)]))
+    return [outcomes[place] for place in sorted(outcomes)]
+
+
+async def _outcome(me: Rank, program: Program, place: int, work: Any, outcomes: dict[int, str]) -> None:
+    ends = time.monotonic() + patient(30)
+    while place not in outcomes:
+        try:
+            got = await me.get(work)
+        except ac.PeerRefusedError:
+            outcomes[place] = "lost"
+        except ac.CollectiveTimeoutError:
+            assert place in program.timeouts, f"#{place} timed out"
+            assert time.monotonic() < ends, f"#{place} never ended"
+        else:
+            with me.case(f"#{place} {program.kinds[place - 1]}"):
+                oracle.same(got, KINDS[program.kinds[place - 1]].want(place, me.size))
+            outcomes[place] = "right"
+
+
+def check(world: World, program: Program, runner: str = "asyncio", seconds: float = 40) -> list[list[str]]:
+    """Run it; on every rank each call is right, lost, or refused there, and what nobody lost is right."""
+    results: list[list[str]] = world.run(
+        run_program, program, f"refusals {next(_labels)}", runner=runner, timeout=patient(seconds)
+    )
+    first = min((place for places in program.refused.values() for place in places), default=10**9)
+    for rank, outcomes in enumerate(results):
+        for place, outcome in enumerate(outcomes, 1):
+            refused = place in program.refused.get(rank, set())
+            assert (outcome == "refused") == refused, f"rank {rank}, #{place}: {outcome}"
+            if place < first:
+                assert outcome == "right", f"rank {rank}, #{place}: {outcome}, before anything was refused"
+    return results
+
+
+def test_a_refusal_behind_which_calls_are_in_flight(several: World, runner: str) -> None:
+    """Others have the refused call and the next one out: no result is made of two calls."""
+    size = several.size
+    for place in (1, 2):
+        program = Program(["gather"] * 6, {0: {place}}, dict.fromkeys(range(1, size), 3))
+        results = check(several, program, runner)
+        for outcomes in results[1:]:
+            assert outcomes[place - 1] == "lost"
+
+
+def test_several_refuse_in_a_row(several: World) -> None:
+    """By one rank, by each in turn, by two in the same place, and a second while the first is settled."""
+    size = several.size
+    last = size - 1
+    for refused in (
+        {0: {2, 3, 4}},
+        {rank: {rank + 1, rank + 1 + size} for rank in range(size)},
+        {0: {3}, last: {3}},
+        {0: {2, 5}, last: {3, 5}},
+        {0: {5}, last: {2}},
+        {rank: {3} for rank in range(size)},
+    ):
+        for windows in (1, 4):
+            check(several, Program(["gather"] * 8, refused, dict.fromkeys(range(size), windows)))
+
+
+def test_refusals_of_every_kind_of_call(several: World) -> None:
+    """Of trees, programs and one-sided calls, amid such: also those given up at first by their waiters."""
+    kinds = list(KINDS) * 2
+    for culprit in (0, several.size - 1):
+        refused = {culprit: {2, 6, 7, 13}}
+        check(several, Program(kinds, refused, {0: 3, several.size - 1: 2}, {3, 6, 9}))
+
+
+def test_what_nobody_made_needs_no_other_communicator(several: World) -> None:
+    """Refused by all ranks: the lane is as it was, and what comes next is right."""
+    program = Program(["number"] * 4, {rank: {2} for rank in range(several.size)}, slow=False)
+    for outcomes in check(several, program):
+        assert outcomes == ["right", "refused", "right", "right"]
+
+
+def test_refusals_on_five_ranks() -> None:
+    """The same where most ranks are only told."""
+    for backend in worlds.BACKENDS:
+        if backend == "gloo":
+            world = worlds.world(backend, 5)
+            check(world, Program(["gather", "tree"] * 4, {0: {2}, 3: {4, 5}}, {1: 3, 2: 2, 4: 8}))
+
+
+def drawn(rng: random.Random, size: int) -> Program:
+    """A program of random calls with random refusals."""
+    kinds = rng.choices(list(KINDS), k=rng.randint(3, 14))
+    refused = {
+        rank: set(rng.sample(range(1, len(kinds) + 1), rng.randint(0, 2)))
+        for rank in range(size)
+        if rng.random() < 0.6
+    }
+    windows = {rank: rng.randint(1, 5) for rank in range(size)}
+    return Program(
+        kinds, refused, windows, {p for p in range(len(kinds)) if rng.random() < 0.1}, rng.random() < 0.8
+    )
+
+
+def test_random_refusals(several: World) -> None:
+    """Whatever is refused when: right, or a typed error."""
+    for turn in range(DRAWS):
+        seed = SEED * 1_000_000 + turn
+        program = drawn(random.Random(f"{several.size} {seed}"), several.size)
+        try:
+            check(several, program)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {several.size} ranks: {program}")
+            raise
+
+
+# ---------------------------------------------------------------- in the middle of a call
+
+
+async def breaks_off(me: Rank, name: str) -> None:
+    """Rank 0 runs out of memory between the two rounds of a program."""
+    await me.get(ac.all_reduce(1, lane=name))
+    real = asynccoll.messages._padded
+
+    def padded(*_: Any) -> Any:
+        raise MemoryError("no room for the second round")
+
+    if me.rank == 0:
+        asynccoll.messages._padded = padded
+    try:
+        work = ac.all_gather_object("x" * 2000, lane=name)
+        with raising(ac.CollectiveError if me.rank == 0 else ac.PeerRefusedError, "no room"):
+            await me.get(work)
+    finally:
+        asynccoll.messages._padded = real
+    await me.check("afterwards", ac.all_gather_object, me.rank, lane=name, expect=list(range(me.size)))
+
+
+def test_a_program_that_breaks_off(several: World, runner: str) -> None:
+    """What fails on one rank between two native calls is a refusal: its peers do not wait for the rest."""
+    several.run(breaks_off, f"breaks off {next(_labels)}", runner=runner, timeout=patient(30))
+
+
+# ---------------------------------------------------------------- what is left behind
+
+
+async def many_refusals(me: Rank, name: str) -> tuple[int, int]:
+    """How many more threads and descriptors there are after a dozen refusals than after the first three."""
+    before = (0, 0)
+    for turn in range(15):
+        if turn % me.size == me.rank:
+            with raising(ac.InvalidArgumentError):
+                ac.all_reduce(1, lane=name, timeout=-1)
+        else:
+            with raising(ac.PeerRefusedError):
+                await me.get(ac.all_reduce(1, lane=name))
+        await me.check(f"after {turn}", ac.all_reduce, turn, lane=name, expect=turn * me.size)
+        if turn == 2:
+            before = _resources()
+    after = _resources()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def _resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_refusals_leave_nothing_behind() -> None:
+    """The communicator of an epoch that is over is closed: no threads and descriptors gather."""
+    with worlds.fresh("gloo", 2) as world:
+        for threads, descriptors in world.run(many_refusals, "many", runner="asyncio", timeout=patient(60)):
+            assert threads <= 4, f"{threads} more threads after twelve refusals"
+            assert descriptors <= 4, f"{descriptors} more descriptors after twelve refusals"
+
+
+# ---------------------------------------------------------------- messages
+
+
+async def across_epochs(me: Rank, name: str) -> None:
+    """A message is expected before a call is refused, and sent after."""
+    await me.get(ac.all_reduce(1, lane=name))
+    last = me.size - 1
+    early = ac.recv(torch.zeros(3), src=0, lane=name) if me.rank == last else None
+    if me.rank == 0:
+        with raising(ac.InvalidArgumentError):
+            ac.all_reduce(1, lane=name, timeout=-1)
+    else:
+        with raising(ac.PeerRefusedError):
+            await me.get(ac.all_reduce(1, lane=name))
+    await me.check("between", ac.all_reduce, 2, lane=name, expect=2 * me.size)
+    if me.rank == 0:
+        await me.check("sent", ac.send, torch.tensor([1.0, 2.0, 3.0]), dst=last, lane=name, expect=None)
+    if early is not None:
+        with me.case("received"):
+            oracle.same(await me.get(early), torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_messages_meet_across_a_refusal(several: World, runner: str) -> None:
+    """A recv from before a refused call takes the message that is sent after it."""
+    if several.backend not in ("horovod", "xla-tpu"):  # which have no messages
+        several.run(across_epochs, f"messages {next(_labels)}", runner=runner, timeout=patient(30))
+
+
+async def sends_while_halted(me: Rank, name: str) -> None:
+    """Rank 1 makes the call before the refused one only when it has a message that is sent after both."""
+    await me.get(ac.all_reduce(1, lane=name))
+    if me.rank == 0:
+        before = ac.all_reduce(1, lane=name)
+        with raising(ac.InvalidArgumentError):
+            ac.all_reduce(1, lane=name, timeout=-1)
+        await me.check("sent", ac.send, torch.ones(2), dst=1, lane=name, expect=None)
+    else:
+        if me.rank == 1:
+            await me.check("received", ac.recv, torch.zeros(2), src=0, lane=name, expect=torch.ones(2))
+        before = ac.all_reduce(1, lane=name)
+        with raising(ac.PeerRefusedError):
+            await me.get(ac.all_reduce(1, lane=name))
+    with me.case("before"):
+        assert await me.get(before) == me.size
+    await me.check("afterwards", ac.all_reduce, 2, lane=name, expect=2 * me.size)
+
+
+def test_a_message_does_not_wait_for_a_refusal_to_be_settled(several: World, runner: str) -> None:
+    """Else the peer that needs it to get there would never come."""
+    if several.backend not in ("horovod", "xla-tpu"):
+        several.run(sends_while_halted, f"halted {next(_labels)}", runner=runner, timeout=patient(30))
