@@ -48,7 +48,7 @@ OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=3
 
 # Files with many cases that depend little on the number of ranks or on the event loop.
 TWO_RANKS := ASYNCCOLL_TEST_WORLD_SIZES=2 ASYNCCOLL_TEST_RUNNERS=asyncio
-IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing fusion prepare)
+IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing composed fusion prepare)
 
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
 	@$(call TWICE,$(MPICH) $(ON_MPI) $(MPI_CASES) $(MPI_WAYS) $(MPI_TESTS) $(ARGS))

@@ -248,6 +248,28 @@ def test_each_call_of_a_block_is_recorded_as_where_it_was_made(world: World, run
     world.run(modes_in_a_block, runner=runner)
 
 
+async def flushed_in_another_mode(me: Rank) -> None:
+    n = me.size
+    weight = torch.ones(2, requires_grad=True)
+    with ac.coalescing():
+        loss = ac.all_reduce(weight * 2)
+        with torch.no_grad():
+            sizes = ac.all_gather(me.rank)  # sends what was put off
+            metric = ac.all_reduce(weight * 5)
+        gathered = ac.all_gather(me.rank)
+    y, seen = await me.get(loss), await me.get(metric)
+    assert await me.get(sizes) == await me.get(gathered) == list(range(n))
+    assert y.requires_grad
+    assert not seen.requires_grad
+    (y * seen).sum().backward()
+    oracle.same(weight.grad, torch.full((2,), 2.0 * n * 5.0 * n))
+
+
+def test_what_sends_a_block_says_nothing_of_its_modes(pair: World, runner: str) -> None:
+    """Calls that were put off, sent under another mode of autograd by one that is not."""
+    pair.run(flushed_in_another_mode, runner=runner)
+
+
 async def outs_differ_by_rank(me: Rank) -> None:
     """What travels together does not depend on what one rank does alone."""
     n = me.size
