@@ -118,7 +118,7 @@ def share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
 def _marked(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Which of the bytes from ``first`` to ``last`` are of ``x``."""
     size = x.element_size()
-    mask = torch.zeros(last - first, dtype=torch.bool)
+    mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
     shape = [1 if stride == 0 else extent for extent, stride in zip(x.shape, x.stride(), strict=True)]
     strides = [stride * size for stride in x.stride()]
     mask.as_strided((*shape, size), (*strides, 1), x.data_ptr() - first)[...] = True

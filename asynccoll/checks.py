@@ -45,7 +45,7 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
     size = lane.group.size
 
     def compared(communicator: Any) -> Generator[Completion, None, Completion]:
-        rows = torch.empty(size * _ROW_BYTES, dtype=torch.uint8)
+        rows = torch.empty(size * _ROW_BYTES, dtype=torch.uint8, device="cpu")
         yield communicator.all_gather(rows, row)
         _verify(lane, rows.view(size, _ROW_BYTES))
         if program is not None:

@@ -67,10 +67,12 @@ def agreed(lane: Lane, communicator: Any) -> Generator[Completion, None, Cost | 
         return None
     if lane.cost is None:
         known = (0.0, 0.0, 0.0) if group.cost is None else astuple(group.cost)
-        told = torch.tensor(known, dtype=torch.float64)
+        told = torch.tensor(known, dtype=torch.float64, device="cpu")
         yield communicator.broadcast(told, 0)
         if not told.any():
-            told.copy_(torch.tensor(astuple((yield from _measured(communicator))), dtype=torch.float64))
+            told.copy_(
+                torch.tensor(astuple((yield from _measured(communicator))), dtype=torch.float64, device="cpu")
+            )
             yield communicator.broadcast(told, 0)
         lane.cost = group.cost = Cost(*told.tolist())
     return lane.cost
@@ -79,7 +81,7 @@ def agreed(lane: Lane, communicator: Any) -> Generator[Completion, None, Cost | 
 def _measured(communicator: Any) -> Generator[Completion, None, Cost]:
     found: list[tuple[int, float]] = []
     for size_bytes in (_SMALL_BYTES, _LARGE_BYTES):
-        x = torch.zeros(size_bytes // 4)
+        x = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
         best = float("inf")
         for _ in range(_REPEATS):
             start = perf_counter()

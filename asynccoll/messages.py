@@ -33,7 +33,7 @@ _FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest
 _ROOM = SLOT_BYTES - _FIXED.size
 T = TypeVar("T")
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Message(NamedTuple):

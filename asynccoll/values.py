@@ -136,7 +136,7 @@ def _tensor_message(x: torch.Tensor) -> Message:
         )
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     header = "/".join((dtype_name(x.dtype), x.device.type, ",".join(map(str, x.shape)))).encode()
-    body = x.reshape(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
+    body = x.reshape(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
     return Message(_TENSOR, header, body)
 
 

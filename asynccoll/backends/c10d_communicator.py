@@ -200,4 +200,4 @@ def _abort(native: Any) -> None:
     for peer in range(native.size()):
         if peer != native.rank():
             with contextlib.suppress(RuntimeError):
-                native.recv([torch.empty(1)], peer, 2**31 - 1).wait(MILLISECOND)
+                native.recv([torch.empty(1, device="cpu")], peer, 2**31 - 1).wait(MILLISECOND)

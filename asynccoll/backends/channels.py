@@ -112,19 +112,19 @@ class Channels:
 
 def _post(pair: Any, peer: int, tag: int, code: int, body: torch.Tensor) -> None:
     """Send a header and ``body``; over when the peer has taken both."""
-    works = [pair.send([x], peer, tag) for x in (torch.tensor([body.numel(), code]), body)]
+    works = [pair.send([x], peer, tag) for x in (torch.tensor([body.numel(), code], device="cpu"), body)]
     for work in works:
         work.wait()
 
 
 def _take(pair: Any, peer: int, tag: int, into: torch.Tensor | None = None) -> torch.Tensor:
     """The next message: in ``into`` if it fits there, else in a tensor of its own."""
-    header = torch.empty(2, dtype=torch.int64)
+    header = torch.empty(2, dtype=torch.int64, device="cpu")
     pair.recv([header], peer, tag).wait()
     count, code = header.tolist()
     dtype = torch.uint8 if code == _REFUSED else _DTYPES[code]
     fits = into is not None and code != _REFUSED and count == into.numel() and dtype is into.dtype
-    body = into if into is not None and fits else torch.empty(count, dtype=dtype)
+    body = into if into is not None and fits else torch.empty(count, dtype=dtype, device="cpu")
     pair.recv([body], peer, tag).wait()
     if code == _REFUSED:
         raise PeerRefusedError(bytes(body.numpy()).decode())

@@ -182,7 +182,9 @@ class HorovodCommunicator:
         def settle() -> None:
             error = both.error()
             if error is None:
-                total = torch.sparse_coo_tensor(all_indices.t(), all_values, x.shape, check_invariants=False)
+                total = torch.sparse_coo_tensor(
+                    all_indices.t(), all_values, x.shape, check_invariants=False, device=x.device
+                )
                 x.copy_(total.coalesce())
             promise.settle(error)
 
@@ -240,8 +242,8 @@ class HorovodCommunicator:
         deliver: Callable[[], object] | None = None,
     ) -> Completion:
         """Rows of ``x`` to everybody; who sends more or fewer than is expected is found out here."""
-        counts = torch.tensor(in_splits, dtype=torch.int32)
-        received = torch.empty(len(self._ranks), dtype=torch.int32)
+        counts = torch.tensor(in_splits, dtype=torch.int32, device="cpu")
+        received = torch.empty(len(self._ranks), dtype=torch.int32, device="cpu")
         expected = list(out_splits)
 
         def finish() -> None:
@@ -277,7 +279,7 @@ class HorovodCommunicator:
         """Horovod has no messages between two ranks."""
 
     def barrier(self) -> Completion:
-        return self.all_reduce(torch.zeros(1), ReduceOp.SUM)
+        return self.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), ReduceOp.SUM)
 
     # The end
 

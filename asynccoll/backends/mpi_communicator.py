@@ -279,7 +279,7 @@ class MpiCommunicator:
         self._common.abandoned = True
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _typed(x: torch.Tensor) -> tuple[Any, int, Any]:

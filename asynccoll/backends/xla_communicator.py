@@ -266,7 +266,7 @@ class XlaCommunicator:
         """XLA has no messages between two ranks."""
 
     def barrier(self) -> Completion:
-        one = torch.zeros(1, dtype=torch.int32)
+        one = torch.zeros(1, dtype=torch.int32, device="cpu")
         return self._start(Barrier(self._members), one, _drop)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:

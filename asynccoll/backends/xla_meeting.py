@@ -99,7 +99,7 @@ class Alone:
         members = call.collective.members
         gather = AllGather(members, "splits")
         with device.lock:
-            sent = torch.tensor(call.splits[0], dtype=torch.int32).to(device.torch_device)
+            sent = torch.tensor(call.splits[0], dtype=torch.int32, device="cpu").to(device.torch_device)
             device.settle([sent])
             rows = device.launch(lambda token: gather.trace(sent, token))
         device.wait()

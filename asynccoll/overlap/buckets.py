@@ -130,7 +130,7 @@ class FlaggedBucket(Bucket):
         self.marks.fill_(self.mark)
         self.flags.fill_(1)
         if self.waiting:
-            self.flags.copy_(torch.tensor(self.has))
+            self.flags.copy_(torch.tensor(self.has, device="cpu"))
 
     def adopt(self) -> None:
         """Give the parameters without a gradient here that of the ranks which had one, too."""

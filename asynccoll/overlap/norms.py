@@ -58,7 +58,7 @@ def _real(gradient: torch.Tensor) -> torch.Tensor:
 def _local(own: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """This rank's share: the largest magnitude, or the sum of the powers. In float64: powers overflow."""
     if not own:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     norms = [
         torch.linalg.vector_norm(x, norm_type, dtype=x.dtype if x.dtype is torch.float64 else torch.float32)
         for x in own

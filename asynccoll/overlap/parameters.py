@@ -76,7 +76,11 @@ def check_parameters(
         CollectiveMismatchError: on every rank, from the await: which tensor differs, and between which ranks.
     """
     names, tensors = _named(model)
-    sums = torch.stack([_checksum(x) for x in tensors]) if tensors else torch.zeros(0, 2, dtype=torch.int64)
+    sums = (
+        torch.stack([_checksum(x) for x in tensors])
+        if tensors
+        else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+    )
     gathered = all_gather(sums[None], group=group, lane=lane, timeout=timeout)
     return gathered.map(lambda rows: _check_sums(rows.tolist(), names))
 

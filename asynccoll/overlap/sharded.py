@@ -165,7 +165,7 @@ class ShardedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: parameters are shared out when the optimizer is sharded."""
         given = param_group.get("params", [])
-        first = given if isinstance(given, torch.Tensor) else next(iter(given), torch.empty(0))
+        first = given if isinstance(given, torch.Tensor) else next(iter(given), torch.empty(0, device="cpu"))
         raise _added(list(first.shape))
 
     def skip(self) -> None:

@@ -51,7 +51,7 @@ def adasum(tensor: Any) -> Any:
     how = {"op": hvd.Adasum, "name": f"asynccoll.sync.adasum.{next(_adasums)}"}
     if isinstance(tensor, torch.Tensor):
         return hvd.allreduce(tensor, **how)
-    return hvd.allreduce(torch.tensor(tensor, dtype=torch.float64), **how).tolist()
+    return hvd.allreduce(torch.tensor(tensor, dtype=torch.float64, device="cpu"), **how).tolist()
 
 
 def new_group(ranks: list[int]) -> Any:

@@ -76,7 +76,7 @@ def _counted(lane: Lane, route: Route, x: torch.Tensor, in_splits: Sequence[int]
     ones = [1] * lane.group.size
 
     def counted(communicator: Any) -> Generator[Completion, None, Completion]:
-        sent = torch.tensor(in_splits, dtype=torch.int64)
+        sent = torch.tensor(in_splits, dtype=torch.int64, device="cpu")
         counts = torch.empty_like(sent)
         yield communicator.all_to_all(counts, sent, ones, ones)
         out_splits = counts.tolist()

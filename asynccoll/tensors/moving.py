@@ -28,7 +28,7 @@ from asynccoll.tensors.common import (
 )
 from asynccoll.tensors.fusing import Fuse, MakeCall
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def broadcast_call(lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None) -> Call:
@@ -116,7 +116,7 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
             f"join is not supported {where}; horovod has it, in the world. Elsewhere agree on the number "
             "of steps first: await ac.all_reduce(len(batches), op='min')"
         )
-    last = torch.full((), group.context.rank, dtype=torch.int32)
+    last = torch.full((), group.context.rank, dtype=torch.int32, device="cpu")
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         if group.size > 1:
