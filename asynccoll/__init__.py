@@ -43,7 +43,7 @@ from asynccoll.errors import (
 )
 from asynccoll.group import Group
 from asynccoll.isolation import isolated
-from asynccoll.lanes import TaskGroup, create_task_group, lane, scope
+from asynccoll.lanes import TaskGroup, close_lane, create_task_group, lane, scope
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
 from asynccoll.ops import (
@@ -132,6 +132,7 @@ __all__ = (
     "barrier",
     "broadcast",
     "broadcast_object",
+    "close_lane",
     "coalescing",
     "create_task_group",
     "device",

@@ -6,13 +6,20 @@ communicator of its own; its lanes do, by name, when first used.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from asynccoll.errors import InvalidArgumentError, LaneLimitError, PayloadTypeError, UnsupportedOpError
+from asynccoll.errors import (
+    CollectiveError,
+    InvalidArgumentError,
+    LaneLimitError,
+    PayloadTypeError,
+    UnsupportedOpError,
+)
 from asynccoll.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.spec import Topology, equal_nodes, place_of
 from asynccoll.turnstile import Turnstile
@@ -51,6 +58,8 @@ class Group:
         self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
+        self._closing: set[Lane] = set()
+        self._closed: dict[str, int] = {}  # how often: ranks that open a name again meet by another key
         self._turnstile: Turnstile | None = None
         self._lock = threading.Lock()
 
@@ -102,10 +111,39 @@ class Group:
             if len(named) >= MAX_LANES and not name.endswith(BACKWARD):
                 raise LaneLimitError(
                     f"group of ranks {list(self.ranks)} has {len(named)} lanes, the most it may have, "
-                    f"and was asked for {name!r}; reuse names (they are: {', '.join(sorted(named))})"
+                    f"and was asked for {name!r}; reuse names, or close those that are over with "
+                    f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
                 )
-            lane = self.opened[name] = Lane(self, name)
+            times = self._closed.get(name, 0)
+            lane = self.opened[name] = Lane(self, name, f"{name}~{times}" if times else name)
             return lane
+
+    def close_lane(self, name: str, *, unless_unused: bool = False) -> None:
+        """Close the lane called ``name`` once all members have, and what is out on it is over."""
+        with self._lock:
+            for each in (name, name + BACKWARD):
+                lane = self.opened.pop(each, None)
+                if lane is not None or not unless_unused:
+                    self._closed[each] = self._closed.get(each, 0) + 1
+                if lane is not None:
+                    self._closing.add(lane)
+                    closer = threading.Thread(
+                        target=self._close, args=(lane,), name=f"asynccoll-close-{each}", daemon=True
+                    )
+                    closer.start()
+
+    def _close(self, lane: Lane) -> None:
+        context = self.context
+        lane.wait_until_over()
+        if context.clients is not None and self.size > 1 and lane.broken is None:
+            # A peer may still be in a call in which this rank has done its part.
+            with contextlib.suppress(RuntimeError, CollectiveError):
+                key = f"closed/{self.key}/{lane.key}"
+                context.clients.meet(key, self.rank, self.size, context.timeout, lambda: context.closed)
+        if not context.closed:  # else that closes it
+            lane.close()
+            with self._lock:
+                self._closing.discard(lane)
 
     def _not_a_member(self) -> InvalidArgumentError:
         return InvalidArgumentError(
@@ -152,12 +190,13 @@ class Group:
     def known_by(self, key: str) -> Lane:
         """The lane whose ranks meet by ``key``."""
         with self._lock:
-            return next(lane for lane in self.opened.values() if lane.key == key)
+            return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
 
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""
         with self._lock:
-            return [self.opened[name] for name in sorted(self.opened)]
+            opened = [self.opened[name] for name in sorted(self.opened)]
+            return [*opened, *sorted(self._closing, key=lambda lane: lane.key)]
 
     def index(self, rank: int, role: str) -> int:
         """The position in the group of the global ``rank``, which the call names as its ``role``."""

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import actors
@@ -47,6 +48,9 @@ ROUND = 1 << 30
 
 #: How often whoever waits for a lane to open asks whether all are still there.
 _ASK_SECONDS = 0.5
+#: How soon it is noticed that a lane which is to be closed is over.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.02
 
 #: So many streams have their owners kept.
 _MOST_STREAMS = 4096
@@ -802,10 +806,21 @@ class Lane:
         self.broken = error
         return [operation.disown(error) for operation in (*self._in_flight, *self._apart)]
 
+    def wait_until_over(self) -> None:
+        """Return when nothing is out, the lane is broken, or the context closes; nobody need wait for it."""
+        for operation in self.outstanding():
+            self._context.watch.add(operation)  # a peer may be gone, or have refused its side
+        pause = _FIRST_PAUSE_SECONDS
+        while self.outstanding() and self.broken is None and not self._context.closed:
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
     def close(self, *, abort: bool = False) -> None:
         """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
         if abort:
             self.break_off(AbortedError(f"{self} was aborted"))
+        else:
+            self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
         self._in_flight.clear()  # they hold native works, and those the connections
         self._apart.clear()
         last = self.communicator or self._previous

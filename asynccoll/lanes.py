@@ -23,7 +23,7 @@ from asynccoll.work import Members, scope_members
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup as AnyioTaskGroup
 
-__all__ = ["TaskGroup", "create_task_group", "current_lane", "lane", "scope"]
+__all__ = ["TaskGroup", "close_lane", "create_task_group", "current_lane", "lane", "scope"]
 
 _lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
 current_lane = _lane_name.get
@@ -63,6 +63,32 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
 
     async def __aexit__(self, *exc: object) -> None:
         self.__exit__()
+
+
+def close_lane(name: str, *, group: Any = None) -> None:
+    """Give up the lane ``name`` of ``group``, with its connections and threads; its name may be used anew.
+
+    Every member calls it as often, at the same place among its calls on that lane, in whose order it is; none
+    waits for the others. What is in flight ends as ever. The connections are closed once every member has
+    called it. Closing a lane that this rank has not used is fine.
+
+    >>> for step in range(1000):
+    ...     await ac.all_reduce(x, lane=f"step {step}")
+    ...     ac.close_lane(f"step {step}")
+
+    Raises:
+        InvalidArgumentError: the name is none, or ``default``, which lives as long as its group.
+    """
+    if not isinstance(name, str) or not name or name == DEFAULT:
+        raise InvalidArgumentError(
+            f"close_lane takes the name of a lane other than {DEFAULT!r}, which lives as long as its group; "
+            f"got {name!r}"
+        )
+    from asynccoll.group import resolve_group
+    from asynccoll.runtime import current
+
+    context = current()
+    (context.world if group is None else resolve_group(context, group)).close_lane(name)
 
 
 class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`

@@ -72,7 +72,7 @@ WORK = (
     "detach",
     "as_future",
 )
-ALSO_PUBLIC = {"Work", "as_completed", "create_task_group", "explain", "lane", "scope"}
+ALSO_PUBLIC = {"Work", "as_completed", "close_lane", "create_task_group", "explain", "lane", "scope"}
 ERRORS = {
     "AsyncCollError",
     "BackendNotFoundError",
