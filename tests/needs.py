@@ -6,6 +6,7 @@ runs as root and has installed it (`tools/system.py`), its absence is a failure.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from typing import NoReturn
@@ -25,6 +26,14 @@ def need(*names: str) -> None:
         absent(
             f"{', '.join(one.name for one in packages)} not installed", f"as root: {system.command(packages)}"
         )
+
+
+def need_package(name: str, backend: str, where: str) -> None:
+    """Go on only with a package of Python; where its backend is under test, its absence is an error."""
+    if backend in os.environ.get("ASYNCCOLL_TEST_BACKENDS", "").split(","):
+        importlib.import_module(name)
+    else:
+        pytest.importorskip(name, reason=where, exc_type=ImportError)
 
 
 def need_root(purpose: str) -> None:

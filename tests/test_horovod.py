@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import asynccoll as ac
+import needs
 import oracle
 import worlds
 from asynccoll.runtime import current
 from patience import patient
 from ranks import Rank
 
-pytest.importorskip("horovod", reason="the environment horovod has it: make horovod", exc_type=ImportError)
+needs.need_package("horovod", "horovod", "the environment horovod has it: make horovod")
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 import asynccoll as ac
+import needs
 import spawned
 from asynccoll.launch import horovodrun
 from patience import patient
 from worlds import rank_environment
 
-pytest.importorskip("horovod", reason="the environment horovod has it: make horovod", exc_type=ImportError)
+needs.need_package("horovod", "horovod", "the environment horovod has it: make horovod")
 
 LIMIT_S = patient(90)
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import asynccoll as ac
+import needs
 import oracle
 import worlds
 from asynccoll import progress
 from patience import patient
 from ranks import Rank
 
-pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
+needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
 
 
 @pytest.fixture(scope="session")

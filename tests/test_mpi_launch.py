@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import asynccoll
+import needs
 from asynccoll.launch import mpiexec
 from patience import patient
 
-pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
+needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
 
 LIMIT_S = patient(60)
 

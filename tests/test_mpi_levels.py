@@ -14,11 +14,12 @@ import torch
 import trio
 
 import asynccoll as ac
+import needs
 import worlds
 from patience import patient
 from ranks import Rank
 
-pytest.importorskip("mpi4py", reason="`make mpi` has environments with mpi4py", exc_type=ImportError)
+needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
 
 
 def join() -> None:

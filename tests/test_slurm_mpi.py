@@ -16,7 +16,7 @@ import training
 from asynccoll.launch import mpiexec
 from slurm_cluster import NODES, Cluster
 
-pytest.importorskip("mpi4py", reason="the environments mpich and openmpi have it", exc_type=ImportError)
+needs.need_package("mpi4py", "mpi", "the environments mpich and openmpi have it")
 
 pytestmark = pytest.mark.slow
 
