@@ -1,0 +1,139 @@
+"""Who waits, and stops waiting: interrupted while it finishes, cancelled, or out of descriptors."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import asynccoll as ac
+import worlds
+from asynccoll import watch
+from patience import patient
+from ranks import Rank
+
+
+def test_ctrl_c_while_a_work_is_finished_is_the_waiters_own() -> None:
+    """It is raised where it came; who waits next finishes, and has the result."""
+    turns: list[int] = []
+
+    def finish() -> str:
+        turns.append(len(turns))
+        if len(turns) == 1:
+            raise KeyboardInterrupt
+        return "finished"
+
+    work: ac.Work[str] = ac.Work((), finish)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.wait() == work.result() == "finished"
+    assert turns == [0, 1]
+
+
+def test_who_waits_for_another_that_is_interrupted_finishes_itself() -> None:
+    """A thread that waits while another finishes is not left waiting."""
+    begun, go_on = threading.Event(), threading.Event()
+    heard: list[BaseException | str] = []
+
+    def finish() -> str:
+        if begun.is_set():
+            return "finished"
+        begun.set()
+        go_on.wait()
+        raise KeyboardInterrupt
+
+    work: ac.Work[str] = ac.Work((), finish)
+
+    def wait() -> None:
+        try:
+            heard.append(work.wait())
+        except KeyboardInterrupt as error:
+            heard.append(error)
+
+    first, second = threading.Thread(target=wait), threading.Thread(target=wait)
+    first.start()
+    begun.wait()
+    second.start()
+    go_on.set()
+    for thread in (first, second):
+        thread.join(patient(10))
+    assert sorted(type(one).__name__ for one in heard) == ["KeyboardInterrupt", "str"]
+
+
+async def cancelled_often(me: Rank) -> None:
+    if me.rank == 1:
+        me.see("cancelled")
+    work = ac.all_reduce(1)
+    if me.rank == 0:
+        for _ in range(100):
+            await give_up_on(me, work)
+        (operation,) = work._operations
+        assert len(operation._wakers or ()) <= 1
+        me.show("cancelled")
+    assert await work == me.size
+
+
+async def give_up_on(me: Rank, work: Any) -> None:
+    if me.runner == "trio":
+        import trio
+
+        with trio.move_on_after(0.002):
+            await work
+        return
+    import asyncio
+
+    async def awaits() -> None:
+        await work
+
+    task = asyncio.create_task(awaits())
+    await asyncio.wait([task], timeout=0.002)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("runner", ["asyncio", "trio"])
+def test_an_await_that_is_cancelled_leaves_nothing(runner: str) -> None:
+    """However often it is tried again while the operation is in flight."""
+    worlds.world("gloo", 2).run(cancelled_often, runner=runner, timeout=60)
+
+
+def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor was left for one question: the next is put all the same."""
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
+    asked_again = threading.Event()
+    asked: list[object] = []
+
+    def loss(lane: object) -> None:
+        asked.append(lane)
+        if len(asked) < 3:
+            raise OSError(24, "Too many open files")
+        asked_again.set()
+
+    doubt = SimpleNamespace(in_doubt=lambda ranks: True)
+    context = cast("Any", SimpleNamespace(store=object(), loss=loss, liveness=doubt))
+    lane = SimpleNamespace(group=SimpleNamespace(ranks=(0, 1)))
+
+    class InFlight:
+        started = 0.0
+
+        def __init__(self) -> None:
+            self.lane = cast("Any", _Named(lane))
+
+        def done(self) -> bool:
+            return False
+
+    looks = watch.Watch(context)
+    looks.add(cast("Any", InFlight()))
+    try:
+        assert asked_again.wait(patient(10)), f"asked {len(asked)} times"
+    finally:
+        looks.stop()
+
+
+class _Named:
+    """A lane, as far as the watch looks at it."""
+
+    def __init__(self, lane: SimpleNamespace) -> None:
+        self.group = lane.group
