@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -118,8 +119,8 @@ class Operation:
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
 
-    def add_waker(self, waker: Callable[[], object]) -> None:
-        """Call ``waker`` once when ``done()`` has become true; at once if it is."""
+    def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
+        """Call ``waker`` once when ``done()`` has become true, at once if it is; returns how to forget it."""
         with _wakers_lock:
             first = self._wakers is None
             if first:
@@ -130,6 +131,12 @@ class Operation:
             self.completion.add_callback(self._wake)
         if self.done():
             self._wake()
+        return partial(self._forget_waker, waker)
+
+    def _forget_waker(self, waker: Callable[[], object]) -> None:
+        with _wakers_lock:
+            if self._wakers and waker in self._wakers:
+                self._wakers.remove(waker)
 
     def _wake(self) -> None:
         with _wakers_lock:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Signal", "attend", "block", "in_loop", "pause", "quick", "suspend"]
 
-AddWaker = Callable[[Callable[[], object]], object]
+#: What is returned forgets the waker: who has stopped waiting is not kept until the operation ends.
+AddWaker = Callable[[Callable[[], object]], Callable[[], object]]
 
 #: For how long at most a turn is prolonged for one operation.
 _PATIENCE_SECONDS = 4e-3
@@ -268,10 +269,14 @@ class Signal:
         if waker is not None:
             waker()
 
-    def _add_waker(self, waker: Callable[[], object]) -> None:
+    def _add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
         self._waker = waker
         if self._set:
             waker()
+        return self._forget_waker
+
+    def _forget_waker(self) -> None:
+        self._waker = None
 
     async def wait(self, seconds: float = math.inf) -> bool:
         """Wait until it is set or ``seconds`` have passed; whether it is set."""
@@ -369,11 +374,12 @@ def _park_on_asyncio(loop: Any, add_waker: AddWaker, seconds: float) -> Generato
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, future)
 
-    add_waker(wake)
+    forget = add_waker(wake)
     timer = loop.call_later(seconds, _resolve, future) if seconds < math.inf else None
     try:
         yield from future
     finally:
+        forget()
         if timer is not None:
             timer.cancel()
 
@@ -418,9 +424,12 @@ def _park_on_trio(task: Any, add_waker: AddWaker, seconds: float) -> Generator[A
         parked = False
         return trio.lowlevel.Abort.SUCCEEDED
 
-    add_waker(wake)
-    with trio.move_on_after(seconds):
-        yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()
+    forget = add_waker(wake)
+    try:
+        with trio.move_on_after(seconds):
+            yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()
+    finally:
+        forget()
 
 
 def in_loop() -> bool:

@@ -297,29 +297,35 @@ class Work(Generic[T]):
 
     def _settle(self) -> None:
         """Finish, or wait for the thread that does."""
-        with _claim:
-            mine = self._state == _PENDING
+        while self._state < _DONE:
+            with _claim:
+                mine = self._state == _PENDING
+                if mine:
+                    self._state = _FINISHING
+                elif self._state == _FINISHING:
+                    finished = _finishing.setdefault(id(self), threading.Event())
             if mine:
-                self._state = _FINISHING
+                self._finish_here()
             elif self._state == _FINISHING:
-                finished = _finishing.setdefault(id(self), threading.Event())
-        if not mine:
-            if self._state == _FINISHING:
                 finished.wait()
-            return
+
+    def _finish_here(self) -> None:
+        state = _PENDING  # of an interrupt, which is this waiter's own: whoever waits next finishes
         try:
             self._complete()
             state = _DONE
-        except BaseException as error:
+        except Exception as error:
             self._error = error
             state = _FAILED
-        self._finish = None  # lets go of what it closed over
-        self._state = state
-        if _finishing:
-            with _claim:
-                late = _finishing.pop(id(self), None)
-            if late is not None:
-                late.set()
+        finally:
+            if state != _PENDING:
+                self._finish = None  # lets go of what it closed over
+            self._state = state
+            if _finishing:
+                with _claim:
+                    late = _finishing.pop(id(self), None)
+                if late is not None:
+                    late.set()
 
     def _complete(self) -> None:
         """Raise what an operation failed with, or do what is left to do."""

@@ -354,6 +354,12 @@ def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[
 
 def reduced(wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int) -> torch.Tensor:
     """What came back from a reduction, as ``x`` was: divided if it is an average, decoded."""
-    if plan.divide:
-        wire.div_(size)
-    return decode(wire, plan, x.dtype, x.device)
+    divided: list[torch.Tensor] = []
+    try:
+        if plan.divide:
+            divided.extend(map(wire.div_, (size,)))  # in one step: no signal is served between the two
+        return decode(wire, plan, x.dtype, x.device)
+    except KeyboardInterrupt:
+        if divided:  # whoever waits next comes here again
+            wire.mul_(size)
+        raise
