@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Mod
 
     Args:
         model: any module.
-        sync_bn: batch norm over the batches of all ranks; on torch's backends only.
+        sync_bn: batch norm over the batches of all ranks; on torch's backends only (elsewhere a warning).
         kwargs: for the class that wraps the model.
 
     Raises:
@@ -83,6 +84,13 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
             return nn.DataParallel(model, **kwargs)
         return model
     if place.backend in _WITHOUT_DDP:
+        if sync_bn and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+            warnings.warn(
+                f"sync_bn=True has no effect on {place.backend}: SyncBatchNorm needs DistributedDataParallel on "
+                "a torch backend (gloo, nccl); each rank normalises by its own batches",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         place.log.info("Broadcast the initial variable states from rank 0 to all other processes")
         broadcast_parameters(model).wait()
         return model

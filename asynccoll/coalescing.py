@@ -22,6 +22,7 @@ from asynccoll import actors, autograd, payload, tensors
 from asynccoll.aliasing import Touched
 from asynccoll.errors import CollectiveError, InvalidArgumentError
 from asynccoll.lane import Lane
+from asynccoll.memory import plain_tensor, writable
 from asynccoll.modes import Modes, as_called
 from asynccoll.spec import Op, reduce_op
 from asynccoll.tensors.fusing import Fuse
@@ -188,6 +189,9 @@ class _Batch:
         """Put the call off; or, if it is none of those, send what was put off and return None."""
         x, out = args[0] if args else None, args[-1] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            x = plain_tensor(f"{start.__name__} in a coalescing block", x)
+            if isinstance(out, torch.Tensor):
+                writable(f"{start.__name__} in a coalescing block", out)
             if start is payload.all_reduce:
                 op = reduce_op(args[1])
                 tensors.plan_for(lane, Op.ALL_REDUCE, x, op)

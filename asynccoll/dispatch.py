@@ -13,6 +13,7 @@ import torch
 
 from asynccoll.errors import PayloadTypeError, UnsupportedOpError
 from asynccoll.spec import (
+    DTYPES_BY_NAME,
     HALF,
     Capabilities,
     Op,
@@ -84,6 +85,7 @@ def plan(
     Raises ``PayloadTypeError`` for what has no meaning (an average of integers) and
     ``UnsupportedOpError`` for what this backend can neither do nor be composed to do.
     """
+    _refuse_quantized(op, spec)
     _refuse_meaningless(op, spec, reduce)
     _refuse_sparse(op, spec, topology.capabilities, reduce)
     chosen = (
@@ -92,6 +94,14 @@ def plan(
         else _plan_movement(op, spec, topology)
     )
     return _staged(chosen, spec, topology, policy)
+
+
+def _refuse_quantized(op: Op, spec: TensorSpec) -> None:
+    if op is not Op.BARRIER and dtype_name(spec.dtype) not in DTYPES_BY_NAME:
+        raise PayloadTypeError(
+            f"{op.value} of a quantized tensor ({dtype_name(spec.dtype)}) is not supported, since its scale "
+            "does not go with it; pass x.dequantize(), or x.int_repr() and the scale"
+        )
 
 
 def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> None:

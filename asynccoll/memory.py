@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -14,12 +15,15 @@ __all__ = [
     "may_overlap",
     "overlap",
     "plain_tensor",
+    "plain_tensors",
     "same_memory",
     "writable",
     "writable_together",
 ]
 
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+_data_ptr = torch.Tensor.data_ptr
+_is_nested = attrgetter("is_nested")
 
 
 def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +39,17 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
         except RuntimeError:  # no storage: ``_explained`` says why
             pass
     return _explained(name, x)
+
+
+def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``plain_tensor`` of each, quick where all are ordinary."""
+    if _ORDINARY.issuperset(map(type, xs)):
+        try:
+            if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
+                return xs
+        except RuntimeError:
+            pass
+    return [plain_tensor(name, x) for x in xs]
 
 
 def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +73,7 @@ def _is_wrapper(x: torch.Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     own = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return own and not x.untyped_storage().data_ptr()
+    return own and not x.data_ptr()
 
 
 def _what(x: torch.Tensor) -> str:
@@ -95,11 +110,6 @@ def writable(name: str, out: torch.Tensor) -> None:
         raise InvalidArgumentError(
             f"{name}: out= was made in inference mode and cannot be written to outside of it; pass "
             "out.clone(), or call in torch.inference_mode()"
-        )
-    if plain.grad_fn is not None and torch.is_grad_enabled():
-        raise InvalidArgumentError(
-            f"{name}: out= was computed from tensors that require gradients, which writing into it would "
-            "make wrong; pass a new tensor, or out.detach()"
         )
     if plain.layout is torch.strided and not plain.is_contiguous() and _folded(plain):
         raise InvalidArgumentError(

@@ -1,18 +1,27 @@
 """Pytrees: dicts, lists, tuples, named tuples and dataclasses of payloads, flattened and put back.
 
 Dictionary keys are sorted, never taken in insertion order: two ranks that fill a dict in different
-order must reduce the same leaves with each other. ``None`` is structure.
+order must reduce the same leaves with each other. So keys need an order that all ranks see: texts, numbers,
+bytes, None, enum members, paths, dtypes, devices and tuples of these have one; a frozenset or an object of
+one's own has not, and is refused. ``None`` is structure.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import enum
+import math
+import numbers
+import pathlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from asynccoll.errors import InvalidArgumentError
+import torch
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 
 __all__ = ["TreeSpec", "flatten", "is_tree", "unflatten"]
 
@@ -82,10 +91,10 @@ def _flatten(x: Any, leaves: list[Any], path: tuple[int, ...]) -> TreeSpec:
 def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]:
     cls = type(x)
     if isinstance(x, dict):
-        keys = sorted(x, key=_key_order)
+        keys = sorted(x) if {*map(type, x)} == {str} else sorted(x, key=_key_order)
         return cls.__name__, tuple(map(repr, keys)), [x[key] for key in keys], _dict_maker(x, keys)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return cls.__name__, tuple(x._fields), list(x), lambda values: cls(*values)
+        return cls.__name__, tuple(x._fields), list(x), lambda values: tuple.__new__(cls, values)
     if isinstance(x, (list, tuple)):
         make = list if isinstance(x, list) else tuple
         return cls.__name__, (), list(x), make
@@ -93,24 +102,65 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[A
     return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
 
 
-def _key_order(key: Any) -> tuple[str, Any]:
-    """Keys of one type by value, types by name; the same on every rank."""
-    return (type(key).__name__, key if isinstance(key, (str, int, float, bytes, tuple)) else repr(key))
+def _key_order(key: Any) -> tuple[Any, ...]:
+    """What keys are sorted by: the same on every rank, whatever was inserted first.
+
+    Numbers are one kind, because 1, True and 1.0 are one key.
+    """
+    if isinstance(key, str):
+        return ("str", str.__str__(key))
+    if isinstance(key, numbers.Real) and not math.isnan(key):
+        return ("number", key)
+    if isinstance(key, bytes):
+        return ("bytes", key)
+    if isinstance(key, enum.Enum) and isinstance(key.name, str):
+        return ("enum", type(key).__module__, type(key).__qualname__, key.name)
+    if isinstance(key, tuple):
+        return ("tuple", tuple(map(_key_order, key)))
+    if key is None or isinstance(key, (pathlib.PurePath, torch.dtype, torch.device)):
+        return (type(key).__name__, str(key))
+    shown = "nan" if isinstance(key, numbers.Real) else f"a {type(key).__name__}"
+    raise PayloadTypeError(
+        f"a dict has {shown} among its keys, which has no order that every rank would see, so that wrong "
+        "leaves could meet; use keys of str, numbers, bytes, enum members or tuples of these, or pass a list"
+    )
 
 
 def _dict_maker(x: dict[Any, Any], keys: list[Any]) -> Callable[[Sequence[Any]], Any]:
-    order = list(x)
+    if type(x) is dict:
+        order = list(x)
 
-    def make(values: Sequence[Any]) -> Any:
-        by_key = dict(zip(keys, values, strict=True))
-        plain = {key: by_key[key] for key in order}
-        if type(x) is dict:
-            return plain
-        rebuilt = x.copy()
-        rebuilt.update(plain)
+        def make(values: Sequence[Any]) -> Any:
+            by_key = dict(zip(keys, values, strict=True))
+            return {key: by_key[key] for key in order}
+
+        return make
+    shell = _shell(x)
+
+    def refill(values: Sequence[Any]) -> Any:
+        rebuilt = copy.copy(shell)
+        for key, value in zip(keys, values, strict=True):
+            rebuilt[key] = value
         return rebuilt
 
-    return make
+    return refill
+
+
+def _shell(x: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a dict of another class, which the result becomes; refused while nothing has been sent."""
+    try:
+        made = copy.copy(x)
+        for key in list(made):
+            made[key] = x[key]
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    else:
+        if type(made) is type(x) and list(made) == list(x):
+            return made
+        why = "the copy is another dict"
+    raise PayloadTypeError(
+        f"a {type(x).__name__} cannot be rebuilt with other values (copy.copy: {why}); pass dict(x)"
+    )
 
 
 def _dataclass_maker(x: Any, names: tuple[str, ...]) -> Callable[[Sequence[Any]], Any]:

@@ -18,6 +18,7 @@ import torch
 
 from asynccoll.codecs import Codec
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
+from asynccoll.memory import plain_tensor
 from asynccoll.messages import Message
 from asynccoll.spec import DTYPES_BY_NAME, ReduceOp, dtype_name
 
@@ -129,6 +130,7 @@ def numbers_of(rows: bytearray, length: int) -> list[Any]:
 
 
 def _tensor_message(x: torch.Tensor) -> Message:
+    x = plain_tensor("a message", x)
     if x.layout is not torch.strided or x.device.type == "meta" or x.is_quantized:
         raise PayloadTypeError(
             f"cannot send a {x.layout} tensor on {x.device} whose shape the others do not know; pass a "

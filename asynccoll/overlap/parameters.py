@@ -98,8 +98,9 @@ def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tens
 
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
-    received = broadcast(tensors, **call)
-    return received.map(lambda values: _overwrite(tensors, values))
+    # A model without any (no buffers, say) sends an empty tensor, as every rank of it does.
+    received = broadcast(tensors or [torch.empty(0)], **call)
+    return received.map(lambda values: _overwrite(tensors, values[: len(tensors)]))
 
 
 def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from asynccoll.checks import compare, signature
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.fusion import kind_of
 from asynccoll.lane import Lane
+from asynccoll.memory import plain_tensor, plain_tensors, writable, writable_together
 from asynccoll.messages import (
     Message,
 )
@@ -35,7 +36,11 @@ _EXPECTED = (
 
 def refuse(name: str, x: Any, expected: str = _EXPECTED) -> PayloadTypeError:
     """The error for a payload that ``name`` cannot carry."""
-    hint = " (convert it with torch.as_tensor)" if hasattr(x, "__array__") else ""
+    hint = ""
+    if hasattr(x, "__array__"):
+        hint = " (convert it with torch.as_tensor)"
+    elif isinstance(x, (Iterator, set, frozenset, range, KeysView, ValuesView)):
+        hint = " (make a list of it, in an order that is the same on every rank)"
     return PayloadTypeError(f"{name} got a {type(x).__name__}{hint}; expected {expected}")
 
 
@@ -45,10 +50,16 @@ def no_out(name: str, out: Any) -> None:
 
 
 def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
-    """``x`` if it is a tensor."""
+    """``x`` if it is a tensor, as native code may read it."""
     if not isinstance(x, torch.Tensor):
-        raise refuse(name, x, role)
-    return x
+        raise nothing_to_send(name, x) if x is None else refuse(name, x, role)
+    return plain_tensor(name, x)
+
+
+def check_filled(name: str, out: Any) -> None:
+    """Refuse an ``out=`` that cannot be filled; its shape is looked at where it is known."""
+    if isinstance(out, torch.Tensor):
+        writable(name, out)
 
 
 #: What is done with all tensors of a tree: started, with the list of their results.
@@ -72,9 +83,7 @@ def over_tree(
     is refused as a whole, here and for the peers. ``alike``: what is refused depends on dtype, device and
     layout of a tensor alone, so that one of each is checked.
     """
-    leaves, spec = flatten(x)
-    if not _only_tensors(leaves):
-        leaves = [as_number(leaf) for leaf in leaves]
+    leaves, spec = leaves_of(name, x)
     for leaf in _one_of_each(leaves) if alike else leaves:
         if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
             raise refuse(name, leaf)
@@ -88,6 +97,32 @@ def over_tree(
         return unflatten(spec, parts[-1]) if out is None else out
 
     return together([*compared, leaf_results], whole)
+
+
+def leaves_of(name: str, x: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves that ``name`` sends, tensors as native code may read them, and how they are put back.
+
+    A tree without any is refused: the others may have some, and would wait for this rank.
+    """
+    leaves, spec = flatten(x)
+    if not leaves:
+        raise nothing_to_send(name, x)
+    if _only_tensors(leaves):
+        return plain_tensors(name, leaves), spec
+    leaves = [as_number(leaf) for leaf in leaves]
+    return [plain_tensor(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+
+
+def nothing_to_send(name: str, x: Any) -> PayloadTypeError:
+    """The error for None, and for a tree without leaves."""
+    got = "None" if x is None else f"a {type(x).__name__} without leaves ({x!r:.60})"
+    cure = "pass at least one tensor or number on every rank, or skip the call on every rank"
+    if name == "broadcast":
+        cure = (
+            "pass safe_mode=True on every rank, and the others may pass None or anything; without it "
+            "every rank passes something of the structure, shapes and dtypes that src sends"
+        )
+    return PayloadTypeError(f"{name} got {got}, which sends nothing, and others would wait; {cure}")
 
 
 def _only_tensors(leaves: list[Any]) -> bool:
@@ -106,12 +141,17 @@ def _one_of_each(leaves: list[Any]) -> list[Any]:
 def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[torch.Tensor]:
     """The tensors of the tree ``out``, each fit to hold the result for one of ``leaves``."""
     outs, filled = flatten(out)
-    if not _only_tensors(leaves) or not _only_tensors(outs):
+    if not all(isinstance(one, torch.Tensor) for one in outs):
+        raise InvalidArgumentError(
+            f"{name}: out= of a tree is for trees of tensors; numbers cannot be filled"
+        )
+    if not _only_tensors(leaves):
         raise InvalidArgumentError(
             f"{name}: out= of a tree is for trees of tensors; numbers cannot be filled"
         )
     if filled != spec:
         raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one as the input: {spec}")
+    writable_together(name, leaves, outs)
     for x, y in zip(leaves, outs, strict=True):
         if y is not x:
             tensors.check_out(y, x, x.shape)

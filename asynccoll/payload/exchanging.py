@@ -12,6 +12,7 @@ from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeEr
 from asynccoll.group import Group
 from asynccoll.lane import Lane
 from asynccoll.payload.common import (
+    check_filled,
     no_out,
     one_by_one,
     over_tree,
@@ -31,6 +32,7 @@ def all_to_all(
     timeout: float | None,
 ) -> Started[Any]:
     x = require_tensor("all_to_all", x, "a tensor whose dim 0 is split among the ranks")
+    check_filled("all_to_all", out)
     size, shape = lane.group.size, x.shape
     if not shape:
         raise InvalidArgumentError("all_to_all: a 0-d tensor has no dim 0 to split; pass x.reshape(1)")
@@ -81,6 +83,7 @@ def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: f
             lambda leaf: _check_permuted(lane, leaf),
         )
     x = _check_permuted(lane, x)
+    check_filled("permute", out)
     ranks = lane.group.ranks
     me = ranks[lane.group.rank]
     to = next((ranks.index(target) for source, target in listed if source == me), None)
@@ -124,6 +127,7 @@ def recv(
     peer, tag = _peer(lane, src, "src"), _check_tag(tag)
     try:
         like = require_tensor("recv", like, "a tensor like the one that is sent")
+        check_filled("recv", out)
         autograd.records("recv", (), None if out is None else (out,))
         return tensors.start_recv(lane, like, peer, tag, out, timeout)
     except AsyncCollError as error:

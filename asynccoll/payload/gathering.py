@@ -8,11 +8,13 @@ import torch
 
 from asynccoll import autograd, tensors
 from asynccoll.lane import Lane
+from asynccoll.memory import plain_tensor
 from asynccoll.messages import (
     all_gather_messages,
     gather_messages,
 )
 from asynccoll.payload.common import (
+    check_filled,
     check_sendable,
     message_kind,
     no_gradient,
@@ -39,6 +41,9 @@ def all_gather(
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[Any]:
+    if isinstance(x, torch.Tensor):
+        x = plain_tensor("all_gather", x)
+        check_filled("all_gather", out)
     if isinstance(x, torch.Tensor) and not uneven:
         return _all_gather_tensor(lane, x, dim, out, timeout)
     no_out("all_gather", out)
@@ -85,6 +90,8 @@ def gather(
     index = lane.group.index(dst, "dst")
     here = lane.group.rank == index
     if isinstance(x, torch.Tensor):
+        check_filled("gather", out)
+        x = plain_tensor("gather", x)
         started = _gather_tensor(lane, x, index, dim, out, timeout)
         return no_gradient(started, x, "gather", "all_gather")
     no_out("gather", out)

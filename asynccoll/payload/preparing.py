@@ -11,13 +11,13 @@ from asynccoll import autograd, tensors
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.fusion import buckets
 from asynccoll.lane import Lane
-from asynccoll.payload.common import normal_dim, refuse, require_tensor, tree_out
+from asynccoll.payload.common import check_filled, leaves_of, normal_dim, refuse, require_tensor, tree_out
 from asynccoll.payload.exchanging import check_splits
 from asynccoll.payload.reducing import split_rows
 from asynccoll.spec import Op, reduce_op
 from asynccoll.tensors import Call, check_out
 from asynccoll.tensors.fusing import Fuse, Parcel
-from asynccoll.trees import flatten, is_tree, unflatten
+from asynccoll.trees import is_tree, unflatten
 
 __all__ = ["PREPARES", "check_untracked", "prepared_calls"]
 
@@ -41,7 +41,7 @@ def prepared_calls(lane: Lane, op: Op, like: Any, call: dict[str, Any]) -> Calls
 
 
 def _check(name: str, given: Any) -> torch.Tensor:
-    x = require_tensor(name, given)
+    x = require_tensor(f"prepare: {name}", given)
     if x.layout is not torch.strided or not x.is_contiguous():
         raise InvalidArgumentError(
             f"prepare: {name} of a tensor that is not contiguous; pass x.contiguous(), and write to that one"
@@ -61,6 +61,7 @@ def check_untracked(name: str, xs: Sequence[torch.Tensor]) -> None:
 
 def _result_for(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
     """The caller's ``out``, or memory that all starts share."""
+    check_filled("prepare", out)
     check_out(out, x, shape)
     return torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
 
@@ -73,7 +74,7 @@ def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Call
     if not is_tree(like):
         x = _check(name, like)
         return _alone(fuse.call(x, _result_for(x, out, x.shape)))
-    leaves, spec = flatten(like)
+    leaves, spec = leaves_of(f"prepare: {name}", like)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise refuse(f"prepare: {name}", leaf, "a tensor, or a dict, list, tuple or dataclass of tensors")

@@ -9,11 +9,13 @@ import torch
 from asynccoll import autograd, tensors
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.lane import Lane
+from asynccoll.memory import plain_tensor
 from asynccoll.messages import (
     all_gather_rows,
     gather_messages,
 )
 from asynccoll.payload.common import (
+    check_filled,
     check_number,
     check_reducible,
     no_gradient,
@@ -39,6 +41,8 @@ from asynccoll.values import (
 def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Started[Any]:
     op = reduce_op(op)
     if isinstance(x, torch.Tensor):
+        check_filled("all_reduce", out)
+        x = plain_tensor("all_reduce", x)
         return autograd.all_reduce(lane, x, op, out, timeout)
     x = as_number(x)
     if is_tree(x):
@@ -75,7 +79,8 @@ def reduce(
     dst = lane.group.index(dst, "dst")
     here = lane.group.rank == dst
     if isinstance(x, torch.Tensor):
-        return _reduce_tensor(lane, x, dst, op, out, timeout)
+        check_filled("reduce", out)
+        return _reduce_tensor(lane, plain_tensor("reduce", x), dst, op, out, timeout)
     no_out("reduce", out)
     x = as_number(x)
     if not is_tree(x):
@@ -133,6 +138,8 @@ def reduce_scatter(
             lambda leaf: _check_scattered(lane, leaf, op, dim),
         )
     size = lane.group.size
+    check_filled("reduce_scatter", out)
+    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
     dim = _scattered_dim(lane, x, op, dim)
     rows = split_rows(x, dim, size)
     return autograd.reduce_scatter(lane, rows, op, out, timeout)

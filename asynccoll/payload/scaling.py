@@ -15,7 +15,8 @@ import torch
 from asynccoll import autograd
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane
-from asynccoll.payload.common import no_out
+from asynccoll.memory import plain_tensor
+from asynccoll.payload.common import check_filled, leaves_of, no_out
 from asynccoll.payload.reducing import all_reduce
 from asynccoll.spec import ReduceOp, dtype_name, reduce_op
 from asynccoll.started import Started
@@ -89,7 +90,7 @@ def all_reduce_scaled(
     if not is_tree(x):
         return _of_tensor(lane, scaling.check(x), op, out, scaling, timeout)
     no_out("all_reduce", out)
-    leaves, spec = flatten(x)
+    leaves, spec = leaves_of("all_reduce", x)
     given = [scaling.check(leaf) for leaf in leaves]
     started = all_reduce(lane, unflatten(spec, [scaling.before(leaf) for leaf in given]), op, None, timeout)
     return started.then(partial(_leaves_after, scaling, given))
@@ -108,6 +109,8 @@ def _of_tensor(
     scaling: Scaling,
     timeout: float | None,
 ) -> Started[torch.Tensor]:
+    x = plain_tensor("all_reduce", x)
+    check_filled("all_reduce", out)
     if out is not None:
         autograd.records("all_reduce", (x,), (out,))
     check_out(out, x, x.shape)

@@ -9,11 +9,13 @@ import torch
 from asynccoll import autograd, tensors
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.lane import Lane
+from asynccoll.memory import plain_tensor
 from asynccoll.messages import (
     broadcast_message,
     scatter_messages,
 )
 from asynccoll.payload.common import (
+    check_filled,
     check_sendable,
     message_kind,
     no_gradient,
@@ -43,6 +45,8 @@ def broadcast(
         no_out("broadcast(safe_mode=True)", out)
         return _broadcast_anything(lane, x, index, timeout)
     if isinstance(x, torch.Tensor):
+        check_filled("broadcast", out)
+        x = plain_tensor("broadcast", x)
         return autograd.broadcast(lane, x, index, out, timeout)
     x = as_number(x)
     if is_tree(x):
@@ -76,7 +80,7 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
     from asynccoll.codecs import SAFE
 
     here = lane.group.rank == src
-    x = as_number(x)
+    x = plain_tensor("broadcast", x) if here and isinstance(x, torch.Tensor) else as_number(x)
     recorded = (flatten(x)[0] if is_tree(x) else [x]) if here else []  # what the others pass is ignored
     message = to_message(x, SAFE if is_tree(x) else None) if here else None
     device = lane.group.context.backend.device
@@ -97,11 +101,12 @@ def scatter(
 ) -> Started[torch.Tensor]:
     size = lane.group.size
     index = lane.group.index(src, "src")
+    check_filled("scatter", out)
     messages = None
     parts: list[torch.Tensor] = []
     if lane.group.rank == index:
         parts = scatter_parts(x, size)
-        messages = [to_message(part) for part in parts]
+        messages = [to_message(plain_tensor("scatter", part)) for part in parts]
     elif x is not None:
         raise InvalidArgumentError(
             f"scatter: only src={src} passes the tensors; pass None on the others, got a {type(x).__name__}"
@@ -131,6 +136,7 @@ def _into(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
     """One tensor for each rank, from a list of them or from one to be cut along dim 0."""
     if isinstance(x, torch.Tensor):
+        x = plain_tensor("scatter", x)
         if x.dim() == 0 or x.shape[0] % size:
             raise InvalidArgumentError(
                 f"scatter: a tensor of shape {list(x.shape)} cannot be cut into {size} equal parts along "

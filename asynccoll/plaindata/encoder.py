@@ -17,7 +17,7 @@ from asynccoll.errors import PayloadTypeError
 from asynccoll.memory import plain_tensor
 from asynccoll.plaindata import tags
 from asynccoll.plaindata.types import PARTS, UnfitError, class_named, fields_of, plain_hash, scalar_dtype
-from asynccoll.spec import dtype_name
+from asynccoll.spec import DTYPES_BY_NAME, dtype_name
 
 _U64 = struct.Struct("<BQ")
 _F64 = struct.Struct("<Bd")
@@ -329,13 +329,18 @@ def _parts(number: int, split: Callable[[Any], tuple[Any, ...]]) -> Callable[[_E
 def _tensor(to: _Encoder, x: torch.Tensor) -> None:
     if to.again(x):
         return
-    data = plain_tensor("encode", x).detach().cpu().resolve_conj().resolve_neg().contiguous()
+    x, given = plain_tensor("the default codec", x), x
+    if x.layout is not torch.strided or x.device.type == "meta" or dtype_name(x.dtype) not in DTYPES_BY_NAME:
+        raise PayloadTypeError(
+            f"cannot encode a {x.dtype} tensor ({x.layout}) on {x.device}; pass a dense one"
+        )
+    data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     to.parts.append(_BYTE[tags.TENSOR])
     to.text(dtype_name(x.dtype))
     to.items(tuple(x.shape))
     raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
     to.memory(raw, data.nbytes)
-    to.remember(x)
+    to.remember(given)
 
 
 def _array(to: _Encoder, x: Any) -> None:

@@ -1,0 +1,23 @@
+"""The first thing that a reader copies is a program that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_first_snippet_is_the_quickstart_and_its_output() -> None:
+    """Word for word: ``test_examples`` runs that file, and expects these lines of it."""
+    readme = (ROOT / "README.md").read_text()
+    program = (ROOT / "examples" / "quickstart.py").read_text().split('"""')[2].strip()
+    snippet = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert snippet is not None
+    assert snippet[1].strip() == program
+    shown = re.search(
+        r"```console\n\$ asynccoll run -n 2 examples/quickstart.py\n(.*?)```", readme, re.DOTALL
+    )
+    assert shown is not None
+    lines = [f"rank {rank}: 3, and meanwhile (512, 512) computed" for rank in range(2)]
+    assert shown[1].splitlines() == lines
