@@ -86,8 +86,8 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
     if place.backend in _WITHOUT_DDP:
         if sync_bn and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
             warnings.warn(
-                f"sync_bn=True has no effect on {place.backend}: SyncBatchNorm needs DistributedDataParallel on "
-                "a torch backend (gloo, nccl); each rank normalises by its own batches",
+                f"sync_bn=True has no effect on {place.backend}: SyncBatchNorm needs DistributedDataParallel "
+                "on a torch backend (gloo, nccl); each rank normalises by its own batches",
                 RuntimeWarning,
                 stacklevel=3,
             )
