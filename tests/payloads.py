@@ -108,7 +108,6 @@ TREES: dict[str, Callable[[int], Any]] = {
     "named tuple": point,
     "dataclass": batch,
     "nested": nested,
-    "no leaf": lambda rank: {"a": None, "b": []},
     "many": lambda rank: [oracle.counting(rank, (3,), torch.float32, k) for k in range(100)],
 }
 
