@@ -21,11 +21,11 @@ TWICE = $(if $(CI),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi horovod xla soak quick lint types docs bench overlap pictures fix lock clean \
-	clean-envs
+.PHONY: help demo test system mpi horovod xla soak compositions quick lint types docs bench overlap pictures \
+	fix lock clean clean-envs
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS=...)
 	@$(ENVS) exec demo -- python -m asynccoll run -n $(RANKS) examples/train_digits.py $(ARGS)
@@ -35,9 +35,9 @@ test: lint types docs system ## everything: lint, types, docs, then all tests on
 	@$(MAKE) --no-print-directory mpi horovod xla
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
-EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks faults forks gather groups \
-	lanes modes objects p2p reduce reduce_scatter refusals scaling scatter sync_parity \
-	training work
+EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks compositions \
+	faults forks gather groups lanes modes objects p2p reduce reduce_scatter refusals scaling scatter \
+	sync_parity training work
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) mpi mpi_levels mpi_launch spawn parallel \
 	slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
@@ -96,6 +96,14 @@ soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
 	@for run in 1 2 3 4 5; do \
 		$(XLA) env ASYNCCOLL_TEST_SOAK=2000 ASYNCCOLL_TEST_SEED=$$run \
 			$(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
+
+# BACKEND is one of the tests', its environment one of tools/envs.py: make compositions BACKEND=mpi ON=mpich
+BACKEND ?= gloo
+ON      ?= test
+SECONDS ?= 600
+compositions: ## draw programs that combine what there is, look whether they are right (SECONDS=3600, SIZES=2,3)
+	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
+		python $(CURDIR)/tests/explore_compositions.py $(SECONDS) $(SIZES)
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends compiled examples exit faults hosts launchers nodes notebook packaging parallel slurm spawn sync_launch

@@ -1,0 +1,61 @@
+"""Makes a call of a `compositions.Program`: in its form, with what it is told beside its payload."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import asynccoll as ac
+from compositions import Call
+from compositions_compared import Record
+
+
+def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
+    """The work of the call; on this lane where the context does not say which."""
+    keywords = _keywords(call, record, ranks)
+    if lane is not None:
+        keywords["lane"] = lane
+    x = record.case.x
+    if call.form == "prepared":
+        return ac.prepare(call.operation, like=x, **keywords).start()
+    function = getattr(ac, call.operation)
+    if call.operation == "permute":
+        function = partial(_permute, keywords.pop("pairs"))
+    if call.form == "in place twice":
+        function(x, **keywords).detach()
+    work = function(x, **keywords)
+    return work.map(_boxed) if call.form == "mapped" else work
+
+
+def _permute(pairs: Any, x: Any, **keywords: Any) -> Any:
+    return ac.permute(x, pairs, **keywords)
+
+
+def _boxed(value: Any) -> tuple[Any]:
+    return (value,)
+
+
+def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
+    """What the call is told beside its payload."""
+    members = call.group or tuple(range(ranks))
+    said: dict[str, Any] = {}
+    if call.group:
+        said["group"] = list(call.group)
+    if call.operation in ("all_reduce", "reduce", "reduce_scatter"):
+        said["op"] = call.op
+    if record.case.call.payload.startswith("wrong"):
+        meant = ac.PeerRefusedError in record.case.must_raise
+        said["op"] = "sum" if meant else "avg"
+    if call.operation in ("broadcast", "broadcast_object", "scatter"):
+        said["src"] = members[call.root]
+    if call.operation in ("reduce", "gather"):
+        said["dst"] = members[call.root]
+    if call.operation == "permute":
+        said["pairs"] = [(rank, members[(place + 1) % len(members)]) for place, rank in enumerate(members)]
+    if record.case.out is not None:
+        said["out"] = record.case.out
+    if call.form == "safe":
+        said["safe_mode"] = True
+    if call.form == "scaled":
+        said |= {"prescale": 2.0, "postscale": 0.5}
+    return said

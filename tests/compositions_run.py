@@ -1,0 +1,458 @@
+"""Runs a `compositions.Program` on one rank, and says what was not as it must be.
+
+Nothing is raised for what is wrong: it is noted down, so that the other ranks find their peers. What is
+compared right after the wait is compared again when the program is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from anyio.lowlevel import checkpoint
+
+import asynccoll as ac
+import compositions_expected as expected
+import oracle
+from asynccoll.lanes import current_lane
+from compositions import MODES, Call, Program, Task, from_json
+from compositions_called import issue
+from compositions_compared import Record, backward, compare, raised, unchanged
+from compositions_modes import ENTER, Modes, modes_now
+from patience import patient
+from ranks import Place, Rank
+
+#: A program takes milliseconds.
+HANG_SECONDS = 10.0
+
+
+@dataclass
+class State:
+    """A task, and what its modes and its lane have to be."""
+
+    name: str
+    modes: Modes = field(default_factory=Modes)
+    lanes: list[str] = field(default_factory=lambda: ["default"])
+    #: The works of each open scope.
+    scopes: list[list[Any]] = field(default_factory=list)
+    later: list[tuple[Call, Record]] = field(default_factory=list)
+
+
+class Run:
+    """One program on one rank."""
+
+    def __init__(self, me: Rank, program: Program) -> None:
+        self.me = me
+        self.program = program
+        self.complaints: list[str] = []
+        self.records: dict[tuple[int, int], Record] = {}
+        self.shared = ac.lane("shared")
+        self.shared_scope = ac.scope()
+        #: For two tasks on one lane: the second waits for the first to begin, the first for its end.
+        self.begun, self.ended = anyio.Event(), anyio.Event()
+        for task_index, task in enumerate(program.tasks):
+            for index, call in enumerate(task.calls):
+                self._prepare(task_index, index, call)
+
+    def _prepare(self, task_index: int, index: int, call: Call) -> None:
+        members = call.group or tuple(range(self.program.ranks))
+        if self.me.rank not in members:
+            return
+        case = expected.case(call, members.index(self.me.rank), len(members))
+        if self.program.start == "crossed" and task_index == 1:
+            case.must_raise = (ac.LaneOrderError,)
+        label = f"task {task_index} call {index}: {call.operation} of {call.payload}"
+        self.records[task_index, index] = Record(label, case, oracle.snapshot(case.x))
+
+    def complain(self, kind: str, text: str) -> None:
+        self.complaints.append(f"[{kind}] rank {self.me.rank}: {text}")
+
+    # The tasks
+
+    async def whole(self) -> list[str]:
+        """Run it, look at all of it again, and see that the lanes are in step."""
+        with anyio.move_on_after(patient(HANG_SECONDS)) as limit:
+            try:
+                await self._tasks()
+                await self._afterwards()
+            except Exception:
+                self.complain("crash", traceback.format_exc(limit=-8))
+        if limit.cancelled_caught:
+            out = [record.label for record in self.records.values() if not record.outcome]
+            self.complain("hang", f"not done: {out}")
+        if modes_now() != Modes():
+            self.complain("modes", f"{modes_now()} are left behind")
+        return self.complaints
+
+    async def _tasks(self) -> None:
+        program = self.program
+        indexed = list(enumerate(program.tasks))
+        if program.turned and self.me.rank % 2:
+            indexed.reverse()
+        state = State("main")
+        match program.start:
+            case "alone":
+                await self._task(state, 0, program.tasks[0])
+            case "task group":
+                async with ac.create_task_group() as tasks:
+                    with contextlib.ExitStack() as stack:
+                        for name in program.inherited:
+                            stack.enter_context(self._mode(state, name))
+                        for index, task in indexed:
+                            child = State(f"t{index}", state.modes, [f"default/t{index}"])
+                            tasks.start_soon(self._task, child, index, task, name=f"t{index}")
+                    self._check(state, "after starting")
+                self._check(state, "after the task group")
+            case "lanes":
+                async with anyio.create_task_group() as plain:
+                    for index, task in indexed:
+                        plain.start_soon(self._on_own_lane, index, task)
+            case "crossed":
+                async with anyio.create_task_group() as plain:
+                    plain.start_soon(self._task, State("t0"), 0, program.tasks[0])
+                    await self.begun.wait()
+                    plain.start_soon(self._task, State("t1"), 1, program.tasks[1])
+
+    async def _on_own_lane(self, index: int, task: Task) -> None:
+        with ac.lane(f"own{index}"):
+            await self._task(State(f"t{index}", lanes=[f"own{index}"]), index, task)
+
+    async def _task(self, state: State, index: int, task: Task) -> None:
+        try:
+            self._check(state, "at the start")
+            await self._task_inside(state, index, task)
+        except Exception:
+            self.complain("crash", f"{state.name}: {traceback.format_exc(limit=-8)}")
+        self._check(state, "at the end")
+        if index == 1:
+            self.ended.set()
+        self.begun.set()
+
+    async def _task_inside(self, state: State, index: int, task: Task) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for name in task.around:
+                await self._enter(stack, state, name)
+            numbered = list(enumerate(task.calls))
+            for coalesced, calls in groupby(numbered, lambda pair: pair[1].coalesced):
+                if coalesced:
+                    await self._block(state, index, list(calls))
+                    continue
+                for number, call in calls:
+                    await self._call(state, index, number, call)
+                    if self.program.start == "crossed" and (index, number) == (0, 0):
+                        self.begun.set()
+                        await self.ended.wait()
+            await self._wait_for_the_rest(state)
+
+    async def _block(self, state: State, index: int, calls: list[tuple[int, Call]]) -> None:
+        with ac.coalescing():
+            for number, call in calls:
+                await self._call(state, index, number, call)
+        for call, record in state.later:
+            if call.coalesced and call.wait not in ("later", "dropped") and not record.outcome:
+                await self._wait(state, call, record)
+
+    async def _wait_for_the_rest(self, state: State) -> None:
+        for call, record in state.later:
+            if call.wait == "dropped":
+                continue
+            await self._wait(state, call, record, again=bool(record.outcome))
+
+    # Blocks
+
+    @contextlib.contextmanager
+    def _mode(self, state: State, name: str) -> Iterator[None]:
+        enter, change = ENTER[name]
+        before = state.modes
+        with enter():
+            state.modes = change(before)
+            yield
+        state.modes = before
+
+    @contextlib.contextmanager
+    def _lane(self, state: State, name: str, block: Any) -> Iterator[None]:
+        state.lanes.append(name)
+        with block:
+            yield
+        state.lanes.pop()
+
+    @contextlib.asynccontextmanager
+    async def _scope(self, state: State, block: Any) -> AsyncIterator[None]:
+        inside: list[Any] = []
+        state.scopes.append(inside)
+        async with block:
+            yield
+        state.scopes.pop()
+        for work in inside:
+            if work.pending:
+                self.complain("scope", f"{state.name} left a scope with {work!r} out")
+
+    async def _enter(self, stack: contextlib.AsyncExitStack, state: State, name: str) -> None:
+        if name in MODES:
+            stack.enter_context(self._mode(state, name))
+        elif name == "scope":
+            await stack.enter_async_context(self._scope(state, ac.scope()))
+        elif name == "shared scope":
+            await stack.enter_async_context(self._scope(state, self.shared_scope))
+        elif name == "shared lane":
+            stack.enter_context(self._lane(state, "shared", self.shared))
+        else:
+            own = f"side {state.name}"
+            stack.enter_context(self._lane(state, own, ac.lane(own)))
+
+    def _check(self, state: State, where: str) -> None:
+        """The task is in the modes, and on the lane, that it has entered."""
+        now = modes_now()
+        if now != state.modes:
+            self.complain("modes", f"{state.name} {where}: {now}, not {state.modes}")
+        if current_lane() != state.lanes[-1]:
+            self.complain("lane", f"{state.name} {where}: on {current_lane()!r}, not {state.lanes[-1]!r}")
+
+    # A call
+
+    async def _pause(self, state: State, call: Call, where: str) -> None:
+        for _ in range(call.pauses):
+            await checkpoint()
+            self._check(state, where)
+
+    async def _call(self, state: State, index: int, number: int, call: Call) -> None:
+        record = self.records.get((index, number))
+        # Modes that no task keeps to itself are held over the call alone.
+        ours = self.program.start not in ("lanes", "crossed")
+        brief = [name for name in call.around if name in MODES and not ours]
+        async with contextlib.AsyncExitStack() as stack:
+            for name in call.around:
+                if name not in brief:
+                    await self._enter(stack, state, name)
+            await self._pause(state, call, "before the call")
+            if record is not None:
+                await self._make(state, call, record, brief)
+            await self._pause(state, call, "after the call")
+
+    async def _make(self, state: State, call: Call, record: Record, brief: list[str]) -> None:
+        await self._wait_for_the_cancelled(call, record)
+        with contextlib.ExitStack() as stack:
+            for name in brief:
+                stack.enter_context(self._mode(state, name))
+            self._check(state, "at the call")
+            record.recorded = state.modes.grad and bool(record.case.inputs)
+            try:
+                if call.wait == "scope cancelled" and self._is_cancelled(call) and state.modes == Modes():
+                    await self._scope_cancelled(state, call, record)
+                else:
+                    record.work = self._issue(state, call, record)
+            except Exception as error:
+                raised(self.complain, record, error)
+                return
+            if f"lane {self._lane_of(state)!r}" not in (told := repr(record.work)) and "lane" in told:
+                self.complain("lane", f"{record.label} went to {told}, not to {self._lane_of(state)!r}")
+        for inside in state.scopes:
+            inside.append(record.work)
+        if call.wait == "dropped":
+            record.work.detach()
+        if call.wait in ("later", "dropped") or (call.coalesced and call.wait != "now"):
+            state.later.append((call, record))
+            return
+        await self._wait(state, call, record)
+        if call.wait == "twice":
+            state.later.append((call, record))
+
+    def _lane_of(self, state: State) -> str:
+        return next(name for name in reversed(state.lanes) if name != "shared")
+
+    def _issue(self, state: State, call: Call, record: Record) -> Any:
+        # The shared lane is entered by others, too, and is nobody's to issue on.
+        lane = self._lane_of(state) if state.lanes[-1] == "shared" else None
+        return issue(call, record, self.program.ranks, lane)
+
+    # Waiting
+
+    def _sign(self, record: Record) -> str:
+        return record.label.partition(":")[0]
+
+    def _is_cancelled(self, call: Call) -> bool:
+        members = call.group or tuple(range(self.program.ranks))
+        return members[call.root % len(members)] == self.me.rank
+
+    async def _wait_for_the_cancelled(self, call: Call, record: Record) -> None:
+        """Where a waiter is cancelled its peers call only then: the work cannot have been done."""
+        if not call.wait.endswith("cancelled") or call.coalesced:
+            return
+        if not self._is_cancelled(call):
+            while not self.me.shown(self._sign(record)):
+                await anyio.sleep(0.001)
+
+    async def _cancelled(self, call: Call, record: Record) -> None:
+        if call.coalesced or not self._is_cancelled(call):
+            return
+        waiting = anyio.Event()
+
+        async def waiter() -> None:
+            waiting.set()
+            await record.work
+
+        if self.program.loop == "asyncio" and call.seed % 2:
+            task = asyncio.create_task(waiter())
+            await waiting.wait()
+            await checkpoint()
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(waiter)
+                await waiting.wait()
+                await checkpoint()
+                tasks.cancel_scope.cancel()
+        self.me.show(self._sign(record))
+
+    async def _scope_cancelled(self, state: State, call: Call, record: Record) -> None:
+        """A task is cancelled in a scope, and again while it leaves it; only then the others call."""
+        issued = anyio.Event()
+        refusals: list[Exception] = []
+
+        async def inside() -> None:
+            async with ac.scope():
+                try:
+                    record.work = self._issue(state, call, record)
+                except Exception as error:
+                    refusals.append(error)
+                issued.set()
+                await anyio.sleep_forever()
+
+        async def cancelled_twice(cancel: Callable[[], object]) -> None:
+            await issued.wait()
+            for _ in range(2):
+                await checkpoint()
+                cancel()
+                await checkpoint()
+            self.me.show(self._sign(record))
+
+        if self.program.loop == "asyncio":
+            task = asyncio.create_task(inside())
+            await cancelled_twice(task.cancel)
+            await asyncio.wait([task])
+        else:
+            scope = anyio.CancelScope()
+
+            async def inside_scope() -> None:
+                with scope:
+                    await inside()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(inside_scope)
+                await cancelled_twice(scope.cancel)
+        if refusals:
+            raise refusals[0]
+        if not record.work.done():
+            self.complain("scope", f"{record.label}: a scope that was cancelled was left with it out")
+
+    async def _wait(self, state: State, call: Call, record: Record, again: bool = False) -> None:
+        if record.outcome == "raised":
+            return
+        with contextlib.ExitStack() as stack:
+            if call.waited_in:
+                stack.enter_context(self._mode(state, call.waited_in))
+            try:
+                result = await self._result(call, record)
+            except Exception as error:
+                raised(self.complain, record, error)
+                return
+            self._check(state, "after waiting")
+        if again and result is not record.result:
+            self.complain("twice", f"{record.label}: another object the second time")
+        record.result, record.outcome = result, "value"
+        compare(self.complain, record, "at once")
+
+    async def _result(self, call: Call, record: Record) -> Any:
+        work = record.work
+        match call.wait:
+            case "cancelled":
+                await self._cancelled(call, record)
+            case "scope cancelled":
+                self.me.show(self._sign(record))
+            case "thread":
+                return await anyio.to_thread.run_sync(work.wait)
+            case "blocking":
+                return work.wait()
+            case "result":
+                while not work.done():
+                    await checkpoint()
+                return work.result()
+            case "host":
+                return await work.on_host()
+        return await work
+
+    # When all is over
+
+    async def _afterwards(self) -> None:
+        for record in self.records.values():
+            if record.outcome == "value":
+                compare(self.complain, record, "when all was over")
+            unchanged(self.complain, record)
+        if await self._all_well():
+            for record in self.records.values():
+                backward(self.complain, record)
+        await self._in_step()
+
+    async def _all_well(self) -> bool:
+        """Whether no rank has complained: gradients travel, and where one has none the others would hang."""
+        self.me.show(f"{'bad' if self.complaints else 'well'} {self.me.rank}")
+        everybody = range(self.me.size)
+        while not all(self.me.shown(f"well {rank}") or self.me.shown(f"bad {rank}") for rank in everybody):
+            await anyio.sleep(0.001)
+        return all(self.me.shown(f"well {rank}") for rank in everybody)
+
+    async def _in_step(self) -> None:
+        """Each lane that was used gives the right numbers."""
+        names = ["default"]
+        if self.program.start == "task group":
+            names += [f"default/t{index}" for index in range(len(self.program.tasks))]
+        if self.program.start == "lanes":
+            names += [f"own{index}" for index in range(len(self.program.tasks))]
+        for place, name in enumerate(names):
+            got = await ac.all_reduce(torch.tensor([self.me.rank + place]), lane=name)
+            want = sum(range(self.me.size)) + place * self.me.size
+            if got.tolist() != [want]:
+                self.complain("out of step", f"{name}: {got.tolist()}, not {[want]}")
+
+
+def run(me: Rank, text: str) -> list[str]:
+    """Run the program; what was wrong on this rank.
+
+    On a thread of its own, with which the modes end that tasks may have left behind.
+    """
+    program = from_json(text)
+    for group in sorted({call.group for call in program.calls if call.group}):
+        me.prepare(group)
+    whole = partial(anyio.run, Run(me, program).whole, backend=program.loop)
+    complaints: list[str] = []
+    inside = contextvars.copy_context()
+    thread = threading.Thread(target=lambda: complaints.extend(inside.run(whole)), daemon=True)
+    thread.start()
+    thread.join()
+    return complaints
+
+
+def main(text: str) -> None:
+    """The program as a script, started by ``asynccoll run``."""
+    program = from_json(text)
+    ac.initialize(timeout=20)
+    place = Place(ac.backend(), ac.get_rank(), ac.get_world_size())
+    signs = Path(ac.broadcast_object(tempfile.mkdtemp()).wait())
+    me = Rank(place, program.loop, signs, partial(print, file=sys.stderr))
+    complaints = run(me, text)
+    print("\n".join(complaints) or f"rank {place.rank}: as it must be")
+    ac.finalize()

@@ -1,0 +1,47 @@
+"""Runs a `compositions.Program` on a world, and makes a report of one that fails."""
+
+from __future__ import annotations
+
+import worlds
+from compositions import Program
+from compositions_reduced import reduced
+from compositions_run import HANG_SECONDS, run
+
+#: What is found wrong in ranks that are still in step.
+_IN_STEP = {"value", "changed", "gradient", "scope", "input", "out", "twice", "modes", "strides"}
+
+
+def complaints(program: Program, backend: str) -> list[str]:
+    """What is wrong, by all ranks; a world whose ranks may be out of step is replaced."""
+    world = worlds.world(backend, program.ranks)
+    try:
+        told = world.run(run, program.to_json(), timeout=2 * HANG_SECONDS)
+    except worlds.RankError as error:
+        found = [f"[hang] {error}"]
+    else:
+        found = [one for each in told for one in each]
+    if not kinds(found) <= _IN_STEP:
+        world.kill()
+    return found
+
+
+def kinds(found: list[str]) -> set[str]:
+    """What sorts of things are wrong."""
+    return {one[1 : one.index("]")] for one in found}
+
+
+def report(program: Program, found: list[str], backend: str, seconds: float) -> str:
+    """The smallest program that has one of these faults, as a script, and what is wrong with it."""
+    wanted = kinds(found)
+    last = found
+
+    def fails(candidate: Program) -> bool:
+        nonlocal last
+        now = complaints(candidate, backend)
+        if wanted.isdisjoint(kinds(now)):
+            return False
+        last = now
+        return True
+
+    small = reduced(program, fails, seconds)
+    return "\n".join([small.script(), *last[:6]])

@@ -1,0 +1,107 @@
+"""Programs that combine what there is, drawn at random: each rank gets what one process would have got.
+
+`make compositions` draws others, for as long as it is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import worlds
+from compositions import Call, Program, Task
+from compositions_drawn import programs
+from compositions_tried import complaints, report
+from patience import patient
+from worlds import World
+
+#: Seconds for making a program smaller.
+REDUCING_SECONDS = 40
+#: How many are drawn, by the number of ranks.
+COUNTS = {1: 15, 2: 60, 3: 30, 4: 10}
+
+
+def test_programs(world: World) -> None:
+    """None of them gives a wrong number, a mode, a lane or a gradient of another, or hangs."""
+
+    @settings(max_examples=COUNTS[world.size])
+    @given(st.data())
+    def one(data: st.DataObject) -> None:
+        program = data.draw(programs(world.size))
+        found = complaints(program, world.backend)
+        if found:
+            pytest.fail(report(program, found, world.backend, patient(REDUCING_SECONDS)), pytrace=False)
+
+    one()
+
+
+def alone(*calls: Call) -> Program:
+    """One task on two ranks."""
+    return Program(2, (Task(calls),))
+
+
+def overlapping(*tasks: Call, start: str = "task group") -> Program:
+    """Tasks of one call each."""
+    return Program(2, tuple(Task((call,)) for call in tasks), start=start)
+
+
+def of(payload: str, operation: str = "all_reduce", **said: Any) -> Call:
+    return Call(operation, payload, **said)
+
+
+#: Those that failed once, by what they are.
+FOUND = {
+    "a tree in a scope": alone(of("tree of tensors", around=("scope",))),
+    "a prepared tree in a scope": alone(of("tree of tensors", form="prepared", around=("scope",))),
+    "a coalescing block in a scope": Program(2, (Task((of("tensor", coalesced=True),) * 2, ("scope",)),)),
+    "coalesced averages in a scope": Program(
+        2, (Task((of("tensor", op="avg", coalesced=True),) * 2, ("scope",)),)
+    ),
+    "no_grad beside another task": overlapping(
+        of("tensor", pauses=2, around=("no_grad",)), of("tracked", pauses=1)
+    ),
+    "a default device beside another task": overlapping(
+        of("tensor", pauses=1, around=("default device",)), of("object", "broadcast_object", pauses=2)
+    ),
+    "modes of the parent": replace(overlapping(of("tracked"), of("tracked")), inherited=("no_grad",)),
+    "None but on the root": alone(of("tensor, None elsewhere", "broadcast"), of("tensor")),
+    "None but on the root, of a number": alone(
+        of("number, None elsewhere", "broadcast", root=1), of("tensor")
+    ),
+    "keys that are sets": alone(of("keyed by sets")),
+    "keys that are objects": alone(of("keyed by objects", "broadcast")),
+    "keys that are tuples of several types": alone(of("keyed by tuples")),
+    "factors, awaited in no_grad": alone(of("tracked", form="scaled", waited_in="no_grad")),
+    "out= of what autograd records": alone(of("tracked", "all_gather", form="out"), of("tensor")),
+    "safe mode of what autograd records": alone(
+        of("tracked", "broadcast", form="safe", waited_in="inference"), of("tensor")
+    ),
+    "no gradient, awaited in inference mode": alone(of("tracked", "gather", waited_in="inference")),
+    "an average beyond the range of float16": alone(of("large", op="avg")),
+    "one lane object in two tasks": overlapping(
+        of("tensor", wait="dropped", pauses=1, around=("shared lane",)),
+        of("tensor", pauses=9, around=("shared lane",)),
+    ),
+    "one scope object in two tasks": overlapping(
+        of("tensor", wait="later", around=("shared scope",)),
+        of("tensor", wait="later", around=("shared scope",)),
+    ),
+    "a scope whose task is cancelled": alone(of("tensor", wait="scope cancelled")),
+    "a coalescing block of calls in and out of no_grad": alone(
+        of("tracked", coalesced=True, wait="later"),
+        of("tracked", coalesced=True, wait="later", around=("no_grad",), seed=1),
+    ),
+    "a tensor twice in a coalescing block": alone(of("tensor", form="in place twice", coalesced=True)),
+    "strides": alone(of("tensor", layout="transposed")),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
+def test_programs_that_failed_once(backend: str, name: str) -> None:
+    """They stay right."""
+    assert complaints(FOUND[name], backend) == []
