@@ -68,6 +68,16 @@ class Program:
         """All of them."""
         return [call for task in self.tasks for call in task.calls]
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether a call is refused by some ranks only: later ones may then fail with it, on any rank."""
+        return any(
+            call.payload == "wrong on one"
+            or call.payload.endswith("None elsewhere")
+            or (call.form == "out" and call.payload.startswith("tracked"))
+            for call in self.calls
+        )
+
     def to_json(self) -> str:
         """What `from_json` reads; what is as ever is left out."""
         return json.dumps(_told(self))

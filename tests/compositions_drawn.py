@@ -166,7 +166,7 @@ def programs(draw: Any, ranks: int) -> Program:
         tasks.append(Task(tuple(own), tuple(around)))
     if start == "crossed":
         tasks = [_on_the_world(task) for task in tasks]
-    return Program(
+    program = Program(
         ranks=ranks,
         tasks=tuple(tasks),
         start=start,
@@ -174,6 +174,28 @@ def programs(draw: Any, ranks: int) -> Program:
         turned=draw(st.booleans()),
         loop=draw(st.sampled_from(["asyncio", "asyncio", "trio"])),
     )
+    if program.one_sided:
+        program = replace(program, tasks=tuple(_waited_at_once(task) for task in program.tasks))
+    return program
+
+
+def _waited_at_once(task: Task) -> Task:
+    """What is refused by one rank may fail the next calls of others: each is looked at where it is made."""
+    calls = tuple(
+        replace(
+            call,
+            form="in place" if call.form == "in place twice" else call.form,
+            wait="now",
+            coalesced=False,
+            around=_without_scopes(call.around),
+        )
+        for call in task.calls
+    )
+    return Task(calls, _without_scopes(task.around))
+
+
+def _without_scopes(around: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(block for block in around if "scope" not in block)
 
 
 def _on_the_world(task: Task) -> Task:
