@@ -244,6 +244,11 @@ async def changed_meanwhile(me: Rank) -> None:
     with raising(ac.InvalidArgumentError, "[3, 2]", "added after"):
         await optimizer.step()
     optimizer.close()
+    converted = network()
+    with ac.overlap.shard_optimizer(converted, sgd(converted.parameters())) as optimizer:
+        converted.double().float()
+        with raising(ac.InvalidArgumentError, "other memory", "convert the model first"):
+            await optimizer.step()
 
 
 def test_parameters_that_come_later_are_refused(pair: World) -> None:

@@ -32,6 +32,7 @@ from asynccoll.overlap import norms
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.gradients import check_not_ddp
 from asynccoll.overlap.lanes import backward_lane
+from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
@@ -72,7 +73,10 @@ class ShardedOptimizer:
         #: the optimizer's own parameters, in its order: what a whole state is numbered by
         self._groups = [list(given["params"]) for given in optimizer.param_groups]
         self._parameters = list(chain.from_iterable(self._groups))
-        self.gradients = ShardReducer(self._groups, **options)
+        if options.pop("init_sync", True):
+            tail = {"group": options.get("group"), "timeout": options.get("timeout")}
+            start_alike(model, lane=backward_lane(lane), **tail)
+        self.gradients = ShardReducer(self._groups, init_sync=False, **options)
         self._frozen = {names[id(x)]: x for x in self._parameters if not x.requires_grad}
         self._reduced = False  # for the step that is to come
         self._agreed = False  # on whether a gradient overflowed
@@ -81,7 +85,6 @@ class ShardedOptimizer:
             "lane": backward_lane(f"{lane}/parameters"),
             "timeout": options.get("timeout"),
         }
-        self.gradients.align(**self._tail)
         self._take_over(dict(optimizer.state))
         hooks = list(waiting_hooks(model, self.gradients.buckets))
         arrivals = [bucket.arrival for bucket in self.gradients.buckets]
@@ -155,6 +158,14 @@ class ShardedOptimizer:
                     f"the parameter {name!r} was frozen when the optimizer was sharded, and requires a "
                     "gradient now: unfreeze it before sharding, or shard a new optimizer (full_state_dict() "
                     "and load_full_state_dict() carry the state over)"
+                )
+        for bucket in self.gradients.buckets:
+            converted = bucket.converted()
+            if converted is not None:
+                raise InvalidArgumentError(
+                    f"a parameter of shape {list(converted.shape)} has other memory than when the optimizer "
+                    "was sharded (by model.to(...) or .data = ...), which no step would reach: convert the "
+                    "model first, then shard the optimizer"
                 )
         for index, given in enumerate(self.wrapped.param_groups):
             known = {id(bucket.shard) for bucket in self.gradients.of_group(index)}

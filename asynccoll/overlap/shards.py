@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops import all_gather, broadcast, reduce_scatter
+from asynccoll.ops import all_gather, reduce_scatter
 from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.steps import Steps
@@ -23,7 +23,7 @@ __all__ = ["Arrival", "ShardBucket", "ShardReducer", "waiting_hooks"]
 
 
 class Arrival:
-    """The parameters of one bucket on their way: from the start, or from the last step.
+    """The parameters of one bucket on their way from the last step.
 
     What the hooks of a model hold on to: it outlives the optimizer that sent the parameters.
     """
@@ -83,6 +83,11 @@ class ShardBucket(Bucket):
         self.shard.grad = torch.zeros_like(self.shard)
         self._incoming = self.shard.grad
         self.arrival = Arrival(parameters, self.values)
+
+    def converted(self) -> torch.Tensor | None:
+        """A parameter that is no view of our memory any more."""
+        ours = self.values.untyped_storage().data_ptr()
+        return next((x for x in self.parameters if x.untyped_storage().data_ptr() != ours), None)
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor laid out as this one."""
@@ -153,8 +158,7 @@ class ShardReducer(GradientReducer):
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], **options: Any) -> None:
         self._of = {id(x): index for index, group in enumerate(groups) for x in group}
         self.buckets: list[ShardBucket] = []
-        # ``align`` gives the ranks the same start without waiting for it.
-        super().__init__([x for group in groups for x in group], **{"init_sync": False, **options})
+        super().__init__([x for group in groups for x in group], **options)
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[ShardBucket]:
         if self.buckets:
@@ -189,21 +193,13 @@ class ShardReducer(GradientReducer):
         if index in bucket.arrival.stale:
             raise InvalidArgumentError(
                 f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
-                "it had arrived (from the first rank at the start, from all of them after a step). The "
-                "forward of the module that it belongs to waits for it, and was not called: call the module, "
-                "or `await optimizer.gathered()` before"
+                "it had come back from the last step. The forward of the module that it belongs to waits for "
+                "it, and was not called: call the module, or `await optimizer.gathered()` after the step"
             )
         bucket.noted(index)
         super()._arrived(bucket, index)
 
     # The parameters' way back
-
-    def align(self, **call: Any) -> None:
-        """Start sending the parameters of the group's first rank to the others."""
-        if get_world_size(self._group) > 1:
-            src = all_gather(get_rank(), **call).wait()[0]
-            for bucket in reversed(self.buckets):
-                bucket.arrival.expect(broadcast(bucket.values, src=src, out=bucket.values, **call))
 
     def gather(self, **call: Any) -> None:
         """Start sending each rank's part of the parameters to the others, those of the first layers first."""
