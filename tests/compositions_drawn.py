@@ -180,22 +180,26 @@ def programs(draw: Any, ranks: int) -> Program:
 
 
 def _waited_at_once(task: Task) -> Task:
-    """What is refused by one rank may fail the next calls of others: each is looked at where it is made."""
+    """What is refused by one rank may fail the next calls of others: each is looked at where it is made.
+
+    They stay on the lanes that are used once more at the end, so that the next program finds them at peace.
+    """
     calls = tuple(
         replace(
             call,
             form="in place" if call.form == "in place twice" else call.form,
             wait="now",
             coalesced=False,
-            around=_without_scopes(call.around),
+            group=(),
+            around=_plainer_blocks(call.around),
         )
         for call in task.calls
     )
-    return Task(calls, _without_scopes(task.around))
+    return Task(calls, _plainer_blocks(task.around))
 
 
-def _without_scopes(around: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(block for block in around if "scope" not in block)
+def _plainer_blocks(around: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(block for block in around if "scope" not in block and block != "lane")
 
 
 def _on_the_world(task: Task) -> Task:
