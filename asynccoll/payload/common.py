@@ -141,20 +141,16 @@ def _one_of_each(leaves: list[Any]) -> list[Any]:
 def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[torch.Tensor]:
     """The tensors of the tree ``out``, each fit to hold the result for one of ``leaves``."""
     outs, filled = flatten(out)
-    if not all(isinstance(one, torch.Tensor) for one in outs):
-        raise InvalidArgumentError(
-            f"{name}: out= of a tree is for trees of tensors; numbers cannot be filled"
-        )
-    if not _only_tensors(leaves):
+    if not (_only_tensors(leaves) and all(isinstance(one, torch.Tensor) for one in outs)):
         raise InvalidArgumentError(
             f"{name}: out= of a tree is for trees of tensors; numbers cannot be filled"
         )
     if filled != spec:
         raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one as the input: {spec}")
-    writable_together(name, leaves, outs)
     for x, y in zip(leaves, outs, strict=True):
         if y is not x:
             tensors.check_out(y, x, x.shape)
+    writable_together(name, leaves, outs)
     return outs
 
 
