@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -28,6 +28,17 @@ def _mine(me: Rank, *shape: int) -> torch.Tensor:
     return torch.full(shape, float(me.rank))
 
 
+@contextlib.asynccontextmanager
+async def _scope(me: Rank) -> AsyncIterator[None]:
+    """A scope as one enters it with an event loop, or without."""
+    if me.runner == "blocking":
+        with ac.scope():
+            yield
+    else:
+        async with ac.scope():
+            yield
+
+
 # One call is one work
 
 
@@ -42,7 +53,7 @@ async def scoped(me: Rank) -> None:
             filled = {"w": torch.empty(length), "b": [torch.empty(2, 2)]}
             op_of_tree = ac.prepare("all_reduce", x, op=op)
             results: list[Any] = []
-            async with ac.scope():
+            async with _scope(me):
                 results.append(await me.get(ac.all_reduce(x, op=op)))
                 await me.get(ac.all_reduce(x, op=op, out=filled))
                 results.append(filled)
@@ -64,7 +75,7 @@ def test_what_a_scope_ends_after_stays_as_it_was_got(world: World, runner: str) 
 async def counted(me: Rank) -> None:
     from asynccoll.work import scope_members
 
-    async with ac.scope():
+    async with _scope(me):
         members = scope_members.get()
         assert members is not None
         tree = [_mine(me, 2) for _ in range(20)] + [me.rank, "name"]  # numbers and strings, too
