@@ -26,6 +26,22 @@ def same(got, expected):
     assert got == expected, f"{got!r} != {expected!r}"
 
 
+def parameters(me):
+    for src in range(me.size):
+        parameter = torch.nn.Parameter(torch.full((3,), float(me.rank)))
+        at = parameter.data_ptr()
+        with me.case(f"from {src}"):
+            assert idist.broadcast(parameter, src=src) is parameter
+            assert parameter.tolist() == [float(src)] * 3
+            assert parameter.data_ptr() == at
+            assert parameter.is_leaf
+            assert parameter.requires_grad
+
+
+def test_parameters_are_filled_in_place(world):
+    world.run(parameters)
+
+
 def numbers(me):
     for src in range(me.size):
         for value in (16777217, 0.1, 2**53 + 1, -5, True, 1 + 2j, 1e300, float("inf")):
