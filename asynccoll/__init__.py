@@ -43,7 +43,7 @@ from asynccoll.errors import (
 )
 from asynccoll.group import Group
 from asynccoll.isolation import isolated
-from asynccoll.lanes import TaskGroup, close_lane, create_task_group, lane, scope
+from asynccoll.lanes import TaskGroup, backward_lane, close_lane, create_task_group, lane, scope
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
 from asynccoll.ops import (
@@ -129,6 +129,7 @@ __all__ = (
     "auto_optim",
     "available_backends",
     "backend",
+    "backward_lane",
     "barrier",
     "broadcast",
     "broadcast_object",

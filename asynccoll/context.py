@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from asynccoll.children import Children
 from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.group import Group
 from asynccoll.liveness import Liveness
@@ -85,6 +86,7 @@ class Context:
         self.store = store if identity.world_size > 1 else None
         self.clients = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
+        self.children = Children(self._close_lanes)
         self._lock = threading.Lock()
         self.world = self.add_group(tuple(range(self.world_size)))
         self.watch = Watch(self)
@@ -111,6 +113,11 @@ class Context:
             if group is None:
                 group = self.groups[ranks] = Group(self, ranks)
             return group
+
+    def _close_lanes(self, name: str) -> None:
+        """Close the lanes of this name, in all groups in which this rank has used it."""
+        for group in self._sorted_groups():
+            group.close_lane(name, unless_unused=True)
 
     def lanes(self) -> list[Lane]:
         """Every open lane, in an order that is the same on all members."""

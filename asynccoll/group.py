@@ -100,8 +100,6 @@ class Group:
         return found if found is not None else self._new_lane(name)
 
     def _new_lane(self, name: str) -> Lane:
-        if not isinstance(name, str) or not name:
-            raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
         if self.rank < 0:
             raise self._not_a_member()
         with self._lock:

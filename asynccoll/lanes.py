@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from asynccoll import actors
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.isolation import Steps
 from asynccoll.lane import BACKWARD, DEFAULT
@@ -23,13 +24,57 @@ from asynccoll.work import Members, scope_members
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup as AnyioTaskGroup
 
-__all__ = ["TaskGroup", "close_lane", "create_task_group", "current_lane", "lane", "scope"]
+    from asynccoll.context import Context
+
+__all__ = [
+    "TaskGroup",
+    "backward_lane",
+    "checked_name",
+    "close_lane",
+    "create_task_group",
+    "current_lane",
+    "lane",
+    "scope",
+]
 
 _lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
 current_lane = _lane_name.get
 #: What this context, or one that it is a copy of, has entered and not left; innermost last.
 _lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
+#: The innermost task group that was entered.
+_groups: ContextVar[TaskGroup | None] = ContextVar("asynccoll_task_groups", default=None)
 _scopes: ContextVar[tuple[tuple[scope, Members], ...]] = ContextVar("asynccoll_scopes", default=())
+
+
+class _BackwardLane(str):
+    """The name of a lane of gradients, as ``backward_lane`` gives it: whoever has one keeps its order."""
+
+    __slots__ = ()
+
+
+def backward_lane(name: str) -> str:
+    """The lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
+
+    On it any task or thread may issue, as backward passes do, which run in threads of autograd's. No
+    ``LaneOrderError`` comes there: that all ranks issue in one order is the affair of whoever sends on it.
+    It does not count among the 32 of a group, and ``close_lane(name)`` closes it, too.
+
+    Raises:
+        InvalidArgumentError: ``name`` is no name of a lane.
+    """
+    return _BackwardLane(checked_name(name) + BACKWARD)
+
+
+def checked_name(name: Any) -> str:
+    """``name``, which a user has given to a lane."""
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
+    if name.endswith(BACKWARD) and not isinstance(name, _BackwardLane):
+        raise InvalidArgumentError(
+            f"lane {name!r} is one of gradients, where nobody checks that tasks do not cross; choose another "
+            "name, or take ac.backward_lane(name) for calls whose order you keep yourself"
+        )
+    return name
 
 
 class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
@@ -40,9 +85,7 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
     """
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
-        self.name = name
+        self.name = checked_name(name)
 
     def __enter__(self) -> lane:
         _lanes.set((*_lanes.get(), self))
@@ -79,10 +122,9 @@ def close_lane(name: str, *, group: Any = None) -> None:
     Raises:
         InvalidArgumentError: the name is none, or ``default``, which lives as long as its group.
     """
-    if not isinstance(name, str) or not name or name == DEFAULT:
+    if checked_name(name) == DEFAULT:
         raise InvalidArgumentError(
-            f"close_lane takes the name of a lane other than {DEFAULT!r}, which lives as long as its group; "
-            f"got {name!r}"
+            f"the lane {DEFAULT!r} lives as long as its group; close_lane takes another"
         )
     from asynccoll.group import resolve_group
     from asynccoll.runtime import current
@@ -189,11 +231,19 @@ class TaskGroup:
     ranks meet by name; and ``with torch.no_grad():`` around awaits in one child is no other task's affair
     (``ac.isolated``): a child begins in the modes in which it was started.
     ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's.
+
+    Names may be new each time: when the first child of a name has ended its lane is closed, in the
+    background. From the second of that name on it stays open, until the groups that a task has left have had
+    more than eight names: then the lanes of all of these are closed. What goes on to use a child's lane after
+    its end (a task that it has left behind, a prepared call) needs a lane of its own: ``lane=``.
     """
 
     def __init__(self) -> None:
         self._group: AnyioTaskGroup | None = None
         self._live: set[str] = set()
+        self._ended: set[str] = set()
+        self._actor: actors.Actor = None
+        self._outer: TaskGroup | None = None  # of the same task
         self._parent = DEFAULT
 
     async def __aenter__(self) -> TaskGroup:
@@ -207,6 +257,10 @@ class TaskGroup:
         self._parent = current_lane()
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
+        self._actor = actors.current().actor
+        around = _groups.get()
+        self._outer = around if around is not None and around.is_of(self._actor) else None
+        _groups.set(self)
         return self
 
     async def __aexit__(self, *exc: object) -> bool | None:
@@ -215,6 +269,22 @@ class TaskGroup:
         finally:
             self._group = None
             self._live.clear()
+            self._forget()
+
+    def is_of(self, actor: actors.Actor) -> bool:
+        """Whether ``actor`` has entered it, and not left it."""
+        return self._actor is actor and self._group is not None
+
+    def _forget(self) -> None:
+        """It was left: see to the lanes of its children, unless that is the group's around it."""
+        _groups.set(self._outer)
+        ended, self._ended = self._ended, set()
+        actor, self._actor = self._actor, None
+        outer, self._outer = self._outer, None
+        if outer is not None and outer.is_of(actor):
+            outer._ended |= ended
+        elif (context := _existing_context()) is not None:
+            context.children.left(actor, ended)
 
     def _entered(self) -> AnyioTaskGroup:
         if self._group is None:
@@ -266,6 +336,15 @@ class TaskGroup:
                 await child
         finally:
             self._live.discard(own)
+            self._ended.add(own)
+            if (context := _existing_context()) is not None:
+                context.children.ended(own)
+
+
+def _existing_context() -> Context | None:
+    from asynccoll.runtime import existing
+
+    return existing()
 
 
 def _check_function(function: object) -> None:

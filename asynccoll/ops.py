@@ -37,7 +37,7 @@ from asynccoll import compiled, objects, payload, tensors
 from asynccoll.coalescing import coalesced, open_batch
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.group import resolve_group
-from asynccoll.lanes import current_lane
+from asynccoll.lanes import checked_name, current_lane
 from asynccoll.runtime import current
 from asynccoll.spec import Plan
 from asynccoll.started import Started
@@ -76,7 +76,7 @@ def _start(
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting."""
     context = current()
     resolved = context.world if group is None else resolve_group(context, group)
-    name = current_lane() if lane is None else lane
+    name = current_lane() if lane is None else checked_name(lane)
     at = resolved.opened.get(name) or resolved.lane(name)
     try:
         if timeout is not None:
@@ -526,4 +526,6 @@ def explain(name: str, x: Any = None, /, **call: Any) -> Plan:
 
     context = current()
     group = resolve_group(context, call.pop("group", None))
-    return explain_call(group.lane(call.pop("lane", None) or current_lane()), name, x, call)
+    lane = call.pop("lane", None)
+    at = group.lane(current_lane() if lane is None else checked_name(lane))
+    return explain_call(at, name, x, call)

@@ -13,7 +13,7 @@ from asynccoll.coalescing import open_batch
 from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.group import resolve_group
 from asynccoll.lane import Lane
-from asynccoll.lanes import current_lane
+from asynccoll.lanes import checked_name, current_lane
 from asynccoll.operation import Operation
 from asynccoll.payload.preparing import check_untracked, prepared_calls
 from asynccoll.runtime import current
@@ -141,7 +141,8 @@ def prepare(
     Source: persistent collectives of MPI 4 (``MPI_Allreduce_init``, ``MPI_Start``).
     """
     op = Op.parse(name)
-    chosen = resolve_group(current(), group).lane(lane or current_lane())
+    name = current_lane() if lane is None else checked_name(lane)
+    chosen = resolve_group(current(), group).lane(name)
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
     calls, finish = prepared_calls(chosen, op, like, call)

@@ -118,6 +118,13 @@ def current() -> Context:
     return context if context is not None else _implicit(_process)
 
 
+def existing() -> Context | None:
+    """The context a call would run in if there is one already: none is made."""
+    adopted = _process.adopted[1] if _process.adopted else None
+    known = (_of_thread.get(), _process.context, adopted, _process.embedded)
+    return next((context for context in known if context is not None and not context.closed), None)
+
+
 def _parent(process: _Process) -> Context | None:
     """In a forked child that has no world of its own: its parent's context, to be asked who this is."""
     if process.context is not None or _torch_group(process) is not None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
+import anyio
+import pytest
+
 import asynccoll as ac
 import oracle
+from asynccoll.children import MANY_NAMES
 from asynccoll.group import MAX_LANES
+from asynccoll.runtime import current
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -57,3 +64,105 @@ async def prepared(me: Rank) -> None:
 def test_what_cannot_be_closed_and_what_was_never_opened(several: World) -> None:
     """The default lane lives as long as its group."""
     several.run(prepared, runner="asyncio")
+
+
+# ---------------------------------------------------------------- children of task groups
+
+#: More than a group of ranks may have lanes, by far.
+CHILDREN = 100
+
+
+def resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+async def new_names(me: Rank, at_once: int) -> list[tuple[int, int]]:
+    """Threads and descriptors while each of many children has another name, in a group that goes on."""
+    pair = ac.new_group([0, me.size - 1])
+    room = anyio.Semaphore(at_once)
+    seen = []
+
+    async def child(turn: int) -> None:
+        async with room:
+            assert await ac.all_reduce(turn) == turn * me.size
+            if me.rank in pair.ranks:
+                assert await ac.all_reduce(turn, group=pair) == 2 * turn
+            seen.append(resources())
+
+    async with ac.create_task_group() as tasks:
+        turns = range(CHILDREN)
+        for turn in turns if at_once == 1 or me.rank % 2 else (n ^ 1 for n in turns):
+            tasks.start_soon(child, turn, name=f"{at_once} {turn}")
+    return seen
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_children_may_have_new_names_for_ever(several: World, at_once: int) -> None:
+    """The lanes of ended ones are closed, in each group of ranks, while their task group goes on."""
+    if several.size > 3:
+        return
+    for seen in several.run(new_names, at_once, runner="asyncio", timeout=patient(90)):
+        assert len(seen) == CHILDREN
+        early, late = seen[: CHILDREN // 2], seen[CHILDREN // 2 :]
+        for kind, what in enumerate(("threads", "descriptors")):
+            least, most = max(each[kind] for each in early), max(each[kind] for each in late)
+            assert most <= least + 16, f"{most} {what} where there were {least}"
+
+
+async def one_name(name: str, result: int) -> None:
+    async def child() -> None:
+        assert await ac.all_reduce(1) == result
+
+    async with ac.create_task_group() as tasks:
+        tasks.start_soon(child, name=name)
+
+
+async def again(me: Rank) -> None:
+    opened, mine = current().world.opened, f"parent on {me.runner}"
+    for _ in range(3):
+        await one_name("again", me.size)
+    kept = opened["default/again"]
+    await one_name("again", me.size)
+    with me.case("a name that comes again keeps its lane"):
+        assert opened["default/again"] is kept
+
+    async def parent(turn: int) -> None:
+        for _ in range(3):
+            await one_name("below", me.size)
+        assert f"default/{mine} {turn}/below" in opened
+
+    for turn in range(MAX_LANES + 3):
+        async with ac.create_task_group() as tasks:
+            tasks.start_soon(parent, turn, name=f"{mine} {turn}")
+    with me.case("the lanes of a child's children go with its own"):
+        assert not [name for name in opened if name.startswith(f"default/{mine}")]
+
+
+def test_a_name_that_comes_again_keeps_its_lane(pair: World, loop: str) -> None:
+    """A group that is made anew at each step opens no connections there."""
+    pair.run(again, runner=loop, timeout=patient(60))
+
+
+async def many_again(me: Rank) -> None:
+    """Rounds of names that come again: each in a group of its own, then many in one group."""
+
+    async def child(turn: int) -> None:
+        assert await ac.all_reduce(turn) == turn * me.size
+
+    names = [f"{turn} of many" for turn in range(MAX_LANES + 3)]
+    for _ in range(3):
+        for name in names:
+            await one_name(name, me.size)
+    order = list(enumerate(names))
+    for _ in range(3):
+        for part in (order[:9], order[9:30], order[30:]):
+            async with ac.create_task_group() as tasks:
+                for turn, name in part if me.rank % 2 else reversed(part):
+                    tasks.start_soon(child, turn, name=name)
+    with me.case("left open"):
+        assert len([name for name in current().world.opened if name.endswith("of many")]) <= MANY_NAMES
+
+
+def test_many_names_that_come_again_make_room(several: World) -> None:
+    """They would take the room of others, were they kept because they came before."""
+    several.run(many_again, runner="asyncio", timeout=patient(60))

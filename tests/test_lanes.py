@@ -252,6 +252,35 @@ def test_more_than_32_lanes_are_refused(backend: str) -> None:
         world.run(too_many, timeout=60)
 
 
+async def lanes_of_gradients(me: Rank) -> None:
+    for name in ("mine/backward", "/backward"):
+        with me.case(name):
+            with raising(ac.InvalidArgumentError, "backward_lane"):
+                ac.all_reduce(1, lane=name)
+            with raising(ac.InvalidArgumentError, "backward_lane"):
+                ac.lane(name)
+            with raising(ac.InvalidArgumentError, "backward_lane"):
+                ac.close_lane(name)
+            with raising(ac.InvalidArgumentError, "backward_lane"):
+                ac.backward_lane(name)
+            with raising(ac.InvalidArgumentError, "backward_lane"):
+                ac.prepare("all_reduce", torch.ones(1), lane=name)
+            with raising(ac.InvalidArgumentError, "backward_lane"):
+                ac.explain("all_reduce", torch.ones(1), lane=name)
+    own = ac.backward_lane("mine")
+    await me.check("by the public way", ac.all_reduce, 2, lane=own, expect=2 * me.size)
+    with ac.lane(own):
+        await me.check("in a context", ac.all_reduce, 3, expect=3 * me.size)
+    with me.case("open"), raising(ac.InvalidArgumentError, "backward_lane"):
+        ac.all_reduce(1, lane="mine/backward")
+    ac.close_lane("mine")
+
+
+def test_the_lanes_of_gradients_are_refused_by_name(pair: World) -> None:
+    """Nobody checks there that two tasks do not cross, so that a name alone must not lead there."""
+    pair.run(lanes_of_gradients, runner="asyncio")
+
+
 # ---------------------------------------------------------------- refusals
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.lanes import backward_lane
 from asynccoll.ops import all_reduce
-from asynccoll.overlap.lanes import backward_lane
 from asynccoll.work import Work
 
 __all__ = ["ParameterAverager", "average_parameters"]

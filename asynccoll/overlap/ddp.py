@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.lanes import backward_lane
 from asynccoll.ops import all_reduce
-from asynccoll.overlap.lanes import backward_lane
 from asynccoll.runtime import get_world_size
 from asynccoll.work import Work
 

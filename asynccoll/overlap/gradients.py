@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.lanes import backward_lane
 from asynccoll.ops import all_reduce
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
-from asynccoll.overlap.lanes import backward_lane
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
 from asynccoll.overlap.window import InFlight

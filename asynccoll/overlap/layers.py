@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.lanes import backward_lane
 from asynccoll.ops import all_gather
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
-from asynccoll.overlap.lanes import backward_lane
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.runtime import get_rank, get_world_size
