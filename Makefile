@@ -21,14 +21,17 @@ TWICE = $(if $(CI),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system mpi horovod xla soak compositions quick lint types docs bench overlap pictures \
-	fix lock clean clean-envs
+.PHONY: help demo gpt test system mpi horovod xla soak compositions quick lint types docs bench overlap \
+	pictures fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS=...)
 	@$(ENVS) exec demo -- python -m asynccoll run -n $(RANKS) examples/train_digits.py $(ARGS)
+
+gpt: ## train a small GPT on real text beside DDP, stopped and resumed, and draw both (ARGS=--draw: only draw)
+	@$(ENVS) exec demo -- python examples/compare_gpt.py $(ARGS)
 
 test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel
 	@$(call TWICE,$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import asynccoll
 from patience import patient
@@ -82,3 +83,33 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     assert f"what ran when: {picture}" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size < 200_000
+
+
+@pytest.mark.slow
+def test_train_gpt(tmp_path: Path) -> None:
+    """Stopped and resumed, it takes DDP's steps: bit for bit, or to within rounding with sharded sums."""
+    pytest.importorskip("matplotlib")
+    options = ("--steps", "20", "--dtype", "float64", "--checkpoint")
+    parts = {
+        "ddp": [(2, 20)],
+        "overlapped": [(2, 10), (2, 20)],
+        "sharded": [(2, 10), (1, 20)],
+    }
+    found = {}
+    for way, worlds in parts.items():
+        path = tmp_path / f"{way}.pt"
+        for ranks, until in worlds:
+            more = ("--way", way, "--until", str(until))
+            said = run(tmp_path, "train_gpt", *options, str(path), *more, ranks=ranks)
+            assert f"{until} steps, in {path}" in said
+        found[way] = torch.load(path, weights_only=True)
+    reference = found["ddp"]
+    assert reference["losses"][-1] < reference["losses"][0] - 0.5  # it learns
+    for way, exactly in (("overlapped", True), ("sharded", False)):
+        limit = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-9, "atol": 1e-9}
+        for name in ("losses", "evaluations", "sampled", "model", "optimizer"):
+            torch.testing.assert_close(found[way][name], reference[name], **limit)
+    drawn = ("--draw", "--directory", str(tmp_path), "--picture", str(tmp_path / "gpt.png"))
+    said = run(tmp_path, "compare_gpt", *drawn, launched=False)
+    assert "at most 0 from DDP's loss, 0 from its parameters" in said
+    assert tmp_path.joinpath("gpt.png").read_bytes().startswith(b"\x89PNG")
