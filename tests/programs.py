@@ -217,6 +217,15 @@ class Helper:
     async def step(self, step: Callable[[], Any]) -> None:
         step()
 
+    async def clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    async def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        scaler.unscale_(self.optimizer)
+
+    async def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        await self.step(lambda: scaler.step(self.optimizer))
+
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
@@ -291,6 +300,57 @@ class Averaged(Helper):
         await self.averaging
 
 
+class Sharded(Helper):
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        self.own = ac.overlap.shard_optimizer(model, optimizer, lane=lane, **SMALL)
+        self.optimizer = self.own
+        self.no_sync = self.own.no_sync  # type: ignore[method-assign]
+        self.close = self.own.close  # type: ignore[method-assign]
+        self.reduced = self.own.reduced  # type: ignore[method-assign]
+        self.clip = self.own.clip_grad_norm_  # type: ignore[assignment, method-assign]
+        self.unscale = self.own.unscale_  # type: ignore[method-assign]
+
+    async def step(self, step: Callable[[], Any]) -> None:
+        await self.own.step()
+
+    async def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        await self.own.step(scaler=scaler)
+
+
+class Layered(Helper):
+    """Of a `Stack`: each layer with what follows it and has no parameters."""
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        assert isinstance(model, Stack)
+        ac.overlap.broadcast_parameters(model, lane=lane).wait()
+        self.parts: list[nn.Module] = []
+        for layer in model.layers:
+            if any(True for _ in layer.parameters()):
+                self.parts.append(nn.Sequential(layer))
+            else:
+                self.parts[-1].append(layer)  # type: ignore[operator]
+        self.layers = ac.overlap.shard_layers(self.parts, lane=lane, reshard_after_forward="1" in lane)
+        own = type(optimizer)(self.layers.parameters(), **optimizer.defaults)
+        super().__init__(model, own, lane)
+        self.clip = self.layers.clip_grad_norm_  # type: ignore[assignment, method-assign]
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        return 1 / ac.get_world_size()
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def close(self) -> None:
+        whole = self.layers.wait_full_state_dict()
+        for index, part in enumerate(self.parts):
+            for name, parameter in part.named_parameters():
+                parameter.data = whole[f"{index}.{name}"]
+
+
 HELPERS: dict[str, type[Helper]] = {
     "overlap_gradients": Overlapped,
     "overlap_gradients(op='sum')": Summed,
@@ -298,6 +358,8 @@ HELPERS: dict[str, type[Helper]] = {
     "async_optim": Awaited,
     "ddp_hook": Hooked,
     "average_parameters": Averaged,
+    "shard_optimizer": Sharded,
+    "shard_layers": Layered,
 }
 
 # ---------------------------------------------------------------- loops
@@ -379,7 +441,7 @@ async def unsynced_later(run: Run, step: int) -> None:
 async def clipped(run: Run, step: int) -> None:
     await run.backward(step)
     await run.helper.reduced()
-    nn.utils.clip_grad_norm_(run.helper.model.parameters(), 0.01)
+    await run.helper.clip(0.01)
     await run.step()
 
 
@@ -405,9 +467,9 @@ async def scaled(run: Run, step: int) -> None:
         run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     await run.backward(step, blown=step == 1)
     await run.helper.reduced()
-    run.scaler.unscale_(run.helper.optimizer)
-    nn.utils.clip_grad_norm_(run.helper.model.parameters(), 0.1)
-    await run.helper.step(lambda: run.scaler.step(run.helper.optimizer))
+    await run.helper.unscale(run.scaler)
+    await run.helper.clip(0.1)
+    await run.helper.scaled_step(run.scaler)
     run.scaler.update()
 
 
@@ -461,6 +523,12 @@ def makes_sense(program: Program) -> bool:
         return False  # of an empty tensor, which torch's kernels refuse
     if local:  # steps of its own: the same only where a step is linear in the gradient
         return program.optimizer == "SGD" and program.loop not in {"clipped", "scaled"}
+    if program.helper == "shard_layers":  # of layers in a row, which every rank has to run
+        return program.loop != "without data" and all(
+            isinstance(MODELS[one](), Stack) for one in models if one
+        )
+    if program.helper == "shard_optimizer":  # what nobody used has a gradient of zeros, and not None
+        return not models & {"thawed"} and (not models & {"unused"} or program.optimizer == "SGD")
     if ddp:
         return program.loop != "without data" and not models & {"thawed", "bfloat16"}
     return True

@@ -129,6 +129,16 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         }.items()
     },
     **{
+        f"nested {call.__name__}": (
+            lambda call=call: call(
+                torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+            ),
+            ac.PayloadTypeError,
+            ("nested", call.__name__),
+        )
+        for call in (ac.all_gather, ac.all_reduce, ac.broadcast, ac.reduce, ac.reduce_scatter)
+    },
+    **{
         f"{layout} {call.__name__}": (
             lambda call=call, make=make: call(make()),
             ac.UnsupportedOpError,
@@ -137,7 +147,6 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         for layout, make in {
             "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
             "_mkldnn": lambda: torch.eye(2).to_mkldnn(),
-            "jagged": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
         }.items()
         for call in (ac.all_gather, ac.all_reduce, ac.broadcast, ac.reduce, ac.reduce_scatter)
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 import asynccoll as ac
 import oracle
 from asynccoll.trees import flatten, unflatten
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 REFUSED = (TypeError, ValueError)
@@ -60,18 +61,27 @@ def test_what_has_no_leaves_is_refused_by_name(world: World) -> None:
     world.run(nothing)
 
 
-async def idiom(me: Rank) -> None:
-    if me.size == 1:
+async def in_step(me: Rank) -> None:
+    """Until all ranks know of what was refused: till then calls behind it are lost on all of them."""
+    while True:
+        try:
+            await me.get(ac.barrier())
+        except ac.PeerRefusedError:
+            continue
         return
+
+
+async def idiom(me: Rank) -> None:
     for value in (torch.arange(3.0), 5, "text", {"a": torch.ones(2), "b": 1}):
-        says = ("safe_mode=True",)
-        error: Any = ac.PeerRefusedError if me.rank == 0 else ac.PayloadTypeError
-        if me.rank not in (0, me.size - 1):
-            continue_with: Any = value  # and is told of the last rank's refusal
-            error = ac.PeerRefusedError
-        else:
-            continue_with = value if me.rank == 0 else None
-        await me.refuses(f"{value} or None", error, ac.broadcast, continue_with, src=0, says=says)
+        mine = None if 0 < me.rank == me.size - 1 else value
+        with me.case(f"{value} or None"):
+            if mine is None:
+                with raising(ac.PayloadTypeError, "safe_mode=True"):
+                    ac.broadcast(None, src=0)
+            else:  # a root may have sent what it had before it is told
+                with contextlib.suppress(ac.PeerRefusedError):
+                    oracle.same(await me.get(ac.broadcast(mine, src=0)), value)
+        await in_step(me)
         mine = value if me.rank == 0 else None
         await me.check("safe_mode", ac.broadcast, mine, src=0, safe_mode=True, expect=value)
     await me.check("afterwards", ac.all_reduce, me.rank, expect=sum(range(me.size)))

@@ -26,6 +26,12 @@ PINNED = [
     Program("plain", "scaled", "auto_optim", "SGD foreach", second="plain"),
     Program("plain", "accumulated", "overlap_gradients(op='sum')", "SGD"),
     Program("thawed", "plain", "overlap_gradients", "SGD"),
+    Program("weight_norm", "plain", "shard_optimizer", "Adam fused"),
+    Program("plain", "skipped", "shard_optimizer", "SGD foreach"),
+    Program("complex", "forgotten", "shard_optimizer", "Adam foreach"),
+    Program("LSTM", "no_sync on top", "shard_optimizer", "Adam foreach", second="attention"),
+    Program("batch norm", "clipped", "shard_layers", "Adam fused", second="plain"),
+    Program("weight_norm", "in a thread", "shard_layers", "SGD foreach"),
 ]
 
 

@@ -80,8 +80,9 @@ class ShardBucket(Bucket):
         for parameter, view in zip(parameters, self.cut(self.values), strict=True):
             parameter.data = view.copy_(parameter.detach())
         self.shard = nn.Parameter(self.own(self.values))
-        self.shard.grad = torch.zeros_like(self.shard)
-        self._incoming = self.shard.grad
+        self._reduced = torch.zeros_like(self.shard.detach())
+        self._incoming = self._reduced
+        self.shard.grad = self._reduced
         self.arrival = Arrival(parameters, self.values)
 
     def converted(self) -> torch.Tensor | None:
@@ -124,19 +125,16 @@ class ShardBucket(Bucket):
 
     def target(self) -> torch.Tensor:
         """Where this rank's part of the reduction is to go: beside what has gathered, if that counts."""
-        assert self.shard.grad is not None
-        if all(self._zeroed):
-            self._incoming = self.shard.grad
-        else:
-            self._incoming = torch.empty_like(self.shard.grad)
+        fresh = all(self._zeroed) or self.shard.grad is None
+        self._incoming = self._reduced if fresh else torch.empty_like(self._reduced)
         return self._incoming
 
     def adopt(self) -> None:
         gathered = self.shard.grad
-        assert gathered is not None
-        if self._incoming is not gathered:
+        if self._incoming is self._reduced or gathered is None:
+            self.shard.grad = self._incoming
+        else:
             gathered.mul_(self._kept()).add_(self._incoming)
-            self._incoming = gathered
         self.flat.zero_()
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             parameter.grad = view

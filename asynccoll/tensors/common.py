@@ -331,11 +331,11 @@ def owned(
         return wire, None, encoding_again(wire, x, plan)
     wire = sent_as(route, x)
     ours = not (wire is x or same_memory(wire, x)) or not wire.numel()
+    if out is x and not ours:
+        return wire, None, None  # in place, also where something is left to do to what arrives
     into = out if out is not None and plan.direct and _can_receive(out) else None
     if ours and into is None:
         return wire, None, encoding_again(wire, x, plan)
-    if into is x:
-        return wire, None, None
     buffer = target_for(into, wire, wire.shape)
     if same_memory(buffer, wire) and wire.numel():
         return buffer, None, None

@@ -209,8 +209,11 @@ def _sent(
 
 def _filled(parcel: Parcel, fuse: Fuse) -> Generator[Completion, None, None]:
     if parcel.packed:
-        yield in_thread(lambda: parcel.pack(fuse.call))
-    else:
-        fill = parcel.pack(fuse.call).fill
-        if fill is not None:
-            yield in_thread(fill)
+        yield in_thread(lambda: _fill(parcel.pack(fuse.call)))
+    elif parcel.pack(fuse.call).fill is not None:
+        yield in_thread(lambda: _fill(parcel.call))
+
+
+def _fill(call: Call | None) -> None:
+    if call is not None and call.fill is not None:
+        call.fill()
