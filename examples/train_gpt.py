@@ -28,7 +28,7 @@ BATCHES = 4  # of a step, on all ranks together: each accumulates its share, so 
 SAMPLES = 2  # of each
 CLIP = 1.0
 BUCKETS = {"bucket_bytes": 512 << 10, "first_bucket_bytes": 128 << 10}  # a small model, small buckets
-EVALUATE_EVERY = 25
+EVALUATE_EVERY = 25  # steps, or four times in a short training
 EVALUATIONS = 4  # batches of each, on all ranks together
 SAMPLED = 97  # of so many parameters, one is recorded after each step, for comparing runs
 
@@ -173,7 +173,7 @@ class Training:
             losses.append(ac.all_reduce(loss / BATCHES))  # nobody waits for it yet
             self.run.sampled.append(some(self.run.model))
             await self.way.step()
-            if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
+            if (step + 1) % min(EVALUATE_EVERY, max(1, steps // 4)) == 0 or step + 1 == steps:
                 await self.hand_over(step + 1)
         self.run.losses += await ac.wait_all(losses)
         await self.snapshots.put(None)
