@@ -76,7 +76,7 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "0-d exchange": (lambda: ac.all_to_all(torch.ones(())), (TypeError, ValueError), ("0-d",)),
     "pairs": (lambda: ac.permute(torch.ones(1), [(0, 2)]), ValueError, ("2", "0 to 1")),
     "pairs twice": (lambda: ac.permute(torch.ones(1), [(0, 1), (1, 1)]), ValueError, ("1",)),
-    "send text": (lambda: ac.send("text", dst=1 - ac.get_rank()), TypeError, ("str", "send")),
+    "send text": (lambda: ac.send("text", dst=1 - ac.get_rank(), tag=990), TypeError, ("str", "send")),
     "out shape": (
         lambda: ac.all_reduce(torch.ones(2), out=torch.ones(3)),
         ValueError,

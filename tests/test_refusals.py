@@ -144,8 +144,9 @@ class Program:
     slow: bool = True
 
 
-async def run_program(me: Rank, program: Program, name: str) -> list[str]:
+async def run_program(me: Rank, given: dict[str, Any], name: str) -> list[str]:
     """What became of each call on this rank: the right result, or which error."""
+    program = Program(**given)
     with slow_store() if program.slow else contextlib.nullcontext():
         return await _run_program(me, program, name)
 
@@ -194,7 +195,7 @@ async def _outcome(me: Rank, program: Program, place: int, work: Any, outcomes: 
 def check(world: World, program: Program, runner: str = "asyncio", seconds: float = 40) -> list[list[str]]:
     """Run it; on every rank each call is right, lost, or refused there, and what nobody lost is right."""
     results: list[list[str]] = world.run(
-        run_program, program, f"refusals {next(_labels)}", runner=runner, timeout=patient(seconds)
+        run_program, vars(program), f"refusals {next(_labels)}", runner=runner, timeout=patient(seconds)
     )
     first = min((place for places in program.refused.values() for place in places), default=10**9)
     for rank, outcomes in enumerate(results):
@@ -301,6 +302,7 @@ async def breaks_off(me: Rank, name: str) -> None:
     finally:
         asynccoll.messages._padded = real
     await me.check("afterwards", ac.all_gather_object, me.rank, lane=name, expect=list(range(me.size)))
+    ac.close_lane(name)
 
 
 def test_a_program_that_breaks_off(several: World, runner: str) -> None:
@@ -360,6 +362,7 @@ async def across_epochs(me: Rank, name: str) -> None:
     if early is not None:
         with me.case("received"):
             oracle.same(await me.get(early), torch.tensor([1.0, 2.0, 3.0]))
+    ac.close_lane(name)
 
 
 def test_messages_meet_across_a_refusal(several: World, runner: str) -> None:
@@ -385,6 +388,7 @@ async def sends_while_halted(me: Rank, name: str) -> None:
     with me.case("before"):
         assert await me.get(before) == me.size
     await me.check("afterwards", ac.all_reduce, 2, lane=name, expect=2 * me.size)
+    ac.close_lane(name)
 
 
 def test_a_message_does_not_wait_for_a_refusal_to_be_settled(several: World, runner: str) -> None:
