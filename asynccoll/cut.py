@@ -120,5 +120,9 @@ class Cut:
     def claim(self, refusal: Refusal) -> None:
         """This rank's refusal in this epoch; one above it may belong to the next."""
         if self.mine is not None:
-            self.held.appendleft(self.mine)
+            self.hold(self.mine)
         self.mine = refusal
+
+    def hold(self, *those: Job | Refusal) -> None:
+        """Keep ``those`` back; they go on in the order of their places, whatever was held first."""
+        self.held = deque(sorted((*self.held, *those), key=lambda one: one.place))

@@ -583,14 +583,14 @@ class Lane:
             cut = begun = self._cut = Cut(self.epoch, refusal, peak)
         elif place >= cut.place or cut.stated:
             if own and (cut.stated or place > cut.place):
-                cut.held.append(refusal)  # it may belong to the next epoch
+                cut.hold(refusal)  # it may belong to the next epoch
             return None, []
         cut.refusal, cut.peak = refusal, peak
         if own:
             cut.claim(refusal)
         above = [job for job in self._queue if job.place >= place]
         self._queue = deque(job for job in self._queue if job.place < place)
-        cut.held.extendleft(reversed(above))
+        cut.hold(*above)
         active = self._active
         if active is not None and active.place >= place:
             self._give_up(active)
@@ -650,17 +650,18 @@ class Lane:
     def _replay(self, cut: Cut, resumes: int) -> Cut | None:
         """Queue what was held and is still wanted, up to the next refusal in it. With the lock held."""
         begun: Cut | None = None
-        for one in cut.held:
-            if one.place < resumes:
-                continue
-            if begun is not None:
-                begun.held.append(one)
-            elif isinstance(one, Refusal):
-                begun = self._cut = Cut(self.epoch, one, one.place - 1)
-                begun.mine = one
-            else:
-                self._queue.append(one)
+        held = [one for one in cut.held if one.place >= resumes]
         cut.held.clear()
+        first = next((one for one in held if isinstance(one, Refusal)), None)
+        if first is not None:
+            begun = self._cut = Cut(self.epoch, first, first.place - 1)
+            begun.mine = first
+        for one in held:
+            if begun is None or one.place < begun.place:
+                assert isinstance(one, Job)  # no refusal comes before the first
+                self._queue.append(one)
+            elif one is not first:
+                begun.hold(one)
         return begun
 
     def _replace(self) -> Communicator | None:

@@ -80,6 +80,8 @@ class Refusals:
         self._clients = clients
         self._rank = rank
         self._settling: set[threading.Thread] = set()
+        #: Held while peers' refusals are read, which go once this rank has stated the epoch after theirs.
+        self._reading = threading.Lock()
 
     # The rank that refuses
 
@@ -107,8 +109,10 @@ class Refusals:
         """Halt ``lane`` if a peer has refused a call on it."""
         if self._clients is None or lane.is_halted:
             return
-        epoch = lane.epoch
-        for refusal in self._heard(lane, epoch):
+        with self._reading:
+            epoch = lane.epoch
+            heard = self._heard(lane, epoch)
+        for refusal in heard:
             self._settle(lane, lane.hear(epoch, refusal))
 
     def published(self, lane: Lane) -> PeerRefusedError | None:
@@ -116,7 +120,8 @@ class Refusals:
         if self._clients is None:
             return None
         try:
-            heard = self._heard(lane, lane.epoch)
+            with self._reading:
+                heard = self._heard(lane, lane.epoch)
         except RuntimeError:  # the store went with rank 0: then a lost peer explains it
             return None
         reached = [refusal for refusal in heard if refusal.place <= lane.sequence]
@@ -204,7 +209,7 @@ class Refusals:
 
     def _state(self, lane: Lane, cut: Cut) -> None:
         said = {"issued": cut.issued, "reached": cut.reached, "refusal": _plain(cut.mine)}
-        with self._store() as store:
+        with self._reading, self._store() as store:
             store.set(self._key(lane, cut.epoch, "stated", self._rank), json.dumps(said))
 
     def _statements(self, lane: Lane, epoch: int) -> list[Statement] | None:

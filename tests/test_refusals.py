@@ -9,7 +9,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,11 @@ import asynccoll.messages
 import oracle
 import worlds
 from asynccoll import runtime
+from asynccoll.backends.serial import SerialBackend
+from asynccoll.completion import READY, Completion, Promise
+from asynccoll.context import Context, Identity
+from asynccoll.cut import Refusal, Verdict
+from asynccoll.operation import Estimate
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -148,7 +153,9 @@ async def run_program(me: Rank, given: dict[str, Any], name: str) -> list[str]:
     """What became of each call on this rank: the right result, or which error."""
     program = Program(**given)
     with slow_store() if program.slow else contextlib.nullcontext():
-        return await _run_program(me, program, name)
+        outcomes = await _run_program(me, program, name)
+    ac.close_lane(name)
+    return outcomes
 
 
 async def _run_program(me: Rank, program: Program, name: str) -> list[str]:
@@ -395,3 +402,30 @@ def test_a_message_does_not_wait_for_a_refusal_to_be_settled(several: World, run
     """Else the peer that needs it to get there would never come."""
     if several.backend not in ("horovod", "xla-tpu"):
         several.run(sends_while_halted, f"halted {next(_labels)}", runner=runner, timeout=patient(30))
+
+
+# ---------------------------------------------------------------- one rank's part, by itself
+
+
+def test_what_is_held_goes_on_in_order() -> None:
+    """A rank refuses #7, hears of #4, and then a program of its own breaks off at #2: #3, #5 and #6 go on."""
+    lane = Context(SerialBackend(), Identity(), check="off").world.lane("held")
+    gate = Promise()
+
+    def first(_: Any) -> Generator[Completion, None, Completion]:
+        yield gate
+        return READY
+
+    lane.run("first", first)
+    others = [lane.issue(Estimate("other"), lambda _: READY) for _ in range(2, 7)]
+    cut = lane.refuse("the seventh", None)
+    assert cut is not None
+    lane.hear(0, Refusal(1, 4, "a peer's"))
+    lane.refuse("broke off", 2)
+    gate.settle()
+    assert lane.conclude(cut)
+    following = lane.resume(cut, Verdict(Refusal(0, 2, "broke off"), 3, in_step=True))
+    assert following is not None
+    assert following.place == 7
+    went_on = [one.sequence for one in others if one.done() and one.error() is None]
+    assert went_on == [3, 5, 6]
