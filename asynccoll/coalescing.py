@@ -10,7 +10,8 @@ depend on each other, which is refused. Each is recorded by autograd, or not, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
@@ -25,10 +26,11 @@ from asynccoll.lane import Lane
 from asynccoll.memory import plain_tensor, writable
 from asynccoll.modes import Modes, as_called
 from asynccoll.spec import Op, reduce_op
+from asynccoll.started import Started
 from asynccoll.tensors.fusing import Fuse
-from asynccoll.work import Work, noted
+from asynccoll.work import Work, handed_out, noted
 
-__all__ = ["coalesced", "coalescing", "open_batch"]
+__all__ = ["coalescing", "own_block"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -132,15 +134,16 @@ class _Parts:
         self.timeout = timeout
         self.calls: list[_Call] = []
 
-    def send(self) -> None:
+    def send(self, batch: _Batch) -> None:
         modes = {call.modes for call in self.calls}
         try:
-            if len(modes) == 1:
-                modes.pop().run(self._send, all(call.out is not None for call in self.calls))
-            else:
-                _MIXED.run(self._send, False)
+            with batch.place_on(self.lane):
+                if len(modes) == 1:
+                    modes.pop().run(self._send, all(call.out is not None for call in self.calls))
+                else:
+                    _MIXED.run(self._send, False)
         except Exception as error:
-            self.abandon(error)
+            self.abandon(batch, error)
             raise
 
     def _send(self, fills: bool) -> None:
@@ -148,17 +151,16 @@ class _Parts:
         recording = torch.is_grad_enabled()
         xs = [call.x.detach() if recording and not call.modes.recording else call.x for call in self.calls]
         outs = [call.out for call in self.calls if call.out is not None] if fills else None
-        with self.lane.together():
-            started = autograd.fused(self.lane, self.fuse, xs, outs, self.timeout)
+        started = autograd.fused(self.lane, self.fuse, xs, outs, self.timeout)
         # Each call's work asks this one, which finishes once; nobody is handed it.
         shared = Work(started.operations, started.finish, started.value)
         shared.detach()
         for index, call in enumerate(self.calls):
             call.work.sent(shared, partial(_result_of, call.modes, call.out, shared, index))
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, batch: _Batch, error: Exception) -> None:
         """Tell the peers, who may be sending theirs, and whoever waits here."""
-        self.lane.group.context.refusals.refuse(self.lane, error)
+        batch.refuse(self.lane, error)
         for call in self.calls:
             call.work.abandoned(error)
 
@@ -169,13 +171,18 @@ def _result_of(modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.T
 
 
 class _Batch:
-    """What a block has put off, by kind, in the order of the first call of each."""
+    """What a block has put off, by kind, in the order of the first call of each.
 
-    __slots__ = ("_actor", "_parts", "_touched")
+    All that a block sends on a lane has one place there. So a rank that refuses a call of the block, and
+    cannot know whether its peers send that one alone or with others, refuses as many places as they take.
+    """
+
+    __slots__ = ("_actor", "_parts", "_places", "_touched")
 
     def __init__(self) -> None:
         self._actor = actors.current().actor
         self._parts: dict[Any, _Parts] = {}
+        self._places: dict[Lane, int] = {}
         self._touched: Touched[Work[Any]] = Touched()
 
     @property
@@ -183,10 +190,36 @@ class _Batch:
         """Whether the caller opened the block: tasks that it started send as ever."""
         return actors.current().actor is self._actor
 
-    def take(
+    @contextmanager
+    def place_on(self, lane: Lane) -> Iterator[None]:
+        """What is started inside has the block's place on ``lane``."""
+        with lane.together(self._places.get(lane)) as place:
+            self._places[lane] = place
+            yield
+
+    def refuse(self, lane: Lane, error: BaseException) -> None:
+        """Refuse the block's place on ``lane``."""
+        before = lane.sequence
+        place = self._places.get(lane)
+        lane.group.context.refusals.refuse(lane, error, place if place == before else None)
+        if lane.sequence != before:
+            self._places[lane] = lane.sequence
+
+    def start(
+        self, lane: Lane, start: Callable[..., Started[Any]], args: tuple[Any, ...], timeout: float | None
+    ) -> Work[Any]:
+        """Put the call off, or start it."""
+        put_off = self._take(lane, start, args, timeout)
+        if put_off is not None:
+            return put_off
+        # What was put off waits until this call is known to be made: the peers' may be one to put off.
+        with self.place_on(lane), lane.after(self.flush):
+            return handed_out(start(lane, *args, timeout))
+
+    def _take(
         self, lane: Lane, start: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
     ) -> Work[Any] | None:
-        """Put the call off; or, if it is none of those, send what was put off and return None."""
+        """Put the call off; None if it is none of those."""
         x, out = args[0] if args else None, args[-1] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
             x = plain_tensor(f"{start.__name__} in a coalescing block", x)
@@ -200,7 +233,6 @@ class _Batch:
                 index = lane.group.index(args[1], "src")
                 tensors.plan_for(lane, Op.BROADCAST, x)
                 return self._put_off(lane, tensors.broadcast_fuse(lane, index), x, out, timeout)
-        self.flush()
         return None
 
     def _put_off(
@@ -243,16 +275,11 @@ class _Batch:
         first: Exception | None = None
         for parts in waiting:
             try:
-                parts.send()
+                parts.send(self)
             except Exception as error:
                 first = first or error
         if first is not None:
             raise first
-
-    def flush_before(self) -> None:
-        """Send what was put off, if it is the caller's, who starts something else."""
-        if self.is_mine:
-            self.flush()
 
     def abandon(self, why: BaseException) -> None:
         """The block failed: nothing of it is sent."""
@@ -262,18 +289,16 @@ class _Batch:
                 f"not sent: the coalescing block that put it off ended with {type(why).__name__}: {why}"
             )
             error.__cause__ = why
-            parts.abandon(error)
+            parts.abandon(self, error)
 
 
 _batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=None)
-open_batch = _batch.get
 
 
-def coalesced(
-    batch: _Batch, lane: Lane, start: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
-) -> Work[Any] | None:
-    """The work of a call inside the block of ``batch``, if it is put off; else None: start it now."""
-    return batch.take(lane, start, args, timeout) if batch.is_mine else None
+def own_block() -> _Batch | None:
+    """The open block, if it is the caller's: tasks that were started inside one send as ever."""
+    batch = _batch.get()
+    return batch if batch is not None and batch.is_mine else None
 
 
 class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
@@ -290,6 +315,9 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     The calls travel together, so none may depend on another: one that reads what an earlier one writes to
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
     that one was awaited.
+
+    A call inside that one rank refuses takes the others of the block on its lane along, on every rank, also
+    if the error is caught inside: what the others have fused cannot be taken apart.
 
     If the block ends with an exception, what was put off is not sent: its works raise ``CollectiveError``,
     and peers whose block went well get ``PeerRefusedError`` instead of waiting for it.

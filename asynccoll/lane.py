@@ -132,6 +132,7 @@ class Lane:
         self._owner = _Owner()
         self._owners: dict[Stream, _Owner] = {}  # of the streams
         self._together = False  # what is accepted now shares one place in the order
+        self._before: Callable[[], object] | None = None  # what is to be accepted before anything else is
         self._started = 0  # the highest place that was queued and issued since
         self._touched = 0  # the place of the latest call that failed while it was being issued
         self._checks_owner = group.context.checks_order and not name.endswith(BACKWARD)
@@ -170,6 +171,8 @@ class Lane:
         order of its own within the lane (point-to-point messages of one peer and tag), which does not
         queue behind other streams.
         """
+        if self._before is not None:
+            self._accept_before()
         with self._lock:
             owner = self._admitted_owner(stream)
             communicator = self.communicator
@@ -208,6 +211,8 @@ class Lane:
 
         ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
         """
+        if self._before is not None:
+            self._accept_before()
         program = program_as_called(program)
         estimate = self.estimate(name, size_bytes)
         awaited_soon = awaited_soon or waiting.get()
@@ -280,20 +285,45 @@ class Lane:
         return operation
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """What is accepted inside is one call of the user's (a tree): one place in the order.
+    def after(self, before: Callable[[], object]) -> Iterator[None]:
+        """What is accepted inside comes after what ``before`` issues; not called if all of it is refused."""
+        self._before = before
+        try:
+            yield
+        finally:
+            self._before = None
 
-        If the block fails that place is refused, whatever of it was issued.
+    def _accept_before(self) -> None:
+        before, self._before = self._before, None
+        assert before is not None
+        before()
+
+    @contextmanager
+    def together(self, place: int | None = None) -> Iterator[int]:
+        """What is accepted inside is one call of the user's (a tree): one place in the order, which it gives.
+
+        With ``place``, where the latest call took that one, it goes on with that call: raises
+        ``PeerRefusedError`` if it was refused meanwhile. If the block fails its place is refused, whatever of
+        it was issued. Inside another such block it is a part of that one.
         """
         with self._lock:
             self._admitted_owner(None)
-            self.sequence += 1
-            self._together = True
+            inner = self._together
+            if not inner:
+                if place is None or place != self.sequence:
+                    self.sequence += 1
+                elif (settled := self._settled) is not None and settled.covers(place):
+                    raise settled.refusal.error(self, place)
+                self._together = True
+            place = self.sequence
+        if inner:
+            yield place
+            return
         try:
-            yield
+            yield place
         except BaseException as error:
             self._together = False
-            self._context.refusals.refuse(self, error, self.sequence)
+            self._context.refusals.refuse(self, error, place)
             raise
         finally:
             self._together = False
@@ -540,6 +570,8 @@ class Lane:
         with self._lock:
             if self.broken is not None:
                 return None
+            if place is not None and self._settled is not None and self._settled.covers(place):
+                return None  # it was lost already
             peak = self._peak()
             if place is None:
                 self.sequence = place = self.sequence + 1

@@ -23,6 +23,7 @@ __all__ = [
 
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr
+_is_inference = torch.Tensor.is_inference
 _is_nested = attrgetter("is_nested")
 
 
@@ -131,8 +132,10 @@ def _folded(x: torch.Tensor) -> bool:
 
 def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
     """Refuse ``outs`` where filling one changes another, or one of ``xs`` that is yet to be sent."""
-    for out in set(outs).difference(xs):
-        writable(name, out)
+    sent, of_this_mode = set(xs), torch.is_inference_mode_enabled() or not any(map(_is_inference, outs))
+    for out in outs:
+        if not (of_this_mode and out in sent and out.layout is torch.strided and out.is_contiguous()):
+            writable(name, out)
     sources = {x.data_ptr(): i for i, x in enumerate(xs) if x.numel() and has_memory(x)}
     filled: dict[int, int] = {}
     for i, out in enumerate(outs):

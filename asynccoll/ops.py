@@ -34,7 +34,7 @@ import torch
 from torch.compiler import is_compiling
 
 from asynccoll import compiled, objects, payload, tensors
-from asynccoll.coalescing import coalesced, open_batch
+from asynccoll.coalescing import own_block
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.group import resolve_group
 from asynccoll.lanes import checked_name, current_lane
@@ -78,15 +78,19 @@ def _start(
     resolved = context.world if group is None else resolve_group(context, group)
     name = current_lane() if lane is None else checked_name(lane)
     at = resolved.opened.get(name) or resolved.lane(name)
+    block = None if start in _MESSAGES else own_block()
     try:
         if timeout is not None:
             _check_timeout(timeout)
-        batch = open_batch()
-        if batch is not None and (deferred := coalesced(batch, at, start, args, timeout)) is not None:
-            return deferred
+        if block is not None:
+            return block.start(at, start, args, timeout)
+        if start in _MESSAGES and (around := own_block()) is not None:
+            around.flush()  # the program's order
         return handed_out(start(at, *args, timeout))
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
-        if start not in _MESSAGES:
+        if block is not None:
+            block.refuse(at, error)
+        elif start not in _MESSAGES:
             context.refusals.refuse(at, error)
         raise
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from asynccoll.coalescing import open_batch
+import torch
+
+from asynccoll.coalescing import own_block
 from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.group import resolve_group
 from asynccoll.lane import Lane
 from asynccoll.lanes import checked_name, current_lane
+from asynccoll.modes import Modes
 from asynccoll.operation import Operation
 from asynccoll.payload.preparing import check_untracked, prepared_calls
 from asynccoll.runtime import current
@@ -31,7 +34,17 @@ T = TypeVar("T")
 class Prepared(Generic[T]):
     """A collective bound to its memory: ``start()`` sends what its input holds then. Made by ``prepare``."""
 
-    __slots__ = ("_calls", "_context", "_finish", "_lane", "_last", "_reads", "_timeout", "name")
+    __slots__ = (
+        "_calls",
+        "_context",
+        "_finish",
+        "_inferring",
+        "_lane",
+        "_last",
+        "_reads",
+        "_timeout",
+        "name",
+    )
 
     def __init__(
         self,
@@ -41,7 +54,9 @@ class Prepared(Generic[T]):
         calls: list[Call],
         finish: Callable[[], Any] | None,
         timeout: float | None,
+        inferring: bool = False,
     ) -> None:
+        """``inferring``: its memory can be written to in inference mode alone."""
         self.name = name
         self._lane = lane
         self._context = lane.group.context
@@ -49,6 +64,7 @@ class Prepared(Generic[T]):
         self._calls = calls
         self._finish = finish
         self._timeout = timeout
+        self._inferring = inferring
         self._last: Work[T] | None = None
 
     def __repr__(self) -> str:
@@ -63,13 +79,20 @@ class Prepared(Generic[T]):
 
         Raises:
             InvalidArgumentError: the work of the start before has not been awaited; or autograd would record
-                the input now.
+                the input now; or ``out`` was made in inference mode, and it is started outside of it.
             LaneOrderError, CollectiveError: as of the ordinary call.
         """
         if self._context.closed:
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
         try:
+            if (block := own_block()) is not None:
+                block.flush()  # the program's order
             check_untracked(self.name, self._reads)
+            if self._inferring and not torch.is_inference_mode_enabled():
+                raise InvalidArgumentError(
+                    f"{self!r} fills an out= that was made in inference mode, and was started outside of it; "
+                    "start it in torch.inference_mode(), or prepare it with another out="
+                )
             last = self._last
             work = handed_out(self._begin(self._unfinished(last)))
         except Exception as error:
@@ -94,9 +117,6 @@ class Prepared(Generic[T]):
         return last.in_flight()
 
     def _begin(self, after: Sequence[Operation]) -> Started[Any]:
-        batch = open_batch()
-        if batch is not None:
-            batch.flush_before()  # the program's order
         lane, timeout = self._lane, self._timeout
         if self._finish is None:
             return self._calls[0].begin_again(lane, timeout, after)
@@ -145,5 +165,13 @@ def prepare(
     chosen = resolve_group(current(), group).lane(name)
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
-    calls, finish = prepared_calls(chosen, op, like, call)
-    return Prepared(op.value, chosen, like, calls, finish, timeout)
+    inferring = torch.is_inference_mode_enabled() and _any_inference(call.get("out"))
+    # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.
+    modes = Modes(torch.is_grad_enabled(), inferring)
+    calls, finish = modes.run(prepared_calls, chosen, op, like, call)
+    return Prepared(op.value, chosen, like, calls, finish, timeout, inferring)
+
+
+def _any_inference(out: Any) -> bool:
+    leaves = flatten(out)[0] if is_tree(out) else [out]
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ async def mixed(me: Rank) -> None:
         assert not sums[0].done()
         assert "not sent" in repr(sums[0])
         assert _sequence() == before
-    assert _sequence() == before + 3, "one place for each kind of call on this lane"
+    assert _sequence() == before + 1, "one place for all of the block on this lane"
     for k, work in enumerate(sums):
         oracle.same(await me.get(work), _full(total + k * n, 3))
     oracle.same(await me.get(largest), torch.tensor([n - 1, 7]))
@@ -141,11 +143,13 @@ async def refused_inside(me: Rank) -> None:
             ac.all_reduce(torch.tensor([1]), op="avg")
         with raising(ValueError, "out"):
             ac.all_reduce(_full(1, 2), out=_full(1, 3))
-    oracle.same(await me.get(fine), _full(me.size, 2))
+    with raising(ac.PeerRefusedError, "refused its side"):
+        await me.get(fine)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
 
 def test_what_is_refused_is_refused_at_the_call(pair: World, runner: str) -> None:
-    """The rest of the block goes on, on all ranks alike."""
+    """The rest of the block is lost with it, for no rank knows what the others have sent in its place."""
     pair.run(refused_inside, runner=runner)
 
 
@@ -217,3 +221,47 @@ async def another_task(me: Rank) -> None:
 
 def test_tasks_started_inside_send_as_ever(pair: World) -> None:
     pair.run(another_task)
+
+
+#: What one rank calls in place of an ``all_reduce`` of a tensor; each is refused.
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "reduction": lambda x: ac.all_reduce(x, op="nope"),
+    "nothing": lambda x: ac.all_reduce(None),
+    "timeout": lambda x: ac.all_reduce(x, timeout=-1),
+    "leaf": lambda x: ac.all_reduce([x, object()]),
+    "out": lambda x: ac.all_reduce(x, out=torch.ones(9)),
+}
+
+
+async def one_refused(me: Rank, caught: bool) -> None:
+    total = float(sum(range(1, me.size + 1)))
+    for who, (name, bad) in enumerate(REFUSED.items()):
+        works = []
+        refusals = (ac.InvalidArgumentError, ac.PayloadTypeError)
+        with me.case(name), contextlib.suppress(*refusals), ac.coalescing():
+            works.append(ac.all_reduce(torch.ones(4)))
+            works.append(ac.all_reduce(torch.ones(4), op="max"))
+            if me.rank == who % me.size:
+                with contextlib.suppress(*((ac.InvalidArgumentError, ac.PayloadTypeError) if caught else ())):
+                    bad(torch.ones(4))
+            else:
+                works.append(ac.all_reduce(torch.ones(4)))
+            works.append(ac.all_reduce(torch.ones(4)))
+            if caught:
+                works.append(ac.all_gather(torch.ones(4)))
+        with me.case(f"{name}: none of the block has a result"):
+            for work in works:
+                with pytest.raises(ac.CollectiveError):
+                    await me.get(work)
+        with me.case(f"{name}: what follows is in step"):
+            for i in range(1, 4):
+                oracle.same(
+                    await me.get(ac.all_reduce(torch.full((i,), (me.rank + 1.0) * i))),
+                    torch.full((i,), total * i),
+                )
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_call_that_one_rank_refuses_takes_its_block_along(pair: World, caught: bool) -> None:
+    """Its peers send one fused call where it refuses some: neither meets what the other sends next."""
+    pair.run(one_refused, caught)

@@ -62,3 +62,50 @@ async def inferring(me: Rank, awaited_inside: bool) -> None:
 def test_what_is_called_in_inference_mode(world: World, runner: str, awaited_inside: bool) -> None:
     """The result is there, wherever it is waited for; no thread of ours writes to it in another mode."""
     world.run(inferring, awaited_inside, runner=runner)
+
+
+async def prepared_inside(me: Rank) -> None:
+    x = torch.full((4,), me.rank + 1.0)
+    total = float(sum(range(1, me.size + 1)))
+    with torch.inference_mode():
+        made = {
+            "all_reduce": (ac.prepare("all_reduce", x, op="avg"), torch.full((4,), total / me.size)),
+            "of a tree": (ac.prepare("all_reduce", [x, x]), [torch.full((4,), total)] * 2),
+            "broadcast": (ac.prepare("broadcast", x), torch.ones(4)),
+            "reduce_scatter": (ac.prepare("reduce_scatter", x.repeat(me.size)), torch.full((4,), total)),
+        }
+        filled = torch.empty(4)
+        into = ac.prepare("all_reduce", x, out=filled)
+    for name, (operation, expect) in made.items():
+        with me.case(name):
+            oracle.same(await me.get(operation.start()), expect)
+            with torch.inference_mode():
+                oracle.same(await me.get(operation.start()), expect)
+    with me.case("into what inference mode made"):
+        with pytest.raises(ac.InvalidArgumentError, match="started outside of it"):
+            into.start()
+        with torch.inference_mode():
+            oracle.same(await me.get(into.start()), torch.full((4,), total))
+
+
+def test_what_is_prepared_in_inference_mode_starts_in_any(pair: World, runner: str) -> None:
+    """Memory of its own serves every mode; memory of the caller's is refused where it cannot be filled."""
+    pair.run(prepared_inside, runner=runner)
+
+
+async def filled_outside(me: Rank) -> None:
+    with torch.inference_mode():
+        tree = [torch.ones(4), torch.ones(3), torch.ones(2, dtype=torch.int16)]
+    folded = [torch.ones(1).expand(4), torch.ones(3)]
+    for name, call in {"all_reduce": ac.all_reduce, "broadcast": ac.broadcast}.items():
+        for leaves, why in ((tree, "made in inference mode"), (folded, "are the same memory")):
+            with me.case(f"{name}, {why}"), pytest.raises(ac.InvalidArgumentError, match=why):
+                call(leaves, out=leaves)
+    with torch.inference_mode():
+        await me.get(ac.all_reduce(tree, out=tree))
+    oracle.same(tree, [torch.full_like(x, me.size) for x in tree])
+
+
+def test_trees_that_cannot_be_filled_in_place_are_refused(pair: World, runner: str) -> None:
+    """Before anything is sent, as one tensor is."""
+    pair.run(filled_outside, runner=runner)
