@@ -14,6 +14,7 @@ __all__ = [
     "has_memory",
     "may_overlap",
     "overlap",
+    "overwritten",
     "plain_tensor",
     "plain_tensors",
     "same_memory",
@@ -117,6 +118,17 @@ def writable(name: str, out: torch.Tensor) -> None:
             f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
             f"{list(out.stride())}, as expand() makes); pass out.contiguous()"
         )
+    overwritten(out)
+
+
+def overwritten(*outs: torch.Tensor) -> None:
+    """Have autograd know that ``outs`` are being filled, which it does not see.
+
+    A backward that needs what one of them held before raises then, as after any operation in place.
+    """
+    for out in outs:
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
 
 
 def _folded(x: torch.Tensor) -> bool:
@@ -134,7 +146,9 @@ def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torc
     """Refuse ``outs`` where filling one changes another, or one of ``xs`` that is yet to be sent."""
     sent, of_this_mode = set(xs), torch.is_inference_mode_enabled() or not any(map(_is_inference, outs))
     for out in outs:
-        if not (of_this_mode and out in sent and out.layout is torch.strided and out.is_contiguous()):
+        if of_this_mode and out in sent and out.layout is torch.strided and out.is_contiguous():
+            overwritten(out)
+        else:
             writable(name, out)
     sources = {x.data_ptr(): i for i, x in enumerate(xs) if x.numel() and has_memory(x)}
     filled: dict[int, int] = {}

@@ -16,6 +16,7 @@ from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.group import resolve_group
 from asynccoll.lane import Lane
 from asynccoll.lanes import checked_name, current_lane
+from asynccoll.memory import overwritten
 from asynccoll.modes import Modes
 from asynccoll.operation import Operation
 from asynccoll.payload.preparing import check_untracked, prepared_calls
@@ -37,8 +38,8 @@ class Prepared(Generic[T]):
     __slots__ = (
         "_calls",
         "_context",
+        "_fills",
         "_finish",
-        "_inferring",
         "_lane",
         "_last",
         "_reads",
@@ -54,9 +55,9 @@ class Prepared(Generic[T]):
         calls: list[Call],
         finish: Callable[[], Any] | None,
         timeout: float | None,
-        inferring: bool = False,
+        fills: list[torch.Tensor],
     ) -> None:
-        """``inferring``: its memory can be written to in inference mode alone."""
+        """``fills``: the tensors that its user gave for the results."""
         self.name = name
         self._lane = lane
         self._context = lane.group.context
@@ -64,7 +65,7 @@ class Prepared(Generic[T]):
         self._calls = calls
         self._finish = finish
         self._timeout = timeout
-        self._inferring = inferring
+        self._fills = fills
         self._last: Work[T] | None = None
 
     def __repr__(self) -> str:
@@ -88,11 +89,12 @@ class Prepared(Generic[T]):
             if (block := own_block()) is not None:
                 block.flush()  # the program's order
             check_untracked(self.name, self._reads)
-            if self._inferring and not torch.is_inference_mode_enabled():
+            if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(
                     f"{self!r} fills an out= that was made in inference mode, and was started outside of it; "
                     "start it in torch.inference_mode(), or prepare it with another out="
                 )
+            overwritten(*self._fills)
             last = self._last
             work = handed_out(self._begin(self._unfinished(last)))
         except Exception as error:
@@ -165,13 +167,15 @@ def prepare(
     chosen = resolve_group(current(), group).lane(name)
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
-    inferring = torch.is_inference_mode_enabled() and _any_inference(call.get("out"))
+    out = call.get("out")
+    leaves = flatten(out)[0] if is_tree(out) else [out]
+    fills = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.
+    inferring = torch.is_inference_mode_enabled() and _any_inference(fills)
     modes = Modes(torch.is_grad_enabled(), inferring)
     calls, finish = modes.run(prepared_calls, chosen, op, like, call)
-    return Prepared(op.value, chosen, like, calls, finish, timeout, inferring)
+    return Prepared(op.value, chosen, like, calls, finish, timeout, fills)
 
 
-def _any_inference(out: Any) -> bool:
-    leaves = flatten(out)[0] if is_tree(out) else [out]
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)
+def _any_inference(xs: list[torch.Tensor]) -> bool:
+    return any(x.is_inference() for x in xs)

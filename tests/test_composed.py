@@ -504,3 +504,27 @@ def test_results_have_the_strides_of_the_input(world: World) -> None:
     if "xla" in str(world):
         pytest.skip("tensors of XLA have no strides")
     world.run(strides_kept)
+
+
+async def filled_behind_autograd(me: Rank) -> None:
+    """Each call fills ``b``, which the backward of ``b ** 2`` reads."""
+    x = torch.ones(2, requires_grad=True)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "all_reduce": lambda b: ac.all_reduce(b, out=b),
+        "all_gather": lambda b: ac.all_gather(torch.ones(2 // me.size), out=b),
+        "broadcast": lambda b: ac.broadcast(torch.ones(2), out=b),
+        "tree": lambda b: ac.all_reduce([torch.ones(2), 1 * b], out=[b, torch.ones(2)]),
+        "prepared": lambda b: ac.prepare("all_reduce", torch.ones(2), out=b).start(),
+    }
+    for name, call in calls.items():
+        with me.case(name):
+            b = x * 3
+            c = (b**2).sum()
+            await me.get(call(b.detach()))
+            with raising(RuntimeError, "modified by an inplace operation"):
+                c.backward()
+
+
+def test_autograd_is_told_of_what_is_filled(pair: World) -> None:
+    """A backward that needs what ``out=`` held before raises, and is not silently wrong."""
+    pair.run(filled_behind_autograd)
