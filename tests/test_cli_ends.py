@@ -139,7 +139,8 @@ def test_nohup_keeps_it_running(tmp_path, start, script):
 @pytest.mark.slow
 def test_without_nohup_a_hangup_ends_it(start, script):
     script("import signal; print('ready'); signal.pause()")
-    job = start("run", "-n", 1, "program.py")
+    # These tests may themselves run under nohup.
+    job = start("run", "-n", 1, "program.py", python=("env", "--default-signal=HUP", sys.executable))
     assert job.lines(1) == ["ready"]
     job.process.send_signal(signal.SIGHUP)
     code, _, errors = job.wait()

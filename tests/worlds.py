@@ -102,7 +102,7 @@ class _Process:
 def rank_environment() -> dict[str, str]:
     """The test's environment, without a launcher's, on loopback and one thread."""
     environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    paths = [str(HERE), environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(HERE.parent / "tools"), environ.get("PYTHONPATH", "")]  # as pytest has them
     environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environ["GLOO_SOCKET_IFNAME"] = "lo"
     environ["OMP_NUM_THREADS"] = "1"
