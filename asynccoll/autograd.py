@@ -67,6 +67,13 @@ def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] 
     )
 
 
+def _untracked(x: torch.Tensor, out: torch.Tensor | None) -> bool:
+    """Whether there is nothing that autograd could record, so that ``records`` need not be asked."""
+    return not (
+        x.requires_grad or (out is not None and out is not x and getattr(out, "requires_grad", False))
+    )
+
+
 def _backward(lane: Lane) -> Lane:
     """The lane of the gradients; gradients of gradients stay on it."""
     if lane.name.endswith(BACKWARD):
@@ -110,7 +117,7 @@ def _begun(
 
     The result has ``shape``, or shape and strides of ``x``.
     """
-    if not (x.requires_grad or out is not None) or not records(name, (x,), None if out is None else (out,)):
+    if not records(name, (x,), None if out is None else (out,)):
         return make(x, out).begin(lane, timeout)
     started: list[Started[Any]] = []
     start = lambda x, out: make(x, out).begin(lane, timeout)  # noqa: E731
@@ -122,6 +129,8 @@ def all_reduce(
     lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
     """Backward: the same all_reduce of the gradients (sum and avg are their own adjoints)."""
+    if _untracked(x, out):
+        return tensors.all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         _check_adjoint("all_reduce", op)
@@ -148,6 +157,8 @@ def all_gather(
     shape: tuple[int, ...] | None = None,
 ) -> Started[torch.Tensor]:
     """Rows (n, *x.shape), or as many elements in ``shape``. Backward: reduce_scatter of the gradients."""
+    if _untracked(x, out):
+        return tensors.all_gather_call(lane, x, out, shape).begin(lane, timeout)
     rows = (lane.group.size, *x.shape)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
@@ -162,6 +173,8 @@ def reduce_scatter(
     lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
     """Row ``rank`` of the reduction. Backward: all_gather of the gradients."""
+    if _untracked(rows, out):
+        return tensors.reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         _check_adjoint("reduce_scatter", op)
@@ -181,6 +194,8 @@ def all_to_all(
     timeout: float | None,
 ) -> Started[torch.Tensor]:
     """Backward: the exchange in the other direction."""
+    if _untracked(x, out):
+        return tensors.all_to_all_call(lane, x, in_splits, out_splits, out).begin(lane, timeout)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         return waited_for(all_to_all(_backward(lane), grad, out_splits, in_splits, None, timeout))
@@ -193,6 +208,8 @@ def broadcast(
     lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
     """Backward: the sum of the gradients on ``src``, zeros elsewhere."""
+    if _untracked(x, out):
+        return tensors.broadcast_call(lane, x, src, out).begin(lane, timeout)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         total = waited_for(all_reduce(_backward(lane), grad, ReduceOp.SUM, None, timeout))

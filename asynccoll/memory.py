@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -142,6 +142,20 @@ def _folded(x: torch.Tensor) -> bool:
     return False
 
 
+def _apart(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether all ``outs`` have addresses of their own, none of which is that of another's input.
+
+    Quick, and no for whatever has to be looked at one by one.
+    """
+    try:
+        filled = set(map(_data_ptr, outs))
+        if 0 in filled or len(filled) < len(outs):
+            return False
+        return all(map(is_, xs, outs)) or filled.isdisjoint(map(_data_ptr, xs))
+    except RuntimeError:  # of those that have no storage
+        return False
+
+
 def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
     """Refuse ``outs`` where filling one changes another, or one of ``xs`` that is yet to be sent."""
     sent, of_this_mode = set(xs), torch.is_inference_mode_enabled() or not any(map(_is_inference, outs))
@@ -150,6 +164,8 @@ def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torc
             overwritten(out)
         else:
             writable(name, out)
+    if _apart(xs, outs):
+        return
     sources = {x.data_ptr(): i for i, x in enumerate(xs) if x.numel() and has_memory(x)}
     filled: dict[int, int] = {}
     for i, out in enumerate(outs):

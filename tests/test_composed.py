@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -339,56 +339,52 @@ def test_calls_of_a_block_that_depend_on_each_other_are_refused(several: World) 
 # Prepared operations
 
 
-async def started_again(me: Rank) -> None:
-    import anyio
-
+async def cut_while_out(me: Rank, cut: str) -> None:
     n = me.size
     for like in (torch.ones(3), {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64)}):
         leaves = list(like.values()) if isinstance(like, dict) else [like]
+        again = f"again {len(leaves)}"
         operation = ac.prepare("all_reduce", like)
-        with anyio.CancelScope() as cancelled:
-            cancelled.cancel()
+        held = None
+        if me.rank == 0:  # the others start only once this one has stopped waiting
             held = operation.start()
-            await _cut_short(me, held)
+            if cut == "timed out":
+                with raising(ac.CollectiveTimeoutError):
+                    held.wait(timeout=0.05)
+            else:
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await held
+                assert scope.cancelled_caught
+            assert held.cut_short
+            second = operation.start()  # waits in the lane for the first, which is in flight
+            me.show(again)
+        else:
+            await anyio.to_thread.run_sync(me.see, again)
+            await operation.start()
+            second = operation.start()
+        result = await second
+        for leaf in result.values() if isinstance(result, dict) else [result]:
+            oracle.same(leaf, torch.full(leaf.shape, float(n), dtype=leaf.dtype))
+        if held is not None:
+            with raising(ac.CollectiveError, "started again"):
+                await held
         for leaf in leaves:
             leaf.add_(1)
-        result = await me.get(operation.start())
+        result = await operation.start()  # as if nothing had been
         for leaf in result.values() if isinstance(result, dict) else [result]:
             oracle.same(leaf, torch.full(leaf.shape, 2.0 * n, dtype=leaf.dtype))
-        if held.pending or held.exception() is not None:
-            with raising(ac.CollectiveError, "started again"):
-                await me.get(held)
         unawaited = operation.start()
         with raising(InvalidArgumentError, "before its last work was awaited"):
             operation.start()
         with contextlib.suppress(ac.PeerRefusedError):
-            await me.get(unawaited)
+            await unawaited
 
 
-async def _cut_short(me: Rank, work: Any) -> None:
-    """Await it where awaiting is cancelled at once, if it has not ended before."""
-    me.show(f"started{me.rank}")
-    await work
-
-
-async def cut_while_out(me: Rank) -> None:
-    n = me.size
-    x = torch.ones(3)
-    operation = ac.prepare("all_reduce", x)
-    if me.rank == 0:
-        with raising(ac.CollectiveTimeoutError):
-            operation.start().wait(timeout=0.05)
-        second = operation.start()  # waits in the lane for the first, which is in flight
-        me.show("again")
-    else:
-        await asyncio.to_thread(me.see, "again")
-        await operation.start()
-        second = operation.start()
-    oracle.same(await second, torch.full((3,), float(n)))
-
-
-def test_a_prepared_operation_goes_on_after_a_wait_cut_short(several: World) -> None:
-    several.run(cut_while_out, runner="asyncio")
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("cut", ["timed out", "cancelled"])
+def test_a_prepared_operation_goes_on_after_a_wait_cut_short(several: World, cut: str, loop: str) -> None:
+    several.run(cut_while_out, cut, runner=loop)
 
 
 # Averages

@@ -324,8 +324,13 @@ def owned(
     See ``Call``: None is nothing to do.
     """
     plan = route.plan
-    if out is x and plan.direct and route.plain(x):
-        return sent_as(route, x), None, None
+    if (out is None or (out is x and plan.direct)) and route.plain(x):
+        wire = x.detach() if x.requires_grad else x
+        if out is x:
+            return wire, None, None
+        buffer = torch.empty_like(wire)
+        copy = partial(buffer.copy_, wire)
+        return buffer, copy, copy
     if not has_memory(x):
         wire = _twin(x) if plan.direct else encode(physical(x), plan).clone()
         return wire, None, encoding_again(wire, x, plan)

@@ -82,7 +82,7 @@ def all_gather_call(
         finish,
         target.view(shape) if value is target else value,
         shape=x.shape,
-        refill=encoding_again(wire, x, plan),
+        refill=None if route.plain(x) else encoding_again(wire, x, plan),
     )
 
 
