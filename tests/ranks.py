@@ -35,7 +35,7 @@ import torch
 import asynccoll as ac
 import oracle
 import starters_horovod
-from asynccoll import watch
+from asynccoll import group, runtime, watch
 from asynccoll.launch import child
 from patience import patient
 
@@ -47,6 +47,9 @@ GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {
     "horovod": starters_horovod.lacks,
     "xla-tpu": lambda name, _args, _kwargs: name in {"send", "recv"},
 }
+
+#: How many lanes a group may have. Hundreds of cases share a world here, and have more between them.
+LANES = group.MAX_LANES
 
 #: Backends whose groups every rank has to make: a rank list that was not made so is refused there.
 NEED_EVERY_RANK = {"horovod"}
@@ -107,6 +110,16 @@ class Rank:
         while not work.done():
             assert time.monotonic() < deadline, otherwise
             time.sleep(0.001)
+
+    @contextlib.contextmanager
+    def usual_room(self) -> Iterator[None]:
+        """A block in which the world may have as many more lanes as a group may have in all."""
+        before = group.MAX_LANES
+        group.MAX_LANES = LANES + len(runtime.current().world.opened.keys() - {"default"})
+        try:
+            yield
+        finally:
+            group.MAX_LANES = before
 
     def show(self, sign: str) -> None:
         """Tell the other ranks, past all that is under test, that this one has come so far."""
@@ -266,6 +279,7 @@ def as_launched(place: Place, node_of: Sequence[int]) -> dict[str, str]:
 def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None:
     """Join the world (unless it is to be bare), then run what is sent until told to close."""
     report = report_to(connection)
+    group.MAX_LANES = 100 * LANES
     watch.PATIENCE_SECONDS = 0.1  # or each refused call costs its peers a second of the suite
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()

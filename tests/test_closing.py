@@ -10,18 +10,18 @@ import pytest
 import asynccoll as ac
 import oracle
 from asynccoll.children import MANY_NAMES
-from asynccoll.group import MAX_LANES
 from asynccoll.runtime import current
 from patience import patient
-from ranks import Rank, raising
+from ranks import LANES, Rank, raising
 from worlds import World
 
 
 async def many(me: Rank) -> None:
-    for turn in range(MAX_LANES + 3):
-        name = f"many {turn}"
-        await me.check(name, ac.all_reduce, turn, lane=name, expect=turn * me.size)
-        ac.close_lane(name)
+    with me.usual_room():
+        for turn in range(LANES + 3):
+            name = f"many {turn}"
+            await me.check(name, ac.all_reduce, turn, lane=name, expect=turn * me.size)
+            ac.close_lane(name)
 
 
 def test_closed_lanes_make_room(several: World) -> None:
@@ -131,7 +131,7 @@ async def again(me: Rank) -> None:
             await one_name("below", me.size)
         assert f"default/{mine} {turn}/below" in opened
 
-    for turn in range(MAX_LANES + 3):
+    for turn in range(LANES + 3):
         async with ac.create_task_group() as tasks:
             tasks.start_soon(parent, turn, name=f"{mine} {turn}")
     with me.case("the lanes of a child's children go with its own"):
@@ -149,7 +149,7 @@ async def many_again(me: Rank) -> None:
     async def child(turn: int) -> None:
         assert await ac.all_reduce(turn) == turn * me.size
 
-    names = [f"{turn} of many" for turn in range(MAX_LANES + 3)]
+    names = [f"{turn} of many" for turn in range(LANES + 3)]
     for _ in range(3):
         for name in names:
             await one_name(name, me.size)
