@@ -5,7 +5,7 @@
 
 Prints a line for each file that passed and all of those that did not; a file in which nothing is found to
 run has not passed. What failed runs once more when nothing else does, for a crowded machine can miss a
-deadline; ends with 1 if a file failed twice. Where ``CI`` is set nothing runs twice.
+deadline; ends with 1 if a file failed twice. With ``ASYNCCOLL_TEST_ONCE=1`` nothing runs twice.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     pytest = [sys.executable, "-m", "pytest", *others]
     began = time.monotonic()
     failed = report(files, pytest, options.limit, options.jobs)
-    if failed and not os.environ.get("CI"):
+    if failed and not os.environ.get("ASYNCCOLL_TEST_ONCE"):
         print("=== once more, by itself, what failed ===", flush=True)
         failed = report(list(failed), pytest, options.limit, jobs=1)
     print(f"{len(files)} files in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
