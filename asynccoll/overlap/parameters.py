@@ -99,7 +99,7 @@ def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tens
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
     # A model without any (no buffers, say) sends an empty tensor, as every rank of it does.
-    received = broadcast(tensors or [torch.empty(0)], **call)
+    received = broadcast(tensors or [torch.empty(0, device="cpu")], **call)
     return received.map(lambda values: _overwrite(tensors, values[: len(tensors)]))
 
 
