@@ -179,6 +179,12 @@ class Context:
                         said[rank] = json.loads(store.get(_farewell(rank)))
         return said
 
+    def _store_answers(self) -> bool:
+        """Whether the rank that may serve the store is there: over a link that is cut, a request never ends."""
+        if self.rank == 0:
+            return True
+        return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
+
     def _leave(self, patience: float) -> None:
         """Say goodbye in the store; rank 0, which may serve it, stays until all have, or are dead."""
         if self.clients is None or self.world_size == 1 or self.thread_rank:
@@ -239,7 +245,7 @@ class Context:
             if error is None
             else self.liveness.lost(ranks, patience=0.3)
         )
-        left = self._farewells(lost)
+        left = self._farewells(lost) if lost and self._store_answers() else {}
         if error is None:  # who has left did its part in what it had called: that may end
             key = f"{lane.group.key}/{lane.key}"
             lost = tuple(r for r in lost if r not in left or lane.needs(r, left[r].get(key, 0)))
