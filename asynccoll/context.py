@@ -180,7 +180,7 @@ class Context:
         return said
 
     def _store_answers(self) -> bool:
-        """Whether the rank that may serve the store is there: over a link that is cut, a request never ends."""
+        """Whether the rank that may serve the store is there: over a cut link a request never ends."""
         if self.rank == 0:
             return True
         return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
