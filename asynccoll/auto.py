@@ -178,7 +178,10 @@ def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
 def _start_as_rank_0(optimizer: Optimizer) -> None:
     import horovod.torch as hvd
 
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if optimizer.state or not isinstance(
+        optimizer, torch.optim.LBFGS
+    ):  # which Horovod cannot send; it has none
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:

@@ -48,6 +48,8 @@ ROUND = 1 << 30
 
 #: How often whoever waits for a lane to open asks whether all are still there.
 _ASK_SECONDS = 0.5
+#: How long a thread that opens a lane which is given up may take to notice.
+_GIVE_UP_SECONDS = 5.0
 #: How soon it is noticed that a lane which is to be closed is over.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
@@ -144,6 +146,7 @@ class Lane:
         self._driving = False
         self._kicked = False
         self._opening = False
+        self._opener: threading.Thread | None = None
         self._cut: Cut | None = None  # something is refused, see there; None in the normal case
         self._settled: Verdict | None = None  # the latest
         self._generation = 0  # the epoch for which the communicator was, or will be, opened
@@ -726,6 +729,8 @@ class Lane:
             if lost is not None:
                 self.break_off(lost)
         if self.broken is not None:
+            if self._opener is not None:  # or the program may end while it is in native code
+                self._opener.join(_GIVE_UP_SECONDS)
             raise self.broken
 
     def _open(self) -> None:
@@ -736,9 +741,10 @@ class Lane:
             self._install(backend.open(self.group, self.key, generation))
             self._opened_once.settle()
             return
-        threading.Thread(
+        self._opener = threading.Thread(
             target=self._open_here, args=(generation,), name=f"asynccoll-open-{self.name}", daemon=True
-        ).start()
+        )
+        self._opener.start()
 
     def _open_here(self, generation: int) -> None:
         try:

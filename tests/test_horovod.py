@@ -253,9 +253,10 @@ async def sets(me: Rank) -> None:
         assert await me.get(work) == 2
 
 
-def test_groups_are_process_sets(three: worlds.World) -> None:
+def test_groups_are_process_sets() -> None:
     """One that the user has made is used; a list that nobody made is refused with the cure."""
-    three.run(sets)
+    with worlds.fresh("horovod", 3) as world:  # where no other case has made groups
+        world.run(sets)
 
 
 async def messages(me: Rank) -> None:
