@@ -147,6 +147,7 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[tor
         )
     if filled != spec:
         raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one as the input: {spec}")
+    plain_tensors(f"{name}: out=", outs)
     for x, y in zip(leaves, outs, strict=True):
         if y is not x:
             tensors.check_out(y, x, x.shape)
