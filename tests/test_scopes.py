@@ -8,7 +8,7 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,11 @@ pytestmark = pytest.mark.filterwarnings("error::asynccoll.UnawaitedWorkWarning")
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run a case in this process, which is a world of one."""
-    return lambda case, *args: anyio.run(case, *args, backend=request.param)
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Run a case in this process, which is a world of one, whatever other tests have left."""
+    ac.initialize("serial")
+    yield lambda case, *args: anyio.run(case, *args, backend=request.param)
+    ac.finalize()
 
 
 async def here() -> str:
