@@ -87,7 +87,7 @@ TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
 # (training compiles a graph for each of its many steps, which takes longer than a file may.)
-XLA_TESTS  := $(XLA_ITSELF) $(filter-out training faults sync_parity,$(EVERY_BACKEND))
+XLA_TESTS  := $(XLA_ITSELF) $(filter-out compositions training faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled lanes objects overlap runtime work
 
