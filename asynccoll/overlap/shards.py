@@ -28,9 +28,8 @@ class Arrival:
     What the hooks of a model hold on to: it outlives the optimizer that sent the parameters.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.values = values
         self.work: Work[Any] | None = None
         #: indices of the parameters that nobody has waited for since they were sent
         self.stale: set[int] = set()
@@ -83,7 +82,7 @@ class ShardBucket(Bucket):
         self._reduced = torch.zeros_like(self.shard.detach())
         self._incoming = self._reduced
         self.shard.grad = self._reduced
-        self.arrival = Arrival(parameters, self.values)
+        self.arrival = Arrival(parameters)
 
     def converted(self) -> torch.Tensor | None:
         """A parameter that is no view of our memory any more."""
