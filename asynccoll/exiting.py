@@ -58,7 +58,7 @@ class _Ending:
         """Let work finish, or abort it."""
         self._over.set()
         if self._guard is not None:
-            self._guard.join(EXIT_SECONDS)
+            self._guard.join()  # whatever it does has a bound, and Python must not end under it
         for context in self._worlds():
             out = context.outstanding()
             if out and not _died():

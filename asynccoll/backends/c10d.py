@@ -25,7 +25,7 @@ import torch.distributed as dist
 from asynccoll.backends import interface as own_interface
 from asynccoll.backends import of_torch
 from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport
-from asynccoll.backends.c10d_completion import HostCompletion, StreamCompletion
+from asynccoll.backends.c10d_completion import NEVER, HostCompletion, StreamCompletion
 from asynccoll.backends.c10d_tables import GLOO, NCCL, OTHER
 from asynccoll.backends.channels import Channels
 from asynccoll.backends.published import publish, withdraw
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["C10dBackend"]
 
-#: A native time limit that does not come before that of any operation. gloo takes no infinity.
-_NEVER = timedelta(days=3650)
 #: How long closing waits for lanes that are being opened; they are told to give up.
 _OPENING_SECONDS = 2.0
 #: Without its types: the stubs leave out half of it.
@@ -152,7 +150,7 @@ class C10dBackend:
         """One of a lane's: its members have met, and from now on each operation's deadline decides."""
         made = self._native(native, context, name, rank, size, given_up)
         if native == "gloo":
-            made._set_default_timeout(_NEVER)
+            made._set_default_timeout(NEVER)
         return made
 
     def _native(

@@ -8,9 +8,11 @@ from typing import Any
 
 from asynccoll.completion import Completion
 
-__all__ = ["MILLISECOND", "HostCompletion", "StreamCompletion"]
+__all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
 
 MILLISECOND = timedelta(milliseconds=1)
+#: As good as no bound: a native call without one takes that of the time when its group was made.
+NEVER = timedelta(days=3650)
 #: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
 _LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from asynccoll.backends.c10d_completion import NEVER
 from asynccoll.backends.waiters import InProgress, Waiters
 from asynccoll.completion import Completion, Promise
 from asynccoll.errors import CollectiveMismatchError, PeerRefusedError
@@ -114,18 +115,18 @@ def _post(pair: Any, peer: int, tag: int, code: int, body: torch.Tensor) -> None
     """Send a header and ``body``; over when the peer has taken both."""
     works = [pair.send([x], peer, tag) for x in (torch.tensor([body.numel(), code], device="cpu"), body)]
     for work in works:
-        work.wait()
+        work.wait(NEVER)
 
 
 def _take(pair: Any, peer: int, tag: int, into: torch.Tensor | None = None) -> torch.Tensor:
     """The next message: in ``into`` if it fits there, else in a tensor of its own."""
     header = torch.empty(2, dtype=torch.int64, device="cpu")
-    pair.recv([header], peer, tag).wait()
+    pair.recv([header], peer, tag).wait(NEVER)
     count, code = header.tolist()
     dtype = torch.uint8 if code == _REFUSED else _DTYPES[code]
     fits = into is not None and code != _REFUSED and count == into.numel() and dtype is into.dtype
     body = into if into is not None and fits else torch.empty(count, dtype=dtype, device="cpu")
-    pair.recv([body], peer, tag).wait()
+    pair.recv([body], peer, tag).wait(NEVER)
     if code == _REFUSED:
         raise PeerRefusedError(bytes(body.numpy()).decode())
     return body
