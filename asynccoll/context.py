@@ -179,7 +179,7 @@ class Context:
                         said[rank] = json.loads(store.get(_farewell(rank)))
         return said
 
-    def _store_answers(self) -> bool:
+    def store_answers(self) -> bool:
         """Whether the rank that may serve the store is there: over a cut link a request never ends."""
         if self.rank == 0:
             return True
@@ -245,7 +245,7 @@ class Context:
             if error is None
             else self.liveness.lost(ranks, patience=0.3)
         )
-        left = self._farewells(lost) if lost and self._store_answers() else {}
+        left = self._farewells(lost) if lost and self.store_answers() else {}
         if error is None:  # who has left did its part in what it had called: that may end
             key = f"{lane.group.key}/{lane.key}"
             lost = tuple(r for r in lost if r not in left or lane.needs(r, left[r].get(key, 0)))

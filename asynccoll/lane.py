@@ -125,6 +125,7 @@ class Lane:
         self.epoch = 0
         self.communicator: Communicator | None = None
         self.broken: CollectiveError | None = None
+        self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
         self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
         self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
         self._context = group.context

@@ -4,7 +4,9 @@
 store, for each lane and epoch; every key has one writer:
 
 - ``refused/RANK``: what that rank refused, as soon as it did; ``any`` once there is such a key. A rank that
-  has waited on the lane for a second looks for them.
+  has waited for a second, for whatever, looks for them on all of its lanes: what is out on another lane, with
+  nobody waiting, may be what its peer waits for. It asks for one number, of all refusals in this world, and
+  for more only where that has changed.
 - ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
 
 A thread of the lane's own sees each cut through: it listens for lower refusals, states what there is to
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from time import monotonic, sleep
@@ -41,6 +44,8 @@ _LONGEST_PAUSE_SECONDS = 0.02
 #: How often whoever waits for statements asks whether all ranks are still there.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
+#: How many refusals there were, on all lanes.
+_COUNT = "asynccoll/refusals"
 #: On an error of which the peers know.
 _TOLD = "_asynccoll_told"
 
@@ -105,10 +110,18 @@ class Refusals:
 
     # The ranks that wait for it
 
-    def look(self, lane: Lane) -> None:
-        """Halt ``lane`` if a peer has refused a call on it."""
-        if self._clients is None or lane.is_halted:
+    def look(self, lanes: Sequence[Lane]) -> None:
+        """Halt those of ``lanes`` on which a peer has refused a call."""
+        if self._clients is None:
             return
+        with self._store() as store:
+            count = store.add(_COUNT, 0)
+        for lane in lanes:
+            if lane.refusals_seen != count and not lane.is_halted:
+                self._look(lane)
+                lane.refusals_seen = count
+
+    def _look(self, lane: Lane) -> None:
         with self._reading:
             epoch = lane.epoch
             heard = self._heard(lane, epoch)
@@ -196,6 +209,7 @@ class Refusals:
         with self._store() as store:
             store.set(self._key(lane, epoch, "refused", self._rank), json.dumps(_plain(refusal)))
             store.set(self._key(lane, epoch, "any"), "")
+            store.add(_COUNT, 1)  # last: who sees the number changed finds the rest
 
     def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
         """What peers have refused in ``epoch``."""

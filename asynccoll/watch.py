@@ -75,18 +75,18 @@ class Watch:
                 late = monotonic() - PATIENCE_SECONDS
                 self._watched = {op for op in self._watched if not op.done()}
                 lanes = {op.lane for op in self._watched if op.started <= late}
-            for lane in lanes:
+            if lanes:
                 try:
-                    self._ask_after(lane)
+                    self._ask_after(lanes)
                 except OSError:  # of descriptors there may be none just now: it is asked again in a second
-                    _log.debug("asking after %s failed", lane, exc_info=True)
+                    _log.debug("asking after %s failed", lanes, exc_info=True)
 
-    def _ask_after(self, lane: Lane) -> None:
-        """Find out whether a rank is gone that this lane waits for, or has refused its call."""
-        lost = self._context.loss(lane)
-        if lost is not None:
-            lane.lose(lost)
-        if lost is not None or self._context.liveness.in_doubt(lane.group.ranks):
-            return
-        with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
-            self._context.refusals.look(lane)
+    def _ask_after(self, lanes: set[Lane]) -> None:
+        """Find out whether a rank is gone that ``lanes`` wait for, or one has refused a call on any lane."""
+        for lane in lanes:
+            lost = self._context.loss(lane)
+            if lost is not None:
+                lane.lose(lost)
+        if self._context.store_answers():
+            with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
+                self._context.refusals.look(self._context.lanes())

@@ -352,6 +352,28 @@ def test_refusals_leave_nothing_behind() -> None:
 # ---------------------------------------------------------------- messages
 
 
+async def waits_elsewhere(me: Rank, name: str) -> None:
+    """What rank 0 has out on the lane of the refused call, it does not wait for: it waits for its peers."""
+    if me.rank == 0:
+        unseen = [ac.broadcast(float(place), src=0, lane=name) for place in range(3)]
+    else:
+        with raising(ac.InvalidArgumentError, "timeout"):
+            ac.broadcast(0.0, src=0, lane=name, timeout=-1)
+        unseen = [ac.broadcast(0.0, src=0, lane=name) for _ in range(2)]
+        for work in unseen:
+            with contextlib.suppress(ac.PeerRefusedError):  # lost with it, where rank 0 was ahead
+                assert await me.get(work) == 1.0 + unseen.index(work)
+    assert await me.get(ac.all_reduce(1, lane=f"{name} elsewhere")) == me.size
+    for work in unseen:
+        with contextlib.suppress(ac.PeerRefusedError):
+            await me.get(work)
+
+
+def test_who_refused_is_found_by_a_rank_that_waits_elsewhere(several: World, runner: str) -> None:
+    """Its peers need its statement to go on, and it needs them: else all would wait for the whole timeout."""
+    several.run(waits_elsewhere, f"waits elsewhere {runner}", runner=runner, timeout=patient(20))
+
+
 async def across_epochs(me: Rank, name: str) -> None:
     """A message is expected before a call is refused, and sent after."""
     await me.get(ac.all_reduce(1, lane=name))
