@@ -78,19 +78,21 @@ def _start(
     resolved = context.world if group is None else resolve_group(context, group)
     name = current_lane() if lane is None else checked_name(lane)
     at = resolved.opened.get(name) or resolved.lane(name)
-    block = None if start in _MESSAGES else own_block()
+    block = own_block()
     try:
         if timeout is not None:
             _check_timeout(timeout)
         if block is not None:
-            return block.start(at, start, args, timeout)
-        if start in _MESSAGES and (around := own_block()) is not None:
-            around.flush()  # the program's order
+            if start not in _MESSAGES:
+                return block.start(at, start, args, timeout)
+            block.flush()  # the program's order
         return handed_out(start(at, *args, timeout))
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
+        if start in _MESSAGES:
+            raise
         if block is not None:
             block.refuse(at, error)
-        elif start not in _MESSAGES:
+        else:
             context.refusals.refuse(at, error)
         raise
 

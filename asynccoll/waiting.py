@@ -323,6 +323,7 @@ def _inline(operation: Operation, turn: _Turn, now: float) -> bool:
     lasts = left if left > 0.0 else INLINE_SECONDS  # what is late may be so for long
     if left < 0.0 and completion.done():
         estimate.at_most(elapsed)  # it may have been so for long
+        completion.wait(INLINE_SECONDS)  # which also sees whether it ended well
     elif (
         not completion.blockable
         or left > _PATIENCE_SECONDS

@@ -35,7 +35,7 @@ _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 class Route:
     """A plan, and what is known of the tensors that follow it: looked up once for every call."""
 
-    __slots__ = ("_plain", "keeps_input", "plan")
+    __slots__ = ("_plain", "in_order", "keeps_input", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
@@ -43,6 +43,8 @@ class Route:
         self.plan = dispatch.plan(op, spec, topology, lane.group.context.policy, reduce)
         #: the native call leaves its input as it is
         self.keeps_input = op in topology.capabilities.keeps_input
+        #: its elements lie in memory in the order of their indices
+        self.in_order = spec.contiguous
         as_it_is = self.plan.wire is Wire.SAME and self.plan.stage is None
         self._plain = (
             as_it_is and spec.contiguous and not (spec.sparse or spec.dtype.is_complex) and has_memory(x)
@@ -122,38 +124,29 @@ class Call:
         return self._begin(lane, timeout, self.fill)
 
     def begin_again(self, lane: Lane, timeout: float | None, after: Sequence[Operation] = ()) -> Started[Any]:
-        """Start it once more, with what its input holds now, once ``after`` are over."""
-        return self._begin(lane, timeout, self.refill, after)
+        """Start it once more, with what its input holds then, once ``after`` are over."""
+        if after:
+            return self._run(lane, timeout, _after(after, self.refill, self.steps))
+        return self._begin(lane, timeout, self.refill)
 
-    def _begin(
-        self,
-        lane: Lane,
-        timeout: float | None,
-        fill: Callable[[], object] | None,
-        after: Sequence[Operation] = (),
-    ) -> Started[Any]:
-        wire = self.wire
-        size_bytes = wire.nbytes
-        if (
-            fill is not None
-            and not after
-            and not (size_bytes > OFFLOAD_BYTES and has_memory(wire) and in_loop())
-        ):
+    def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Started[Any]:
+        size_bytes = self.wire.nbytes
+        if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
             fill = None
-        name = self.plan.name
-        checks = lane.group.context.policy.check
-        if fill is None and self.program is None and not (checks or after):
-            assert self.start is not None
-            operation = lane.issue(lane.estimate(name, size_bytes), self.start, size_bytes, timeout)
-        else:
-            program = _after(after, fill, self.steps) if fill is not None or after else self.steps
-            if checks:
-                detail = str(getattr(self.detail, "value", self.detail))
-                text = signature(name, dtype_name(wire.dtype), self.shape, detail)
-                program = checked(lane, text, program=program)
-            operation = lane.run(name, program, size_bytes, timeout)
+        if fill is not None or self.program is not None or lane.group.context.policy.check:
+            return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
+        assert self.start is not None
+        operation = lane.issue(lane.estimate(self.plan.name, size_bytes), self.start, size_bytes, timeout)
         return Started((operation,), self.finish, self.value)
+
+    def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
+        name, wire = self.plan.name, self.wire
+        if lane.group.context.policy.check:
+            detail = "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
+            text = signature(name, dtype_name(wire.dtype), self.shape, detail)
+            program = checked(lane, text, program=program)
+        return Started((lane.run(name, program, wire.nbytes, timeout),), self.finish, self.value)
 
     def steps(self, communicator: Any) -> Generator[Completion, None, Completion]:
         """It as a program, or as a part of a larger one."""

@@ -36,12 +36,13 @@ _SMALL_BYTES = 64 << 10
 def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None) -> Call:
     """The reduction of every rank's ``x``, in ``out`` or in memory of its own with the strides of ``x``."""
     route = route_for(lane, Op.ALL_REDUCE, x, op, x.numel())
-    check_out(out, x, x.shape)
+    if out is not None and out is not x:
+        check_out(out, x, x.shape)
     if x.layout is not torch.strided:
         if out is not None:
             raise InvalidArgumentError("all_reduce: out= is for a dense tensor; a sparse sum is returned")
         return _all_reduce_sparse(route.plan, x)
-    return _ALL_REDUCE[route.plan.via](lane, route, x, kept(x, out))
+    return _ALL_REDUCE[route.plan.via](lane, route, x, out if route.in_order else kept(x, out))
 
 
 def all_reduce_fuse(lane: Lane, op: ReduceOp) -> Fuse:
@@ -64,7 +65,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
         finish,
         value,
         shape=x.shape,
-        detail=plan_detail(plan),
+        detail=plan.reduce,
         fill=fill,
         refill=refill,
         program=nodes_first(lane, wire, wire_op) if plan.via == "nodes" else None,
@@ -90,7 +91,7 @@ def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) ->
         finish,
         value,
         shape=x.shape,
-        detail=plan_detail(route.plan),
+        detail=route.plan.reduce,
     )
 
 
@@ -119,7 +120,7 @@ def _all_reduce_gathered(lane: Lane, route: Route, x: torch.Tensor, out: torch.T
         wire,
         lambda: deliver(_reduce_rows(rows.unbind(0), plan, x).view(x.shape), out),
         shape=x.shape,
-        detail=plan_detail(plan),
+        detail=plan.reduce,
         refill=encoding_again(wire, x, plan),
     )
 
@@ -142,7 +143,7 @@ def _all_reduce_exchanged(lane: Lane, route: Route, x: torch.Tensor, out: torch.
         own,
         lambda: deliver(_reduce_rows(rows, plan, x, _reused(out, rows, plan)).view(x.shape), out),
         shape=x.shape,
-        detail=plan_detail(plan),
+        detail=plan.reduce,
         refill=refill if size == 2 else partial(_repeat_again, refill, sent.view(size - 1, -1), own),
     )
 
@@ -185,11 +186,6 @@ def _reduce_rows(
         total = reduce_chunks([torch.view_as_complex(row.view(-1, 2)) for row in rows], op)
         return (total.div_(len(rows)) if plan.divide else total).to(x.device, x.dtype)
     return reduced(reduce_chunks(rows, op, into), plan, x, len(rows))
-
-
-def plan_detail(plan: Plan) -> str:
-    """The part of a signature that names the reduction."""
-    return plan.reduce.value if plan.reduce is not None else ""
 
 
 def reduce_call(lane: Lane, x: torch.Tensor, dst: int, op: ReduceOp, out: torch.Tensor | None) -> Call:
