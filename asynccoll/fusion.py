@@ -14,6 +14,7 @@ import torch
 from torch._C import _nn  # where DDP has them, too: one call for all tensors
 
 from asynccoll.memory import has_memory
+from asynccoll.modes import uncast
 
 __all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]
 
@@ -72,9 +73,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     if _flat(tensors):
-        return torch.cat(list(tensors))
-    flat: torch.Tensor = _nn.flatten_dense_tensors(list(tensors))
-    return flat
+        return uncast(torch.cat, list(tensors))
+    return uncast(_nn.flatten_dense_tensors, list(tensors))
 
 
 def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

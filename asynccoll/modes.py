@@ -7,7 +7,7 @@ what is left to do at the waiter, or on a thread of ours, is done in the modes i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -18,12 +18,14 @@ from asynccoll.completion import Completion
 if TYPE_CHECKING:
     from asynccoll.lane import Program
 
-__all__ = ["Modes", "as_called", "program_as_called"]
+__all__ = ["Modes", "as_called", "program_as_called", "uncast"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _inferring = torch.is_inference_mode_enabled
 _recording = torch.is_grad_enabled
+_C: Any = torch._C
+_autocasting = _C._is_any_autocast_enabled
 
 
 class Modes(NamedTuple):
@@ -43,6 +45,18 @@ class Modes(NamedTuple):
             return function(*args, **kwargs)
         with torch.inference_mode(self.inferring), torch.set_grad_enabled(self.recording):
             return function(*args, **kwargs)
+
+
+def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *args: Any) -> torch.Tensor:
+    """``function(xs, *args)``, which puts tensors of one dtype together.
+
+    ``torch.cat`` and ``torch.stack`` are among what autocast casts; where it casts to bfloat16 they raise for
+    float16.
+    """
+    if not _autocasting():
+        return function(xs, *args)
+    with torch.autocast(xs[0].device.type, enabled=False):
+        return function(xs, *args)
 
 
 def as_called(function: Callable[P, T]) -> Callable[P, T]:

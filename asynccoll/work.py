@@ -172,7 +172,13 @@ class Work(Generic[T]):
 
         Inputs may be written to, and ``out`` be read, once somebody has waited, or called ``result()``.
         """
-        return self._state > _FINISHING or all(operation.done() for operation in self._operations)
+        if self._state > _FINISHING:
+            return True
+        for operation in self._operations:
+            if not operation.done():
+                operation.lane.group.context.watch.add(operation)  # to ask again and again is to wait, too
+                return False
+        return True
 
     def result(self) -> T:
         """The result of a work that is done; ``WorkNotDoneError`` before."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from asynccoll.backends.c10d_completion import MILLISECOND
 from asynccoll.backends.channels import Channels
 from asynccoll.completion import Completion
+from asynccoll.modes import uncast
 from asynccoll.spec import ReduceOp
 
 __all__ = ["C10dCommunicator", "Transport"]
@@ -114,7 +115,7 @@ class C10dCommunicator:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         to = self._for(x)
         if 0 < x.nbytes * (self._size - 1) <= to.exchange_bytes:  # a ring, too: see ``exchange_bytes``
-            copies, even = torch.cat([x] * self._size), [x.numel()] * self._size
+            copies, even = uncast(torch.cat, [x] * self._size), [x.numel()] * self._size
             return to.complete(to.native.alltoall_base(out, copies, even, even, _ALL_TO_ALL))
         return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
 

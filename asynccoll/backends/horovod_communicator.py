@@ -21,6 +21,7 @@ from asynccoll.backends.base import as_matrix
 from asynccoll.backends.horovod_completion import Common, HorovodCompletion, typed
 from asynccoll.completion import READY, AllOf, Completion, Promise, Ready
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
+from asynccoll.modes import uncast
 from asynccoll.spec import ReduceOp
 
 __all__ = ["HorovodCommunicator", "Rounds"]
@@ -222,7 +223,7 @@ class HorovodCommunicator:
         into = out.view(1, -1)
         if x is None:
             return self._exchange(into, into[:0], taken, [0] * size)
-        return self._exchange(into, torch.stack([part.reshape(-1) for part in x]), taken, [1] * size)
+        return self._exchange(into, uncast(torch.stack, [part.reshape(-1) for part in x]), taken, [1] * size)
 
     def all_to_all(
         self,

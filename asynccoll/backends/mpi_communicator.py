@@ -40,6 +40,7 @@ from asynccoll.backends.mpi_types import (
 from asynccoll.completion import Completion, Ready
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory import overlap
+from asynccoll.modes import uncast
 from asynccoll.spec import ReduceOp
 
 __all__ = ["MpiCommunicator"]
@@ -176,7 +177,7 @@ class MpiCommunicator:
 
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
         if x is not None and spread(x) > self._limit:
-            x = list(torch.cat([part.view(-1) for part in x]).view(len(x), -1))
+            x = list(uncast(torch.cat, [part.view(-1) for part in x]).view(len(x), -1))
         sent = self._parts(x) if x is not None else None
         arguments = (sent, bytes_of(out, self._limit), src)
         return self._start(self.native.Iscatterv, arguments, out, x)

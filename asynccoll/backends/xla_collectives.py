@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch_xla
 
+from asynccoll.modes import uncast
 from asynccoll.spec import ReduceOp, dtype_name
 
 __all__ = [
@@ -196,7 +197,7 @@ class AllToAll(Collective):
         self._pairs = _permutation(matrix) if members.is_world else None
         if self._pairs is not None:
             return _padded(x, longest)
-        parts = torch.stack([_padded(part, longest) for part in torch.split(x, list(mine))])
+        parts = uncast(torch.stack, [_padded(part, longest) for part in torch.split(x, list(mine))])
         if members.even is not None:
             return parts.flatten(0, 1)
         return _in_row(parts, members.index, members.size)
@@ -221,14 +222,16 @@ class AllToAll(Collective):
             return result[: sum(wanted)]
         longest = max(count for row in matrix for count in row)
         rows = result[:, members.index] if members.even is None else torch.split(result, longest)
-        return torch.cat([row[:count] for row, count in zip(rows, wanted, strict=True)])
+        return uncast(torch.cat, [row[:count] for row, count in zip(rows, wanted, strict=True)])
 
 
 def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:
     missing = rows - part.shape[0]
     if not missing:
         return part
-    return torch.cat([part, torch.zeros((missing, *part.shape[1:]), dtype=part.dtype, device=part.device)])
+    return uncast(
+        torch.cat, [part, torch.zeros((missing, *part.shape[1:]), dtype=part.dtype, device=part.device)]
+    )
 
 
 def _permutation(matrix: Matrix) -> list[list[int]] | None:

@@ -31,6 +31,7 @@ from asynccoll.backends.xla_device import take_settled
 from asynccoll.checks import mismatch
 from asynccoll.completion import Completion, Promise
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
+from asynccoll.modes import uncast
 from asynccoll.spec import ReduceOp
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class XlaCommunicator:
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
         def rows(parts: Sequence[torch.Tensor] | None) -> torch.Tensor:
             if parts is not None:
-                return torch.stack([part.view(-1) for part in parts])
+                return uncast(torch.stack, [part.view(-1) for part in parts])
             return torch.zeros((self._members.size, out.numel()), dtype=out.dtype, device=out.device)
 
         return self._start(Scatter(self._members, src), x, partial(_put, out), rows)

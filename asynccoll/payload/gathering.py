@@ -13,6 +13,7 @@ from asynccoll.messages import (
     all_gather_messages,
     gather_messages,
 )
+from asynccoll.modes import uncast
 from asynccoll.payload.common import (
     check_filled,
     check_sendable,
@@ -164,4 +165,4 @@ def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
         return rows
     if dim == 0:
         return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
-    return torch.cat(rows.unbind(0), dim)
+    return uncast(torch.cat, rows.unbind(0), dim)

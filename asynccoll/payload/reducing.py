@@ -14,6 +14,7 @@ from asynccoll.messages import (
     all_gather_rows,
     gather_messages,
 )
+from asynccoll.modes import uncast
 from asynccoll.payload.common import (
     check_filled,
     check_number,
@@ -170,4 +171,4 @@ def split_rows(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """``x`` (..., n*k, ...) as (n, ..., k, ...): row r is the part of rank r."""
     if dim == 0:
         return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-    return torch.stack(x.chunk(size, dim)) if x.shape[dim] else x.unsqueeze(0).expand(size, *x.shape)
+    return uncast(torch.stack, x.chunk(size, dim)) if x.shape[dim] else x.unsqueeze(0).expand(size, *x.shape)
