@@ -26,6 +26,8 @@ class Call:
     dtype: str = "float32"
     op: str = "sum"
     layout: str = "contiguous"
+    #: Along which results are joined, or inputs cut.
+    dim: int = 0
     #: Neighbours that are coalesced share one block.
     coalesced: bool = False
     #: From the outermost block to the innermost.
@@ -40,6 +42,24 @@ class Call:
     #: Position in the group of the root, of who is cancelled, of who passes something wrong.
     root: int = 0
     seed: int = 0
+
+    @property
+    def refusable(self) -> bool:
+        """Whether some rank may refuse it."""
+        return (
+            self.one_sided
+            or self.form == "in place twice"
+            or self.payload.startswith(("wrong", "keyed", "no leaf"))
+        )
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether only some of the ranks may refuse it."""
+        return (
+            self.payload == "wrong on one"
+            or self.payload.endswith("None elsewhere")
+            or (self.form == "out" and self.payload.startswith("tracked"))
+        )
 
 
 @dataclass(frozen=True)
@@ -71,12 +91,7 @@ class Program:
     @property
     def one_sided(self) -> bool:
         """Whether a call is refused by some ranks only: later ones may then fail with it, on any rank."""
-        return any(
-            call.payload == "wrong on one"
-            or call.payload.endswith("None elsewhere")
-            or (call.form == "out" and call.payload.startswith("tracked"))
-            for call in self.calls
-        )
+        return any(call.one_sided for call in self.calls)
 
     def to_json(self) -> str:
         """What `from_json` reads; what is as ever is left out."""

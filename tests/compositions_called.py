@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import asynccoll as ac
+import compositions_expected as expected
 from compositions import Call
 from compositions_compared import Record
 
@@ -21,6 +22,10 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
     function = getattr(ac, call.operation)
     if call.operation == "permute":
         function = partial(_permute, keywords.pop("pairs"))
+    if call.operation == "recv":
+        function = partial(_ring, call.group or tuple(range(ranks)), record.rank)
+    if call.operation == "barrier":
+        return ac.barrier(**keywords)
     if call.form == "in place twice":
         function(x, **keywords).detach()
     work = function(x, **keywords)
@@ -29,6 +34,20 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
 
 def _permute(pairs: Any, x: Any, **keywords: Any) -> Any:
     return ac.permute(x, pairs, **keywords)
+
+
+def _ring(members: tuple[int, ...], rank: int, x: Any, **keywords: Any) -> Any:
+    """Each rank of the group sends to the next, and hears from the one before."""
+    place = members.index(rank)
+    ac.send(x, dst=members[(place + 1) % len(members)], **keywords).detach()
+    return ac.recv(x, src=members[place - 1], **keywords)
+
+
+def _uneven(call: Call, place: int, size: int) -> dict[str, Any]:
+    if call.operation == "all_gather":
+        return {"uneven": True}
+    going, coming = expected.splits(call, place, size)
+    return {"input_split_sizes": going} | ({"output_split_sizes": coming} if coming is not None else {})
 
 
 def _boxed(value: Any) -> tuple[Any]:
@@ -45,10 +64,10 @@ def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
         said["op"] = call.op
     if record.case.call.payload.startswith("wrong"):
         meant = ac.PeerRefusedError in record.case.must_raise
-        said["op"] = "sum" if meant else "avg"
-    if call.operation in ("broadcast", "broadcast_object", "scatter"):
+        said["op"] = "sum" if meant or call.seed % 3 else "avg"
+    if call.operation in ("broadcast", "broadcast_object", "scatter", "scatter_object"):
         said["src"] = members[call.root]
-    if call.operation in ("reduce", "gather"):
+    if call.operation in ("reduce", "gather", "gather_object"):
         said["dst"] = members[call.root]
     if call.operation == "permute":
         said["pairs"] = [(rank, members[(place + 1) % len(members)]) for place, rank in enumerate(members)]
@@ -58,4 +77,10 @@ def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
         said["safe_mode"] = True
     if call.form == "scaled":
         said |= {"prescale": 2.0, "postscale": 0.5}
+    if call.form == "compressed":
+        said |= {"compression": "fp16"}
+    if call.dim:
+        said["dim"] = call.dim
+    if call.payload == "uneven":
+        said |= _uneven(call, members.index(record.rank), len(members))
     return said

@@ -24,6 +24,7 @@ class Record:
     label: str
     case: expected.Case
     before: Any
+    rank: int = 0
     recorded: bool = False
     work: Any = None
     result: Any = None

@@ -78,6 +78,8 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def _shape(call: Call, size: int) -> tuple[int, ...]:
+    if call.dim:
+        return 3, 2 * size
     return [(2 * size,), (size, 3), (size, 2, 2), (0, 3), (), (size, 0)][call.seed % _shapes(call)]
 
 
@@ -89,7 +91,7 @@ def _shapes(call: Call) -> int:
 
 def _tensor(call: Call, rank: int, size: int, more: int = 0) -> Tensor:
     dtype = oracle.DTYPES[call.dtype]
-    shape = (size, 3) if call.layout == "transposed" else _shape(call, size)
+    shape = (size, 3) if call.layout == "transposed" and not call.dim else _shape(call, size)
     x = oracle.LAYOUTS[call.layout](oracle.counting(rank, shape, dtype, call.seed + more))
     if call.payload.startswith("tracked"):
         x = x.detach().requires_grad_()
@@ -108,7 +110,26 @@ def _tree(call: Call, rank: int, size: int) -> Any:
     return dict(reversed(items)) if rank % 2 else dict(items)
 
 
-def _object(call: Call, rank: int, _size: int) -> Any:
+def _splits(call: Call, rank: int, size: int) -> list[int]:
+    """How many rows this rank sends to each."""
+    return [(rank + 2 * other + call.seed) % 3 for other in range(size)]
+
+
+def _uneven(call: Call, rank: int, size: int) -> Tensor:
+    """As many rows as only this rank knows."""
+    rows = sum(_splits(call, rank, size)) if call.operation == "all_to_all" else (rank + call.seed) % 3
+    return oracle.counting(rank, (rows, 2), oracle.DTYPES[call.dtype], call.seed)
+
+
+def splits(call: Call, rank: int, size: int) -> tuple[list[int], list[int] | None]:
+    """What ``all_to_all`` is told: how many rows go to each, and (not always) how many come."""
+    coming = [_splits(call, other, size)[rank] for other in range(size)]
+    return _splits(call, rank, size), coming if call.seed % 2 else None
+
+
+def _object(call: Call, rank: int, size: int) -> Any:
+    if call.operation == "scatter_object":
+        return [f"from {rank} to {other}" for other in range(size)]
     return {"rank": rank, "x": oracle.counting(rank, (2,), torch.int32, call.seed), "text": "é" * rank}
 
 
@@ -129,6 +150,9 @@ _MAKERS: dict[str, Callable[[Call, int, int], Any]] = {
     "tree of tensors": _tree,
     "tracked tree of tensors": _tree,
     "no leaf": lambda call, rank, size: [None, {}, {"a": None, "b": []}][call.seed % 3],
+    "uneven": _uneven,
+    "message": _tensor,
+    "nothing": lambda call, rank, size: None,
     "object": _object,
     **dict.fromkeys(_KEYS, _keyed),
     "wrong": lambda call, rank, size: torch.ones(3, dtype=torch.int32),
@@ -156,10 +180,10 @@ def _reduced(xs: list[Any], op: str) -> Any:
     return total.sum(0) / (len(xs) if op == "avg" else 1)
 
 
-def _joined(xs: list[Any]) -> Any:
-    if not isinstance(xs[0], Tensor):
+def _joined(call: Call, xs: list[Any]) -> Any:
+    if not isinstance(xs[0], Tensor) or call.payload == "uneven":
         return list(xs)
-    return torch.cat(xs) if xs[0].dim() else torch.stack(xs)
+    return torch.cat(xs, call.dim) if xs[0].dim() else torch.stack(xs)
 
 
 def _leaf(call: Call, xs: list[Any]) -> list[Any]:
@@ -171,17 +195,20 @@ def _leaf(call: Call, xs: list[Any]) -> list[Any]:
         case "broadcast" | "broadcast_object":
             return [xs[root]] * size
         case "all_gather" | "all_gather_object":
-            return [_joined(xs)] * size
+            return [_joined(call, xs)] * size
         case "reduce":
             total = _reduced(xs, call.op)
             return [total if rank == root else None for rank in range(size)]
         case "gather":
-            return [_joined(xs) if rank == root else None for rank in range(size)]
+            return [_joined(call, xs) if rank == root else None for rank in range(size)]
         case "reduce_scatter":
-            return list(_reduced(xs, call.op).chunk(size))
+            return list(_reduced(xs, call.op).chunk(size, call.dim))
+        case "all_to_all" if call.payload == "uneven":
+            parts = [x.split(_splits(call, rank, size)) for rank, x in enumerate(xs)]
+            return [torch.cat([part[rank] for part in parts]) for rank in range(size)]
         case "all_to_all":
             return [torch.cat([x.chunk(size)[rank] for x in xs]) for rank in range(size)]
-        case "permute":
+        case "permute" | "recv":
             return [xs[rank - 1] for rank in range(size)]
         case "scatter":
             return list(xs[root].chunk(size))
@@ -194,7 +221,11 @@ def model(call: Call, xs: list[Any]) -> list[Any]:
     if "object" in call.operation:
         if call.operation == "all_gather_object":
             return [list(xs)] * size
-        return [xs[call.root]] * size
+        if call.operation == "gather_object":
+            return [list(xs) if rank == call.root else None for rank in range(size)]
+        return [xs[call.root]] * size if call.operation == "broadcast_object" else list(xs[call.root])
+    if call.operation == "barrier":
+        return [None] * size
     if call.payload == "no leaf":
         return list(xs)
     whole = [oracle.tree_map(lambda found, r=rank: _leaf(call, found)[r], xs) for rank in range(size)]
@@ -269,11 +300,16 @@ def _out(call: Call, x: Any, want: Any) -> Any:
     return oracle.tree_map(lambda found: torch.full_like(found[0].detach(), 7), [want])
 
 
+def _refused(call: Call, x: Any) -> tuple[Any, Any]:
+    """What is no payload, or ``out=`` that does not fit; else it is the reduction that has no meaning."""
+    return [(x, None), ({1, 2}, None), (x, torch.ones(5))][call.seed % 3]
+
+
 def case(call: Call, rank: int, size: int) -> Case:
     """The call as the rank at this position of a group of so many makes it."""
     xs = [made(call, each, size) for each in range(size)]
     must_raise, may_raise = _errors(call, rank, size)
-    x = xs[rank]
+    x, out = xs[rank], None
     want: Any = None
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -289,10 +325,22 @@ def case(call: Call, rank: int, size: int) -> Case:
         x = None
     if (call.operation == "scatter" or call.form == "safe") and rank != call.root:
         x = None  # only the root knows what it is, and whether autograd records it
-    exact = call.op != "avg" and call.form != "scaled"
+    if must_raise == REFUSED:
+        x, out = _refused(call, x)
+    exact = call.op != "avg" and call.form not in ("scaled", "compressed")
     dtype = oracle.DTYPES.get(call.dtype, torch.float32)
     rtol = 0.0 if exact or not dtype.is_floating_point else 4 * oracle.epsilon(dtype)
-    return Case(call, x, _out(call, x, want), want, must_raise, may_raise, rtol, weights, gradients)
+    return Case(
+        call,
+        x,
+        _out(call, x, want) if out is None else out,
+        want,
+        must_raise,
+        may_raise,
+        rtol,
+        weights,
+        gradients,
+    )
 
 
 def _detached(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from compositions_drawn import OPERATIONS
 #: In the order in which they are made plain.
 _PLAIN = (
     *("coalesced", "wait", "waited_in", "pauses", "group"),
-    *("layout", "form", "op", "dtype", "seed", "root"),
+    *("layout", "dim", "form", "op", "dtype", "seed", "root"),
 )
 _DEFAULT = Call()
 

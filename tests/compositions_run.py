@@ -13,8 +13,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +35,8 @@ from compositions_modes import ENTER, Modes, modes_now
 from patience import patient
 from ranks import Place, Rank
 
+#: What a rank says of a call that was not made: its own, or a peer's.
+REFUSALS = (*expected.REFUSED, ac.PeerRefusedError)
 #: A program takes milliseconds.
 HANG_SECONDS = 10.0
 
@@ -50,6 +52,10 @@ class State:
     scopes: list[list[Any]] = field(default_factory=list)
     later: list[tuple[Call, Record]] = field(default_factory=list)
 
+    def child(self, name: str) -> State:
+        """A task inside, on this lane of its own."""
+        return replace(self, name=f"{self.name}/{name}", lanes=[f"{self.lanes[-1]}/{name}"])
+
 
 class Run:
     """One program on one rank."""
@@ -63,21 +69,26 @@ class Run:
         self.shared_scope = ac.scope()
         #: For two tasks on one lane: the second waits for the first to begin, the first for its end.
         self.begun, self.ended = anyio.Event(), anyio.Event()
+        #: The lanes on which this rank has called, by their groups.
+        self.used: set[tuple[tuple[int, ...], str]] = {((), "default")}
         for task_index, task in enumerate(program.tasks):
-            for index, call in enumerate(task.calls):
-                self._prepare(task_index, index, call)
+            for coalesced, calls in groupby(enumerate(task.calls), lambda pair: pair[1].coalesced):
+                block = list(calls)
+                taken_along = coalesced and any(call.refusable for _, call in block)
+                for index, call in block:
+                    self._prepare(task_index, index, call, taken_along)
 
-    def _prepare(self, task_index: int, index: int, call: Call) -> None:
+    def _prepare(self, task_index: int, index: int, call: Call, taken_along: bool) -> None:
         members = call.group or tuple(range(self.program.ranks))
         if self.me.rank not in members:
             return
         case = expected.case(call, members.index(self.me.rank), len(members))
         if self.program.start == "crossed" and task_index == 1:
             case.must_raise = (ac.LaneOrderError,)
-        if self.program.one_sided:
+        if self.program.one_sided or taken_along:
             case.may_raise = (*case.may_raise, ac.PeerRefusedError)
         label = f"task {task_index} call {index}: {call.operation} of {call.payload}"
-        self.records[task_index, index] = Record(label, case, oracle.snapshot(case.x))
+        self.records[task_index, index] = Record(label, case, oracle.snapshot(case.x), self.me.rank)
 
     def complain(self, kind: str, text: str) -> None:
         self.complaints.append(f"[{kind}] rank {self.me.rank}: {text}")
@@ -160,9 +171,13 @@ class Run:
             await self._wait_for_the_rest(state)
 
     async def _block(self, state: State, index: int, calls: list[tuple[int, Call]]) -> None:
-        with ac.coalescing():
-            for number, call in calls:
-                await self._call(state, index, number, call)
+        try:
+            with ac.coalescing():
+                for number, call in calls:
+                    await self._call(state, index, number, call)
+        except REFUSALS:
+            if not any(call.refusable for _, call in calls):
+                raise
         for call, record in state.later:
             if call.coalesced and call.wait not in ("later", "dropped") and not record.outcome:
                 await self._wait(state, call, record)
@@ -195,8 +210,12 @@ class Run:
     async def _scope(self, state: State, block: Any) -> AsyncIterator[None]:
         inside: list[Any] = []
         state.scopes.append(inside)
-        async with block:
-            yield
+        try:
+            async with block:
+                yield
+        except ac.PeerRefusedError:  # of a call that nobody else waited for
+            if not any(call.refusable for call in self.program.calls):
+                raise
         state.scopes.pop()
         for work in inside:
             if work.pending:
@@ -235,14 +254,34 @@ class Run:
         # Modes that no task keeps to itself are held over the call alone.
         ours = self.program.start not in ("lanes", "crossed")
         brief = [name for name in call.around if name in MODES and not ours]
-        async with contextlib.AsyncExitStack() as stack:
-            for name in call.around:
-                if name not in brief:
-                    await self._enter(stack, state, name)
+
+        async def body(state: State) -> None:
             await self._pause(state, call, "before the call")
             if record is not None:
                 await self._make(state, call, record, brief)
             await self._pause(state, call, "after the call")
+
+        await self._inside(state, [name for name in call.around if name not in brief], body)
+
+    async def _inside(
+        self, state: State, around: list[str], body: Callable[[State], Awaitable[None]]
+    ) -> None:
+        """``body`` in these blocks, and from a child on in a task of its own."""
+        async with contextlib.AsyncExitStack() as stack:
+            for place, name in enumerate(around):
+                inner = around[place + 1 :]
+                if name == "child":
+                    child = state.child(f"child of {state.name.replace('/', ' ')}")
+                    async with ac.create_task_group() as tasks:
+                        tasks.start_soon(self._inside, child, inner, body, name=child.name.rpartition("/")[2])
+                elif name == "isolated":
+                    await ac.isolated(self._inside(replace(state), inner, body))
+                else:
+                    await self._enter(stack, state, name)
+                    continue
+                self._check(state, f"after {name}")
+                return
+            await body(state)
 
     async def _make(self, state: State, call: Call, record: Record, brief: list[str]) -> None:
         await self._wait_for_the_cancelled(call, record)
@@ -276,6 +315,7 @@ class Run:
         return next(name for name in reversed(state.lanes) if name != "shared")
 
     def _issue(self, state: State, call: Call, record: Record) -> Any:
+        self.used.add((call.group, self._lane_of(state)))
         # The shared lane is entered by others, too, and is nobody's to issue on.
         lane = self._lane_of(state) if state.lanes[-1] == "shared" else None
         return issue(call, record, self.program.ranks, lane)
@@ -395,7 +435,46 @@ class Run:
                 return work.result()
             case "host":
                 return await work.on_host()
+            case "future" if self.program.loop == "asyncio":
+                return await work.as_future()
+            case "callback":
+                return await self._called_back(work)
+            case "completed":
+                async for done in ac.as_completed([work]):
+                    return done.result()
+            case "late":
+                with contextlib.suppress(ac.CollectiveTimeoutError):
+                    return work.wait(1e-5)
+            case "both":
+                return await self._both(record)
         return await work
+
+    async def _called_back(self, work: Any) -> Any:
+        heard: list[Any] = []
+        work.add_done_callback(heard.append)
+        while not heard:
+            await checkpoint()
+        return heard[0].result()
+
+    async def _both(self, record: Record) -> Any:
+        """Two tasks wait for it, and get one object."""
+        results: list[Any] = []
+        errors: list[Exception] = []
+
+        async def waiter() -> None:
+            try:
+                results.append(await record.work)
+            except Exception as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waiter)
+            tasks.start_soon(waiter)
+        if errors:
+            raise errors[0]
+        if results[0] is not results[1]:
+            self.complain("twice", f"{record.label}: two objects for two tasks")
+        return results[0]
 
     # When all is over
 
@@ -418,22 +497,33 @@ class Run:
         return all(self.me.shown(f"well {rank}") for rank in everybody)
 
     async def _in_step(self) -> None:
-        """Each lane that was used gives the right numbers."""
-        names = ["default"]
-        if self.program.start == "task group":
-            names += [f"default/t{index}" for index in range(len(self.program.tasks))]
-        if self.program.start == "lanes":
-            names += [f"own{index}" for index in range(len(self.program.tasks))]
-        for place, name in enumerate(names):
-            try:
-                got = await ac.all_reduce(torch.tensor([self.me.rank + place]), lane=name)
-            except ac.PeerRefusedError:
-                if not self.program.one_sided:
-                    raise
-                continue
-            want = sum(range(self.me.size)) + place * self.me.size
-            if got.tolist() != [want]:
-                self.complain("out of step", f"{name}: {got.tolist()}, not {[want]}")
+        """Each lane that was used gives the right numbers, once all that was refused is settled there."""
+        refusable = sum(call.refusable for call in self.program.calls)
+        for group, name in sorted(self.used):
+            for attempt in range(refusable + 1):
+                if await self._agreed(group, name, attempt):
+                    break
+            else:
+                self.complain("out of step", f"{name} of {group or 'all'}: refused after all refusals")
+
+    async def _agreed(self, group: tuple[int, ...], name: str, attempt: int) -> bool:
+        """Whether all ranks got a result, which is compared."""
+        members = group or tuple(range(self.me.size))
+        sign = f"{name} {group} {attempt}".replace("/", " of ")
+        try:
+            got = await ac.all_reduce(
+                torch.tensor([self.me.rank + attempt]), lane=name, group=list(group) or None
+            )
+        except ac.PeerRefusedError:
+            self.me.show(f"{sign} refused {self.me.rank}")
+        else:
+            self.me.show(f"{sign} there {self.me.rank}")
+            if got.tolist() != [want := sum(members) + attempt * len(members)]:
+                self.complain("out of step", f"{name} of {members}: {got.tolist()}, not {[want]}")
+        said = [f"{sign} {what}" for what in ("refused", "there")]
+        while not all(any(self.me.shown(f"{one} {rank}") for one in said) for rank in members):
+            await anyio.sleep(0.001)
+        return all(self.me.shown(f"{said[1]} {rank}") for rank in members)
 
 
 def run(me: Rank, text: str) -> list[str]:

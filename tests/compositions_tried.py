@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ranks
 import worlds
 from compositions import Program
 from compositions_reduced import reduced
@@ -9,6 +10,12 @@ from compositions_run import HANG_SECONDS, run
 
 #: What is found wrong in ranks that are still in step.
 _IN_STEP = {"value", "changed", "gradient", "scope", "input", "out", "twice", "modes", "strides"}
+
+
+def has_messages(backend: str) -> bool:
+    """Whether one rank can send to another there."""
+    lacks = ranks.GAPS.get(backend)
+    return lacks is None or not lacks("send", (), {})
 
 
 def complaints(program: Program, backend: str) -> list[str]:

@@ -21,7 +21,7 @@ import nursery
 import worlds
 from compositions import Program
 from compositions_drawn import programs
-from compositions_tried import complaints, kinds, report
+from compositions_tried import complaints, has_messages, kinds, report
 
 #: Seconds for making one smaller that failed in a way that is new.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
@@ -87,7 +87,7 @@ def _say(text: str) -> None:
 def main() -> int:
     """Explore, and fail if something was found."""
     seconds, *sizes = sys.argv[1:]
-    ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 2, 3, 1, 5]
+    ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 2, 3, 1, 5, 2, 3, 4]
     worlds.STARTERS["gloo"] = worlds.Starter(nursery.start, worlds.STARTERS["gloo"].options)
     number = int(os.environ.get("SEED", random.randrange(2**32)))
     _say(f"seed {number}")
@@ -114,7 +114,7 @@ def _round(exploration: Exploration, size: int, number: int) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(size))
+    @given(programs(size, has_messages(exploration.backend)))
     def one(program: Program) -> None:
         exploration.look_at(program)
 

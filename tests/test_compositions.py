@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import worlds
 from compositions import Call, Program, Task
 from compositions_drawn import programs
-from compositions_tried import complaints, report
+from compositions_tried import complaints, has_messages, report
 from patience import patient
 from worlds import World
 
@@ -31,7 +31,7 @@ def test_programs(world: World) -> None:
     @settings(max_examples=COUNTS[world.size])
     @given(st.data())
     def one(data: st.DataObject) -> None:
-        program = data.draw(programs(world.size))
+        program = data.draw(programs(world.size, has_messages(world.backend)))
         found = complaints(program, world.backend)
         if found:
             pytest.fail(report(program, found, world.backend, patient(REDUCING_SECONDS)), pytrace=False)
@@ -97,6 +97,21 @@ FOUND = {
     ),
     "a tensor twice in a coalescing block": alone(of("tensor", form="in place twice", coalesced=True)),
     "strides": alone(of("tensor", layout="transposed")),
+    "float16 that is put together under autocast": alone(
+        of("tree of tensors", dtype="float16", around=("autocast",)),
+        of("tensor", "all_gather", dtype="float16", dim=1, around=("autocast",)),
+        of("tensor", "reduce_scatter", dtype="float16", dim=1, waited_in="autocast", wait="thread"),
+        of("tensor", "all_gather", dtype="float16", dim=1, waited_in="autocast"),
+        of("tree of tensors", dtype="float16", form="prepared", around=("autocast",)),
+    ),
+    "one refused by a peer, and only looked at": alone(of("tensor"), of("wrong on one", wait="result")),
+    "one refused in a coalescing block": alone(
+        of("keyed by objects", coalesced=True), of("tensor", coalesced=True), of("tensor", seed=1)
+    ),
+    "one refused by one rank in a coalescing block": alone(
+        *(of(payload, coalesced=True) for payload in ("tensor", "wrong on one", "tree of tensors")),
+        of("tensor", seed=1),
+    ),
 }
 
 
