@@ -55,7 +55,7 @@ OMPI_TESTS := $(filter-out $(patsubst %,$(CURDIR)/tests/test_%.py,clocks composi
 
 # Files with many cases that depend little on the number of ranks or on the event loop.
 TWO_RANKS := ASYNCCOLL_TEST_WORLD_SIZES=2 ASYNCCOLL_TEST_RUNNERS=asyncio
-IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing composed fusion prepare)
+IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing composed empties fusion prepare)
 
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
 	@$(call TWICE,$(MPICH) $(ON_MPI) $(MPI_CASES) $(MPI_WAYS) $(MPI_TESTS) $(ARGS))
@@ -86,11 +86,10 @@ APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDI
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
-# training and compositions did not end within a file's time there. Of refusals one drawn program loses a call
-# before the refused one: a defect on XLA that is open.
-XLA_TESTS  := $(XLA_ITSELF) $(filter-out compositions refusals training faults sync_parity,$(EVERY_BACKEND))
+# training and compositions did not end within a file's time there.
+XLA_TESTS  := $(XLA_ITSELF) $(filter-out compositions training faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
-OLD_TORCH  := all_gather all_reduce autograd checks compiled lanes objects overlap runtime work
+OLD_TORCH  := all_gather all_reduce autograd checks compiled fusion lanes objects overlap runtime work
 
 xla: ## on torch_xla's CPU client: its own tests, and those that run on any backend; gloo on its torch
 	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))

@@ -93,4 +93,7 @@ def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
         raise ValueError(f"{flat.numel()} elements are not those of {len(like)} tensors")
     if _flat(like) and has_memory(flat):  # lazy ones would be copies
         return list(flat.unsafe_split_with_sizes(sizes))
-    return list(_nn.unflatten_dense_tensors(flat, list(like)))
+    views = list(_nn.unflatten_dense_tensors(flat, list(like)))
+    if 0 in sizes:  # which torch before 2.10 gives back without their other dimensions
+        views = [view if view.numel() else view.view(x.shape) for view, x in zip(views, like, strict=True)]
+    return views
