@@ -320,7 +320,9 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     if the error is caught inside: what the others have fused cannot be taken apart.
 
     If the block ends with an exception, what was put off is not sent: its works raise ``CollectiveError``,
-    and peers whose block went well get ``PeerRefusedError`` instead of waiting for it.
+    and peers whose block went well get ``PeerRefusedError`` on each lane on which something was put off here.
+    On a lane on which this rank had not called yet nobody can say that it would have: there its peers wait,
+    as for any rank that raises before it calls.
     """
 
     def __init__(self) -> None:
