@@ -30,10 +30,33 @@ NODES = """
 
 def test_ranks_that_nobody_told_of_nodes_compare_them(tmp_path: Path) -> None:
     """As the pods of a Kubernetes job: two of these three are on one node."""
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(NODES))
+    assert told(tmp_path, NODES, "aba") == [[0, 2, 0, 2], [0, 1, 1, 2], [1, 2, 0, 2]]
+
+
+ADOPTED = """
+    import json, warnings
+    import torch.distributed as dist
+    import asynccoll.sync as idist
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # ignite's, about guessing
+    place = [idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_node_rank(), idist.get_nnodes()]
+    print(json.dumps(place))
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_ignites_guess_of_local_ranks_takes_no_two_nodes_for_one(tmp_path: Path) -> None:
+    """Though their hosts are called alike, as clones of one image are."""
+    assert told(tmp_path, ADOPTED, "ab") == [[0, 1, 0, 2], [0, 1, 1, 2]]
+
+
+def told(directory: Path, source: str, nodes: str) -> list[list[int]]:
+    """What each rank prints, of ranks that are on these nodes and were told no more than ``env://`` needs."""
+    program = directory / "program.py"
+    program.write_text(textwrap.dedent(source))
     environ = {k: v for k, v in rank_environment().items() if not k.startswith("LOCAL_")}
-    environ |= {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ |= {"WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     running = [
         subprocess.Popen(
             [sys.executable, str(program)],
@@ -41,10 +64,9 @@ def test_ranks_that_nobody_told_of_nodes_compare_them(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, node in enumerate("aba")
+        for rank, node in enumerate(nodes)
     ]
-    said = [one.communicate(timeout=patient(60))[0] for one in running]
-    assert [json.loads(line) for line in said] == [[0, 2, 0, 2], [0, 1, 1, 2], [1, 2, 0, 2]]
+    return [json.loads(one.communicate(timeout=patient(60))[0]) for one in running]
 
 
 TIMED = """

@@ -1,7 +1,7 @@
 """Where this rank is among those of its node, by ignite's rules, where no launcher said it in full.
 
-The local rank is SLURM's, else ``LOCAL_RANK``, else what ``set_local_rank`` hinted, else a guess by host
-names. How many ranks a node has is the largest local rank and one. What the others have is read from
+The local rank is SLURM's, else ``LOCAL_RANK``, else what ``set_local_rank`` hinted, else a guess by the
+nodes' names. How many ranks a node has is the largest local rank and one. What the others have is read from
 torch's store, where each rank puts its own when it first looks: asking is not a collective.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import asynccoll as ac
+from asynccoll.launch.host import node_name
 from asynccoll.runtime import forked
 
 __all__ = ["Layout", "announce", "hint", "layout"]
@@ -68,7 +68,7 @@ def announce() -> None:
     _state.layout = None
     _state.mine = _told()
     if dist.get_world_size() > 1:
-        entry = {"host": socket.gethostname(), "local_rank": _state.mine}
+        entry = {"node": node_name(), "local_rank": _state.mine}
         _store().set(f"layout/{dist.get_rank()}", json.dumps(entry))
 
 
@@ -98,9 +98,9 @@ def _arrange(rank: int, size: int, entries: list[dict[str, Any]]) -> Layout:
         warnings.warn(_GUESSING, stacklevel=4)
     if size == 1:
         return Layout(_state.mine or 0, 1, 1, 0)
-    hosts = [entry["host"] for entry in entries]
+    nodes = [entry["node"] for entry in entries]
     locals_ = [
-        hosts[:index].count(hosts[index]) if entry["local_rank"] is None else entry["local_rank"]
+        nodes[:index].count(nodes[index]) if entry["local_rank"] is None else entry["local_rank"]
         for index, entry in enumerate(entries)
     ]
     per_node = max(locals_) + 1
