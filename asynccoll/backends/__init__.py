@@ -212,6 +212,8 @@ def _factory(name: str) -> Callable[[Request], Context]:
 
 
 def _entry(name: str) -> _Entry:
+    if name in _TABLE:  # before other packages' metadata is read, which takes as long as all the rest
+        return _TABLE[name]
     table = _registered()
     if name not in table:
         raise BackendNotFoundError(

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
+from asynccoll.backends.resolver import names_are_quick
 from asynccoll.backends.tcpstore import LOOPBACK, connect
 
 __all__ = ["is_agents", "meet_under_one_agent"]
@@ -43,6 +44,7 @@ def meet_under_one_agent(rank: int, world_size: int, timeout: timedelta) -> dist
     if note is None:
         return None
     if rank > 0:
+        names_are_quick(LOOPBACK[0])  # to be known when connecting: found out while rank 0 does the same
         return connect(LOOPBACK[0], _await(note, timeout.total_seconds()), serve=False, timeout=timeout)
     earlier = _read(note)
     port = earlier["port"] if earlier is not None and earlier["pid"] == os.getpid() else 0

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["without_lookups"]
+__all__ = ["names_are_quick", "without_lookups"]
 
 #: Names that come sooner do no harm.
 _QUICK_SECONDS = 0.1
@@ -33,7 +33,7 @@ class _Resolver(ctypes.Structure):
 @contextlib.contextmanager
 def without_lookups(host: str) -> Iterator[None]:
     """Have look-ups of this thread fail instead of being sent, where names are slow and ``host`` is none."""
-    state = _of_this_thread() if _is_address(host) and not _names_are_quick(host) else None
+    state = _of_this_thread() if _is_address(host) and not names_are_quick(host) else None
     if state is None:
         yield
         return
@@ -52,8 +52,8 @@ def _is_address(host: str) -> bool:
 
 
 @functools.cache
-def _names_are_quick(address: str) -> bool:
-    """Whether the look-up that torch makes is over at once."""
+def names_are_quick(address: str) -> bool:
+    """Whether the look-up that torch makes is over at once; finding that it is not takes a moment, once."""
     dressed = address if ":" in address else f"::ffff:{address}"
     done = threading.Event()
 
