@@ -112,7 +112,7 @@ compositions: ## draw programs that combine what there is, look whether they are
 		python $(CURDIR)/tests/explore_compositions.py $(SECONDS) $(SIZES)
 
 # Those of files that start whole programs are left to `make test`.
-PROGRAMS := cli cli_ends compiled examples exit faults hosts launchers meeting nodes notebook packaging parallel slurm spawn sync_launch
+PROGRAMS := cli cli_ends cli_hosts compiled examples exit faults hosts launchers meeting nodes notebook packaging parallel slurm spawn sync_launch
 INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1

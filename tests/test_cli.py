@@ -38,7 +38,7 @@ SHOW_SELF = """
         "pickled": isinstance(pickle.loads(pickle.dumps(Thing())), Thing),
     }))
 """
-ARGUMENTS = ["a b", "--help", "-n", "3", "", "--", "-m"]
+ARGUMENTS = ["a b", "--help", "-n", "3", "", "--", "-m", "$$", "$HOME", "${local_rank}"]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,8 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
     config, command, arguments = torchrun.config_from_args(given)
     assert isinstance(command, str), "--run-path is not offered"
     arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
-    return config, command, arguments
+    # torch elastic takes them for templates; here arguments are the program's own.
+    return config, command, [text.replace("$", "$$") for text in arguments]
 
 
 def _torchs_signals() -> list[str]:
@@ -168,8 +169,11 @@ def _set_environment(given: argparse.Namespace, backend: str | None) -> None:
         os.environ["ASYNCCOLL_BACKEND"] = backend
     ranks = torchrun.determine_local_world_size(given.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // max(1, ranks))))
-    interface = _loopback_interface()
-    if interface and (given.standalone or _one_host(given)):
+    if not (given.standalone or _one_host(given)):
+        # Sharing its own store, torch elastic keeps the address of its first rendezvous and tells no
+        # newcomer: a host that joins later would wait for it for ever, and all others for that host.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    elif interface := _loopback_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
