@@ -21,7 +21,7 @@ import torch
 
 from asynccoll import actors, autograd, payload, tensors
 from asynccoll.aliasing import Touched
-from asynccoll.errors import CollectiveError, InvalidArgumentError
+from asynccoll.errors import CollectiveError, InvalidArgumentError, PeerRefusedError
 from asynccoll.lane import Lane
 from asynccoll.memory import plain_tensor, writable
 from asynccoll.modes import Modes, as_called
@@ -142,6 +142,9 @@ class _Parts:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
                     _MIXED.run(self._send, False)
+        except PeerRefusedError as error:  # the place is lost already: works say so, as when it is later
+            for call in self.calls:
+                call.work.abandoned(error)
         except Exception as error:
             self.abandon(batch, error)
             raise
@@ -213,8 +216,13 @@ class _Batch:
         if put_off is not None:
             return put_off
         # What was put off waits until this call is known to be made: the peers' may be one to put off.
-        with self.place_on(lane), lane.after(self.flush):
-            return handed_out(start(lane, *args, timeout))
+        try:
+            with self.place_on(lane), lane.after(self.flush):
+                return handed_out(start(lane, *args, timeout))
+        except PeerRefusedError as error:  # as in ``_Parts.send``
+            lost: Deferred[Any] = Deferred(self)
+            lost.abandoned(error)
+            return noted(lost)
 
     def _take(
         self, lane: Lane, start: Callable[..., Any], args: tuple[Any, ...], timeout: float | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ import asynccoll as ac
 import oracle
 import worlds
 from asynccoll.runtime import current
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -221,6 +223,30 @@ async def another_task(me: Rank) -> None:
 
 def test_tasks_started_inside_send_as_ever(pair: World) -> None:
     pair.run(another_task)
+
+
+async def settled_inside(me: Rank) -> None:
+    lane = current().world.lane()
+    with ac.coalescing():
+        works = [ac.all_reduce(_full(1, 2))]
+        epoch = lane.epoch
+        with raising(ac.InvalidArgumentError, "timeout"):
+            ac.all_reduce(_full(1, 2), timeout=-1)
+        deadline = time.monotonic() + patient(10)
+        while lane.epoch == epoch:  # all ranks have refused it: the place is lost before the block ends
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        works.append(ac.all_reduce(_full(1, 2)))
+        works.append(ac.all_gather(_full(1, 2)))
+    for work in works:
+        with raising(ac.PeerRefusedError, "refused its side"):
+            await me.get(work)
+    assert await me.get(ac.all_reduce(1)) == me.size
+
+
+def test_a_refusal_that_is_settled_inside_the_block_is_said_by_its_works(pair: World, runner: str) -> None:
+    """As one that is settled after it: leaving the block raises nothing, whichever comes first."""
+    pair.run(settled_inside, runner=runner)
 
 
 #: What one rank calls in place of an ``all_reduce`` of a tensor; each is refused.
