@@ -74,7 +74,7 @@ async def trained(me: Rank, reshard: bool) -> None:
             names = [span.name for span in timeline.spans if span.is_operation]
             if me.size > 1:
                 assert names.count("reduce_scatter") == 4
-                assert names.count("all_gather") == (8 if reshard else 4)
+                assert names.count("all_gather") == 2 * (8 if reshard else 4)  # each with its number
         if turn % 2:
             norm = await layers.clip_grad_norm_(0.05)
             assert close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05))
@@ -243,3 +243,45 @@ def test_resumed_on_another_number_of_ranks(tmp_path: Any) -> None:
     for size in (3, 1):
         resumed = worlds.world("gloo", size).run(steps, where, range(2, 5), True, runner="asyncio")
         assert resumed[0] == pytest.approx(expected[2:], rel=1e-4)
+
+
+async def dropped(me: Rank, reshard: bool) -> None:
+    twin = blocks()
+    layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+    for turn in range(3):
+        for rank in range(me.size):
+            x = rows(rank, turn)
+            for index, layer in enumerate(twin):
+                x = x if index == (rank + turn) % 3 else layer(x)
+            (x.square().mean() / me.size).backward()
+        x = rows(me.rank, turn)
+        async for layer in layers:
+            x = x if layer.module is layers._layers[(me.rank + turn) % 3].module else layer(x)
+        (x.square().mean() / me.size).backward()
+    for shard, expected in zip(layers.parameters(), _parts_of_gradients(twin, me), strict=True):
+        assert close(shard.grad, expected)
+
+
+def _parts_of_gradients(twin: nn.ModuleList, me: Rank) -> list[Tensor]:
+    whole = [torch.cat([x.grad.reshape(-1) for x in layer.parameters()]) for layer in twin]
+    padded = [torch.cat([x, x.new_zeros(-x.numel() % me.size)]) for x in whole]
+    return [x.chunk(me.size)[me.rank] for x in padded]
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+def test_layers_that_ranks_leave_out(several: World, reshard: bool) -> None:
+    """Each rank another: what it has not called has zeros from it, and no parts of two layers meet."""
+    several.run(dropped, reshard, runner="asyncio")
+
+
+async def at_different_layers(me: Rank) -> None:
+    layers = ac.overlap.shard_layers([nn.Linear(8, 8) for _ in range(3)], ahead=0, lane="crossed")
+    loop = reversed(layers) if me.rank else layers
+    with raising(ac.CollectiveMismatchError, "rank 0 layer 0, rank 1 layer 2", "finish_loop"):
+        async for _ in loop:
+            pass
+
+
+def test_ranks_at_different_layers_are_told(pair: World) -> None:
+    """Without check="full", too: their halves would have made one layer of the same shape."""
+    pair.run(at_different_layers)

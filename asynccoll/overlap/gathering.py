@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from asynccoll.errors import CollectiveMismatchError
 from asynccoll.ops import all_gather, reduce_scatter
 from asynccoll.work import Work
 
@@ -57,8 +58,8 @@ class Shard:
 class Layer:
     """One module without its parameters, and the shards that they are in."""
 
-    def __init__(self, name: str, module: nn.Module, rank: int, size: int) -> None:
-        self.name = name
+    def __init__(self, index: int, module: nn.Module, rank: int, size: int) -> None:
+        self.index = index
         self.module = module
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for own_name, parameter in module.named_parameters():
@@ -71,16 +72,44 @@ class Layer:
         for parameter in module.parameters():
             parameter.data = parameter.new_empty(0)  # its memory is what sharding is to save
 
+    @property
+    def name(self) -> str:
+        """As an ``nn.ModuleList`` of the layers would name it."""
+        return str(self.index)
+
+    def gathered(self, **call: Any) -> Work[list[torch.Tensor]]:
+        """The flat tensors of all ranks' parts; each sends the number of the layer as well.
+
+        Otherwise parts of two layers of one shape could be put together.
+        """
+        number = torch.tensor([self.index], device=self.shards[0].own.device)
+        parts = {f"layer {self.name}": [number, *(shard.own.detach() for shard in self.shards)]}
+        return all_gather(parts, **call).map(self._checked)
+
+    def _checked(self, found: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
+        ((numbers, *flats),) = found.values()
+        # Elsewhere reading a number waits for the device.
+        of_ranks = numbers.tolist() if numbers.device.type == "cpu" else []
+        if any(number != self.index for number in of_ranks):
+            told = ", ".join(f"rank {rank} layer {number}" for rank, number in enumerate(of_ranks))
+            raise CollectiveMismatchError(
+                f"the ranks (of the group) gathered different layers at once: {told}. Every rank has to run "
+                "the same loops over the layers; one whose loop ended early calls "
+                "`await layers.finish_loop()`"
+            )
+        return flats
+
     def filled(
         self,
         flats: list[torch.Tensor],
+        loop: Pass,
         scattering: Scattering,
-        regather: Callable[[], list[torch.Tensor]] | None,
     ) -> GatheredLayer:
         """The layer with the parameters that ``flats`` hold, whose gradients go back to the shards."""
         tensors: Tensors = {}
         for shard, flat in zip(self.shards, flats, strict=True):
-            tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat)), strict=True)
+            tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat, loop)), strict=True)
+        regather = loop.regathering(self)
         saving = nullcontext() if regather is None else Resharding(flats, regather).saving()
         return GatheredLayer(self.module, tensors, saving)
 
@@ -100,6 +129,45 @@ class GatheredLayer:
             return functional_call(self.module, self.parameters, args, kwargs)
 
 
+class _Returning:
+    """The gradients of one loop's layers on their way back, in the loop's reverse order on every rank.
+
+    What autograd brings earlier than that waits, and what it does not bring at all (of a layer that this
+    rank has skipped, or before which it left the loop) is sent as zeros in the end. So ranks that used
+    different layers of one loop still send the same, one after the other.
+    """
+
+    def __init__(self, loop: Pass, call: dict[str, Any]) -> None:
+        self.loop = loop
+        self._call = call
+        self._expected = list(reversed(loop.expected))
+        self._arrived: dict[Shard, torch.Tensor] = {}
+        self.sent: list[tuple[Shard, Work[torch.Tensor]]] = []
+
+    def bring(self, shard: Shard, gradient: torch.Tensor) -> None:
+        """Backward has come to this shard."""
+        self._arrived[shard] = gradient
+
+    def send(self) -> bool:
+        """Send what is next in order as far as it is there; whether that was all."""
+        for shard in self._expected[len(self.sent) :]:
+            if shard not in self._arrived:
+                return False
+            self._send(shard, self._arrived.pop(shard))
+        return True
+
+    def send_all(self) -> None:
+        """Backward is over: send zeros for what it has not come to."""
+        for shard in self._expected[len(self.sent) :]:
+            there = self._arrived.pop(shard, None)
+            self._send(shard, shard.join_like() if there is None else there)
+
+    def _send(self, shard: Shard, gradient: torch.Tensor) -> None:
+        work = reduce_scatter(gradient.contiguous(), **self._call)
+        work.detach()  # should backward raise
+        self.sent.append((shard, work))
+
+
 class Scattering:
     """The gradients that one backward has started to send back to the shards.
 
@@ -108,25 +176,29 @@ class Scattering:
 
     def __init__(self, call: dict[str, Any]) -> None:
         self._call = call
-        #: by the backward that has sent them: one that raised never comes to its end
-        self._out: dict[int, list[tuple[Shard, Work[torch.Tensor]]]] = {}
+        #: by the backward that has come to them, in which order; one that raised never comes to its end
+        self._running: dict[int, dict[Pass, _Returning]] = {}
 
-    def of(self, shard: Shard, flat: torch.Tensor) -> torch.Tensor:
+    def of(self, shard: Shard, flat: torch.Tensor, loop: Pass) -> torch.Tensor:
         """``flat``, whose gradient will go back to ``shard``."""
         if not (torch.is_grad_enabled() and shard.own.requires_grad):
             return flat
-        whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, self)  # type: ignore[no-untyped-call]
+        whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, loop, self)  # type: ignore[no-untyped-call]
         return whole
 
-    def send(self, shard: Shard, gradient: torch.Tensor) -> None:
-        """Start reducing the gradient of a whole flat tensor; the shard gets its part at the end."""
-        work = reduce_scatter(gradient.contiguous(), **self._call)
-        work.detach()  # should backward raise
+    def send(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> None:
+        """Send the gradient of a whole flat tensor in its turn; the shard gets its part at the end."""
         backward = torch._C._current_graph_task_id()
-        if backward not in self._out:
-            self._out[backward] = []
+        if backward not in self._running:
+            self._running[backward] = {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, backward))
-        self._out[backward].append((shard, work))
+        running = self._running[backward]
+        if loop not in running:
+            running[loop] = _Returning(loop, self._call)
+        running[loop].bring(shard, gradient)
+        for returning in running.values():  # one loop after the other
+            if not returning.send():
+                break
 
     def now(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's part, with a graph of its own, for a gradient that is to be differentiated again."""
@@ -134,8 +206,12 @@ class Scattering:
         return part
 
     def _end(self, backward: int) -> None:
+        running = self._running.pop(backward, {})
         with torch.no_grad():
-            for shard, work in self._out.pop(backward, ()):
+            for returning in running.values():
+                returning.send_all()
+                returning.loop.gather_rest()
+            for shard, work in [sent for returning in running.values() for sent in returning.sent]:
                 part = work.wait()
                 if shard.own.grad is None:
                     shard.own.grad = part
@@ -144,7 +220,7 @@ class Scattering:
 
     def forget(self) -> None:
         """Leave aside what a backward that raised had sent."""
-        self._out.clear()
+        self._running.clear()
 
 
 class _Scatter(torch.autograd.Function):
@@ -152,42 +228,74 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, flat: torch.Tensor, shard: Shard, scattering: Scattering
+        ctx: Any, own: torch.Tensor, flat: torch.Tensor, shard: Shard, loop: Pass, scattering: Scattering
     ) -> torch.Tensor:
-        ctx.shard, ctx.scattering = shard, scattering
+        ctx.shard, ctx.loop, ctx.scattering = shard, loop, scattering
         return flat.view_as(flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
-            return ctx.scattering.now(grads[0]), None, None, None
-        ctx.scattering.send(ctx.shard, grads[0])
-        return None, None, None, None
+            return ctx.scattering.now(grads[0]), None, None, None, None
+        ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
+        return None, None, None, None, None
 
 
 class Pass:
     """One loop over the layers, forward or backward: which comes after which."""
 
-    def __init__(self, layers: list[Layer], start: Callable[[Layer, Pass], Work[Any]]) -> None:
+    def __init__(
+        self,
+        layers: list[Layer],
+        start: Callable[[Layer, Pass], Work[Any]],
+        again: dict[str, Any] | None,
+    ) -> None:
+        """``again``: group and lane where backward gathers the layers once more, if it does."""
         self._layers = layers
         self._start = start
-        self._under_way: dict[str, Work[Any]] = {}
+        self._call = again
+        #: the layers that were gathered, and the shards of them that are to be differentiated, in order
+        self._gathered: list[Layer] = []
+        self.expected: list[Shard] = []
+        #: how many are gathered once more, the last first, and those of them that nobody has taken yet
+        self._again = 0
+        self._under_way: dict[Layer, Work[list[torch.Tensor]]] = {}
 
     def starts(self) -> Iterator[Callable[[], Work[Any]]]:
         """What gathers each layer."""
         return (partial(self._start, layer, self) for layer in self._layers)
 
-    def again(self, layer: Layer, call: dict[str, Any]) -> list[torch.Tensor]:
-        """The parameters of ``layer`` once more, for its backward; that of the layer before comes next."""
-        index = self._layers.index(layer)
-        for wanted in self._layers[max(0, index - 1) : index + 1][::-1]:
-            if wanted.name not in self._under_way:
-                parts = {f"layer {wanted.name}": [shard.own.detach() for shard in wanted.shards]}
-                self._under_way[wanted.name] = all_gather(parts, **call)
-                self._under_way[wanted.name].detach()
-        flats: list[torch.Tensor]
-        (flats,) = self._under_way.pop(layer.name).wait().values()
-        return flats
+    def expect(self, layer: Layer) -> None:
+        """``layer`` is being gathered: a backward brings gradients for it, if autograd records now."""
+        self._gathered.append(layer)
+        if torch.is_grad_enabled():
+            self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
+
+    def regathering(self, layer: Layer) -> Callable[[], list[torch.Tensor]] | None:
+        """What gathers the parameters of ``layer`` once more, if that is to be done."""
+        return None if self._call is None else partial(self._regather, layer, self._call)
+
+    def _regather(self, layer: Layer, call: dict[str, Any]) -> list[torch.Tensor]:
+        """The parameters of ``layer`` once more, for its backward; that of the layer before comes next.
+
+        Those after it that this rank has not needed are gathered as well, as other ranks may need them.
+        """
+        self._gather_down_to(self._gathered.index(layer) - 1, call)
+        if layer not in self._under_way:  # a second backward of the same graph
+            return layer.gathered(**call).wait()
+        return self._under_way.pop(layer).wait()
+
+    def gather_rest(self) -> None:
+        """Backward is over: gather, in step with ranks that needed them, what was not needed here."""
+        if self._call is not None:
+            self._gather_down_to(0, self._call)
+            self._under_way.clear()
+
+    def _gather_down_to(self, index: int, call: dict[str, Any]) -> None:
+        for wanted in self._gathered[::-1][self._again : len(self._gathered) - max(0, index)]:
+            self._under_way[wanted] = wanted.gathered(**call)
+            self._under_way[wanted].detach()
+            self._again += 1
 
 
 #: Index of a flat tensor, and shape, strides and offset there.

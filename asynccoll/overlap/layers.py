@@ -14,7 +14,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import nn
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.lanes import backward_lane
-from asynccoll.ops import all_gather
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.prefetch import check_ahead, prefetch
@@ -47,11 +45,14 @@ class ShardedLayers(nn.Module):
     - ``await clip_grad_norm_(max_norm)`` clips by the norm over all ranks.
     - **Checkpoints**: ``await full_state_dict()`` (parameters and buffers, named as in an ``nn.ModuleList``)
       and ``await full_optimizer_state(optimizer)`` are the same on every rank, and any number can load them.
-    - **Ranks must run the same layers** in the same order: with ``check="full"`` two that do not are told
-      the names, otherwise parts of different layers can meet. A rank whose loop ended early, by ``break`` or
-      an exception, calls ``await finish_loop()``, which gathers the layers that are left, so that the ranks
-      are in step again; a backward that the others run has to be run there, too, or by nobody (agree on it
-      with ``await ac.all_reduce(succeeded, op="min")``).
+    - **Ranks must run the same loops** over the layers. The number of the layer goes with each gather: ranks
+      that are at different layers get ``CollectiveMismatchError`` (on the CPU; elsewhere looking would wait
+      for the device, and ``check="full"`` tells). A rank whose loop ended early, by ``break`` or an
+      exception, calls ``await finish_loop()``, which gathers the layers that are left, so that the ranks are
+      in step again; a backward that the others run has to be run there, too, or by nobody (agree on it with
+      ``await ac.all_reduce(succeeded, op="and")``).
+    - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
+      Its backward has to come to one layer of the loop at least.
 
     Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
@@ -67,11 +68,13 @@ class ShardedLayers(nn.Module):
         modules = list(layers)
         _check_unshared(modules)
         # Not as submodules: their parameters are empty, and ours are the parts.
-        self._layers = [Layer(str(i), module, rank, size) for i, module in enumerate(modules)]
+        self._layers = [Layer(index, module, rank, size) for index, module in enumerate(modules)]
         self.shards = nn.ParameterList([shard.own for layer in self._layers for shard in layer.shards])
-        self._ahead, self._reshard = ahead, reshard_after_forward
+        self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": lane}
         self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(lane)}
+        again = {"group": group, "lane": backward_lane(f"{lane}/again")}
+        self._again = again if reshard_after_forward else None
         self._scattering = Scattering(self._backward)
         self._loop: Iterator[Callable[[], Work[Any]]] = iter(())
 
@@ -106,19 +109,12 @@ class ShardedLayers(nn.Module):
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._scattering.forget()  # what a backward that raised has left
-        self._loop = Pass(layers, self._start).starts()
+        self._loop = Pass(layers, self._start, self._again).starts()
         return prefetch(self._loop, ahead=self._ahead)
 
     def _start(self, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
-        # The name is part of what ranks compare: parts of two layers of one shape must not be put together.
-        parts = {f"layer {layer.name}": [shard.own.detach() for shard in layer.shards]}
-        resharding = partial(loop.again, layer, self._backward) if self._reshard else None
-
-        def filled(found: dict[str, list[torch.Tensor]]) -> GatheredLayer:
-            (flats,) = found.values()
-            return layer.filled(flats, self._scattering, resharding)
-
-        return all_gather(parts, **self._call).map(filled)
+        loop.expect(layer)
+        return layer.gathered(**self._call).map(lambda flats: layer.filled(flats, loop, self._scattering))
 
     async def finish_loop(self) -> None:
         """Gather the layers that a loop which ended early has left out, as the other ranks do."""
@@ -213,7 +209,7 @@ def shard_layers(
         ahead: how many layers are gathered while one is used.
         group, lane: as in every operation; backward communicates on ``<lane>/backward``.
         reshard_after_forward: do not keep a layer's full parameters for its backward, but gather them again
-            there: less memory for half as much more communication.
+            there, on ``<lane>/again/backward``: less memory for half as much more communication.
 
     Raises:
         InvalidArgumentError: two layers share a parameter; ``ahead`` cannot be; this rank is not in
