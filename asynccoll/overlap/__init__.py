@@ -8,15 +8,16 @@ Each module here is one way to overlap, on top of the public operations alone:
 - ``layers``: layers of which each rank keeps its part, gathered ahead of use (``shard_layers``);
 - ``averaging``: local steps, and parameters averaged in the background (``average_parameters``);
 - ``prefetch``, ``window``: operations started ahead of a loop, and held back (``prefetch``, ``InFlight``);
-- ``parameters``: what the ranks start from (``broadcast_parameters``), and whether they still agree
-  (``check_parameters``).
+- ``parameters``: what the ranks start from (``broadcast_parameters``);
+- ``divergence``: whether they still have the same (``check_parameters``).
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters
 from asynccoll.overlap.ddp import DDPState, ddp_hook
+from asynccoll.overlap.divergence import ParameterChecker, check_parameters
 from asynccoll.overlap.gradients import GradientReducer, overlap_gradients
 from asynccoll.overlap.layers import GatheredLayer, ShardedLayers, shard_layers
-from asynccoll.overlap.parameters import broadcast_parameters, check_parameters
+from asynccoll.overlap.parameters import broadcast_parameters
 from asynccoll.overlap.prefetch import prefetch
 from asynccoll.overlap.sharded import ShardedOptimizer, shard_optimizer
 from asynccoll.overlap.window import InFlight
@@ -27,6 +28,7 @@ __all__ = [
     "GradientReducer",
     "InFlight",
     "ParameterAverager",
+    "ParameterChecker",
     "ShardedLayers",
     "ShardedOptimizer",
     "average_parameters",

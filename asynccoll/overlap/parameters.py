@@ -1,4 +1,4 @@
-"""What the ranks start from, and whether they still have it: parameters and buffers of all ranks."""
+"""What the ranks start from: parameters and buffers of the first of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asynccoll.ops import all_gather, broadcast
 from asynccoll.runtime import get_rank, get_world_size
 from asynccoll.work import Work
 
-__all__ = ["broadcast_buffers", "broadcast_parameters", "check_parameters", "first_rank", "start_alike"]
+__all__ = ["broadcast_buffers", "broadcast_parameters", "first_rank", "named_tensors", "start_alike"]
 
 
 def broadcast_parameters(
@@ -57,35 +57,8 @@ def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) ->
     _broadcast(tensors, src=first_rank(**tail), **tail).wait()
 
 
-def check_parameters(
-    model: torch.nn.Module | Iterable[torch.Tensor],
-    *,
-    group: Any = None,
-    lane: str | None = None,
-    timeout: float | None = None,
-) -> Work[None]:
-    """Compare parameters (of a module also its buffers) over all ranks, bit for bit, by a checksum of each.
-
-    >>> if step % 100 == 0:
-    ...     await ac.overlap.check_parameters(model.parameters())
-
-    Data parallel training keeps them identical; this tells when it has not. Sixteen bytes for each tensor
-    are sent. Pass ``model.parameters()`` where each rank has buffers of its own (batch norm).
-
-    Raises:
-        CollectiveMismatchError: on every rank, from the await: which tensor differs, and between which ranks.
-    """
-    names, tensors = _named(model)
-    sums = (
-        torch.stack([_checksum(x) for x in tensors])
-        if tensors
-        else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
-    )
-    gathered = all_gather(sums[None], group=group, lane=lane, timeout=timeout)
-    return gathered.map(lambda rows: _check_sums(rows.tolist(), names))
-
-
-def _named(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    """The parameters and buffers of a module with their names, or the tensors given with their numbers."""
     if isinstance(model, torch.nn.Module):
         pairs = [*model.named_parameters(), *model.named_buffers()]
     else:
@@ -94,7 +67,7 @@ def _named(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], 
 
 
 def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return _named(model)[1]
+    return named_tensors(model)[1]
 
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
@@ -128,22 +101,3 @@ def _check_layouts(tensors: list[torch.Tensor], **tail: Any) -> None:
             f"different from rank 0 (of the group): {differing}. Build the same model on every rank, in the "
             "same memory format"
         )
-
-
-def _checksum(x: torch.Tensor) -> torch.Tensor:
-    """Two numbers that a changed bit or two exchanged elements change."""
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
-    words = x.contiguous().view(-1).view(word).to(torch.int64)
-    places = torch.arange(1, words.numel() + 1, device=words.device)
-    return torch.stack([words.sum(), (words * (places * 2654435761 % 4294967291)).sum()]).cpu()
-
-
-def _check_sums(rows: list[list[list[int]]], names: list[str]) -> None:
-    for index, name in enumerate(names):
-        differing = [rank for rank, sums in enumerate(rows) if sums[index] != rows[0][index]]
-        if differing:
-            raise CollectiveMismatchError(
-                f"the ranks have diverged: tensor {name} of {len(names)} on ranks {differing} is not that of "
-                "rank 0 (of the group). Was a gradient changed before it was reduced, a rank's step skipped, "
-                "or the model not started from the same values (ac.overlap.broadcast_parameters)?"
-            )

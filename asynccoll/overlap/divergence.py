@@ -1,0 +1,144 @@
+"""Whether the ranks still have the same parameters, told by checksums now and then.
+
+    checking = ac.overlap.check_parameters(model.parameters(), every=100)
+    for x, y in loader:
+        ...
+        optimizer.step()
+        await checking                   # or checking.wait(); compares after every hundredth step
+
+Built on the public operations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import torch
+
+from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.ops import all_gather
+from asynccoll.overlap.parameters import named_tensors
+from asynccoll.work import Work
+
+__all__ = ["ParameterChecker", "check_parameters"]
+
+
+class ParameterChecker:
+    """Compares parameters over all ranks every so many awaits; ``check_parameters`` makes it.
+
+    ``await checking`` once a step, or ``checking.wait()`` without a loop; ``every - 1`` of them do nothing.
+    After a cancelled or timed-out await the next one goes on with the same comparison.
+    """
+
+    def __init__(self, model: torch.nn.Module | Iterable[torch.Tensor], *, every: int, **call: Any) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InvalidArgumentError(f"every must be a positive int, got {every!r}")
+        self._given = model if isinstance(model, torch.nn.Module) else list(model)
+        self._every = every
+        self._call = call
+        self._steps = 0
+        self._work: Work[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<ParameterChecker, every {self._every} steps: step {self._steps}>"
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._stepped().__await__()
+
+    async def _stepped(self) -> None:
+        work = self._step()
+        if work is not None:
+            try:
+                await work
+            except Exception as error:
+                self._over(error)
+                raise
+            self._over()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """The same without an event loop.
+
+        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait goes on with the step.
+        """
+        work = self._step()
+        if work is not None:
+            try:
+                work.wait(timeout)
+            except Exception as error:
+                self._over(error)
+                raise
+            self._over()
+
+    def _step(self) -> Work[None] | None:
+        """The comparison that this step waits for, if it does; begins it unless an await was cut short."""
+        if self._work is None:
+            self._steps += 1
+            if self._steps % self._every == 0:
+                self._work = _compared(self._given, self._call)
+        return self._work
+
+    def _over(self, error: Exception | None = None) -> None:
+        if not isinstance(error, CollectiveTimeoutError):  # then it is still in flight
+            self._work = None
+
+
+def check_parameters(
+    model: torch.nn.Module | Iterable[torch.Tensor],
+    *,
+    every: int = 1,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> ParameterChecker:
+    """Compare parameters (of a module also its buffers) over all ranks, bit for bit, by a checksum of each.
+
+    >>> checking = ac.overlap.check_parameters(model.parameters(), every=100)
+    >>> for x, y in loader:
+    ...     ...
+    ...     optimizer.step()
+    ...     await checking                                   # of every hundredth step
+    >>> await ac.overlap.check_parameters(model)             # once, now
+
+    Data parallel training keeps them identical; this tells when it has not. Sixteen bytes for each tensor
+    are sent. Pass ``model.parameters()`` where each rank has buffers of its own (batch norm).
+
+    Args:
+        model: a module, whose tensors are looked up at each comparison, or tensors. The same on every rank.
+        every: of how many awaits one compares.
+        group, lane, timeout: as in every operation.
+
+    Raises:
+        InvalidArgumentError: ``every`` cannot be.
+        CollectiveMismatchError: on every rank, from the await: which tensor differs, and between which ranks.
+    """
+    return ParameterChecker(model, every=every, group=group, lane=lane, timeout=timeout)
+
+
+def _compared(model: torch.nn.Module | Iterable[torch.Tensor], call: dict[str, Any]) -> Work[None]:
+    names, tensors = named_tensors(model)
+    sums = (
+        torch.stack([_checksum(x) for x in tensors])
+        if tensors
+        else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+    )
+    return all_gather(sums[None], **call).map(lambda rows: _check_sums(rows.tolist(), names))
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """Two numbers that a changed bit or two exchanged elements change."""
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
+    words = x.contiguous().view(-1).view(word).to(torch.int64)
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    return torch.stack([words.sum(), (words * (places * 2654435761 % 4294967291)).sum()]).cpu()
+
+
+def _check_sums(rows: list[list[list[int]]], names: list[str]) -> None:
+    for index, name in enumerate(names):
+        differing = [rank for rank, sums in enumerate(rows) if sums[index] != rows[0][index]]
+        if differing:
+            raise CollectiveMismatchError(
+                f"the ranks have diverged: tensor {name} of {len(names)} on ranks {differing} is not that of "
+                "rank 0 (of the group). Was a gradient changed before it was reduced, a rank's step skipped, "
+                "or the model not started from the same values (ac.overlap.broadcast_parameters)?"
+            )
