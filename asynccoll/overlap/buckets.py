@@ -63,6 +63,12 @@ class Bucket:
         self.has[index] = True
         self.waiting -= 1
 
+    def check(self, index: int) -> None:
+        """Refuse a gradient of the parameter at ``index`` that could not be sent."""
+        parameter = self.parameters[index]
+        assert parameter.grad is not None
+        _check_gradient(parameter, parameter.grad, self.dtype)
+
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient, and its place, laid out as the parameter is now (``model.to(memory_format=...)``)."""
         strides = self.parameters[index].stride()
@@ -177,6 +183,7 @@ def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, dtype: torc
             "and all_reduce their .grad yourself"
         )
     if gradient.requires_grad:
+        parameter.grad = gradient.detach()  # so that the step can be completed with what there is
         raise InvalidArgumentError(
             f"the gradient of a parameter of shape {shape} carries a graph (backward(create_graph=True)), "
             "which a reduction in place would cut off: take gradients that are to be differentiated again by "

@@ -32,11 +32,20 @@ import torch
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.lanes import backward_lane
 from asynccoll.ops import all_reduce
+from asynccoll.overlap.accepted import (
+    check_arguments,
+    check_not_ddp,
+    check_reduce_dtype,
+    group_size,
+    module_with_buffers,
+    source_of,
+)
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
+from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
 from asynccoll.overlap.window import InFlight
-from asynccoll.runtime import get_rank, get_world_size
+from asynccoll.runtime import get_rank
 from asynccoll.work import Work, wait_all
 
 __all__ = ["GradientReducer", "overlap_gradients"]
@@ -98,21 +107,21 @@ class GradientReducer:
         broadcast_buffers: bool = False,
     ) -> None:
         check_not_ddp(model)
-        self._source = _source(model)
+        self._source = source_of(model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
-        _check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
-        _check_reduce_dtype(reduce_dtype)
+        check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
+        check_reduce_dtype(reduce_dtype)
         self._group = group
         self._lane = backward_lane(lane)
         self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
         self._reduce_dtype = reduce_dtype
-        size = _group_size(group)
+        size = group_size(group)
         self._scale = 1.0 / size if op == "avg" else 1.0
         self._parts = size if op == "sum" else 1
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         _check_unshared(*self._identity)
-        self._buffers = _module_with_buffers(model) if broadcast_buffers else None
+        self._buffers = module_with_buffers(model) if broadcast_buffers else None
         self._first_rank = first_rank(**self._tail()) if broadcast_buffers else 0
         if init_sync:
             start_alike(model if isinstance(model, torch.nn.Module) else self._source(), **self._tail())
@@ -126,7 +135,7 @@ class GradientReducer:
         self._rounds = 0  # reductions since the last step, where somebody says ``stepped``
         self._lock = threading.Lock()  # with several devices, several threads run one backward
         self._hooks: list[Any] = []
-        self._unhook = weakref.finalize(self, _remove, self._hooks)
+        self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._join(parameters)
         _live.add(self)
 
@@ -142,9 +151,9 @@ class GradientReducer:
             bucket.parts = self._parts
             self._buckets.append(bucket)
             for index, parameter in enumerate(bucket.parameters):
-                self._hooks.append(_register(parameter, _hook(weakref.ref(self), bucket, index)))
+                self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))
                 if bucket.parts > 1:
-                    self._hooks += _before_accumulation(parameter, partial(bucket.divide, index))
+                    self._hooks += before_accumulation(parameter, partial(bucket.divide, index))
 
     def _join_new(self) -> None:
         """Have parameters that were added or unfrozen take part, from this step on."""
@@ -242,6 +251,7 @@ class GradientReducer:
             if self._begun and (again or not self._syncing):
                 raise InvalidArgumentError(_SECOND_BACKWARD)
             if not self._syncing:
+                bucket.check(index)
                 self._gathered = True
                 return
             bucket.put(index, self._scale)
@@ -363,67 +373,9 @@ def overlap_gradients(
     )
 
 
-# Making one
-
-
-def check_not_ddp(model: object) -> None:
-    """DDP's own reduction and ours would write the same gradients at once."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise InvalidArgumentError(
-            "DistributedDataParallel reduces the gradients of its model itself: pass the model without it, "
-            "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
-        )
-
-
-def _check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:
-    if not parameters:
-        raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
-    if op not in {"avg", "sum"}:
-        raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
-    if any(not isinstance(size, int) or size <= 0 for size in sizes):
-        raise InvalidArgumentError(
-            f"bucket_bytes and first_bucket_bytes must be positive ints, got {sizes[0]!r} and {sizes[1]!r}"
-        )
-
-
-def _group_size(group: Any) -> int:
-    size = get_world_size(group)
-    if size < 1:
-        raise InvalidArgumentError(
-            f"rank {get_rank()} is not in {group!r}, so it has no gradients to reduce there; guard the call "
-            "with `ac.get_rank(group) >= 0`"
-        )
-    return size
-
-
 def living() -> list[GradientReducer]:
     """The reducers of this process that are neither closed nor gone."""
     return list(_live)
-
-
-def _source(
-    model: torch.nn.Module | Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
-) -> Callable[[], Iterable[torch.Tensor]]:
-    """What tells the parameters that there are by now, frozen ones too."""
-    if isinstance(model, torch.nn.Module):
-        return model.parameters
-    if callable(model):
-        return model
-    parameters = list(model)
-    return lambda: parameters
-
-
-def _module_with_buffers(model: object) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError(
-            f"broadcast_buffers=True needs the module that has them, got {type(model).__name__}"
-        )
-    return model
-
-
-def _check_reduce_dtype(dtype: object) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidArgumentError(f"reduce_dtype must be a floating point dtype of torch, got {dtype!r}")
 
 
 def _check_unshared(rank: int, lane: str, ids: set[int], but: GradientReducer | None = None) -> None:
@@ -442,20 +394,6 @@ def _check_unshared(rank: int, lane: str, ids: set[int], but: GradientReducer | 
             )
 
 
-def _register(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Sequence[Any]:
-    """Have ``hook`` called before backward adds to ``.grad``: the handle, and the node that it lives on."""
-    with torch.enable_grad():
-        view = parameter.view_as(parameter)
-    assert view.grad_fn is not None
-    node = view.grad_fn.next_functions[0][0]
-    assert node is not None
-    return node.register_prehook(lambda *_: hook()), node
-
-
 def _hook(
     reducer: weakref.ref[GradientReducer], bucket: Bucket, index: int
 ) -> Callable[[torch.Tensor], None]:
@@ -467,13 +405,6 @@ def _hook(
             alive._arrived(bucket, index)
 
     return arrived
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        if hasattr(hook, "remove"):
-            hook.remove()
-    hooks.clear()
 
 
 def _wait_each(works: list[Work[Any]], timeout: float | None) -> None:

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
 from asynccoll.lanes import backward_lane
 from asynccoll.overlap import norms
+from asynccoll.overlap.accepted import check_not_ddp
 from asynccoll.overlap.elementwise import check_elementwise
-from asynccoll.overlap.gradients import check_not_ddp
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, parts_of, whole_of

@@ -1,0 +1,78 @@
+"""Models, groups and options that a reducer of gradients accepts, and what it says of others.
+
+Knows nothing of reducers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.runtime import get_rank, get_world_size
+
+__all__ = [
+    "check_arguments",
+    "check_not_ddp",
+    "check_reduce_dtype",
+    "group_size",
+    "module_with_buffers",
+    "source_of",
+]
+
+
+def check_not_ddp(model: object) -> None:
+    """DDP's own reduction and ours would write the same gradients at once."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise InvalidArgumentError(
+            "DistributedDataParallel reduces the gradients of its model itself: pass the model without it, "
+            "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
+        )
+
+
+def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:
+    if not parameters:
+        raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
+    if op not in {"avg", "sum"}:
+        raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
+    if any(not isinstance(size, int) or size <= 0 for size in sizes):
+        raise InvalidArgumentError(
+            f"bucket_bytes and first_bucket_bytes must be positive ints, got {sizes[0]!r} and {sizes[1]!r}"
+        )
+
+
+def group_size(group: Any) -> int:
+    size = get_world_size(group)
+    if size < 1:
+        raise InvalidArgumentError(
+            f"rank {get_rank()} is not in {group!r}, so it has no gradients to reduce there; guard the call "
+            "with `ac.get_rank(group) >= 0`"
+        )
+    return size
+
+
+def source_of(
+    model: torch.nn.Module | Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
+) -> Callable[[], Iterable[torch.Tensor]]:
+    """What tells the parameters that there are by now, frozen ones too."""
+    if isinstance(model, torch.nn.Module):
+        return model.parameters
+    if callable(model):
+        return model
+    parameters = list(model)
+    return lambda: parameters
+
+
+def module_with_buffers(model: object) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"broadcast_buffers=True needs the module that has them, got {type(model).__name__}"
+        )
+    return model
+
+
+def check_reduce_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidArgumentError(f"reduce_dtype must be a floating point dtype of torch, got {dtype!r}")
