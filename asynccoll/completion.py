@@ -37,6 +37,10 @@ class Completion:
         """Whether the operation has finished or failed."""
         raise NotImplementedError
 
+    def landed(self) -> bool:
+        """Whether the device has done it, too, where being done is only a matter of its stream's order."""
+        return self.done()
+
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` with the GIL released; whether it is done."""
         raise NotImplementedError
@@ -96,6 +100,9 @@ class Promise(Completion):
 
     def done(self) -> bool:
         return self._done
+
+    def landed(self) -> bool:
+        return self._done and (self.source is None or self._error is not None or self.source.landed())
 
     def wait(self, seconds: float) -> bool:
         if not self._done:
@@ -165,6 +172,9 @@ class AllOf(Completion):
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
+
+    def landed(self) -> bool:
+        return all(part.landed() for part in self.parts)
 
     def wait(self, seconds: float) -> bool:
         deadline = monotonic() + seconds

@@ -39,6 +39,8 @@ LEAVE_SECONDS = 30.0
 #: The same where something went wrong, so that they may be stuck.
 ABORT_SECONDS = 2.0
 LEAVE_POLL_SECONDS = 0.005
+#: How often one looks whether the device has done what the host has seen done.
+LAND_POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +134,13 @@ class Context:
         return [operation for lane in self.lanes() for operation in lane.outstanding()]
 
     def drain(self, seconds: float) -> list[Operation]:
-        """Wait up to ``seconds`` for everything outstanding; what is still out afterwards."""
+        """Wait up to ``seconds`` for everything outstanding, also on the device; what is still out then."""
         deadline = monotonic() + seconds
         for operation in self.outstanding():
             self.watch.add(operation)  # a peer may be gone, or have refused its side
-            while not operation.done() and (left := deadline - monotonic()) > 0:
-                operation.completion.wait(min(left, 0.1))
+            while not operation.landed() and (left := deadline - monotonic()) > 0:
+                if operation.completion.wait(min(left, 0.1)) and not operation.landed():
+                    sleep(LAND_POLL_SECONDS)
         return self.outstanding()
 
     def close(self, *, abort: bool, patience: float = LEAVE_SECONDS) -> None:
@@ -212,15 +215,11 @@ class Context:
         self.liveness.disown()
         return [completion for group in self.groups.values() for completion in group.disown(error)]
 
-    async def on_host(self, operation: Operation, value: object) -> None:
-        """Wait until the host may read ``value``, which ``operation`` delivered on the device."""
-        computed = getattr(self.backend, "on_host", None)
-        if computed is not None:
-            await computed(value)
-        if self.backend.stream_ordered:
-            from asynccoll.streams import drained
-
-            await drained(self.backend.device)
+    async def computed(self, value: object) -> None:
+        """Wait until ``value`` is computed, where a backend puts that off (xla)."""
+        on_host = getattr(self.backend, "on_host", None)
+        if on_host is not None:
+            await on_host(value)
 
     # Failures
 

@@ -33,6 +33,7 @@ from asynccoll.modes import as_called, program_as_called
 from asynccoll.operation import Estimate, Operation
 from asynccoll.place import NOWHERE, Place, Spot, caller
 from asynccoll.stepping import Stepping, waiting
+from asynccoll.streams import current, on_stream
 
 if TYPE_CHECKING:
     from asynccoll.backends.base import Communicator
@@ -75,7 +76,7 @@ _SETTLED.settle()
 class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
-    __slots__ = ("driven", "generator", "place", "program", "promise", "shares", "start", "step")
+    __slots__ = ("driven", "generator", "place", "program", "promise", "shares", "start", "step", "stream")
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class Job:
         self.shares = False  # its place with other parts of one call, some of which may have been issued
         self.start = start
         self.program = program
+        self.stream = current()  # the input is ready there, whichever thread issues the call
         self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.generator: Generator[Completion, None, Completion] | None = None
@@ -392,7 +394,7 @@ class Lane:
         operation = Operation(self, estimate, sequence, completion, spot, limit)
         if stream is None:
             in_flight = self._in_flight
-            while in_flight and ((first := in_flight[0]).over or first.completion.done() or first.failure):
+            while in_flight and ((first := in_flight[0]).over or first.completion.landed() or first.failure):
                 in_flight.popleft()
                 if first.failure is not None:
                     self._keep_apart(first)
@@ -407,8 +409,18 @@ class Lane:
 
     def _keep_apart(self, operation: Operation) -> None:
         """Hold on to its memory, which the native operation may still write to, out of the others' way."""
-        self._apart = [one for one in self._apart if not one.completion.done()]
+        self._apart = [one for one in self._apart if not one.completion.landed()]
         self._apart.append(operation)
+
+    def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
+        """What is left of ``operation`` when it is done: with its place, its time limit, and its fate."""
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken.with_traceback(None)
+            estimate = self.estimate(f"{name} of {operation.name}", 0)
+            follower = operation.followed_by(estimate, completion)
+            self._keep_apart(follower)
+            return follower
 
     # Issuing what is queued
 
@@ -507,7 +519,7 @@ class Lane:
         """Start the job's next call; after its last one the lane is free for the next job."""
         interrupted: KeyboardInterrupt | None = None
         try:
-            last = self._next_call(job)
+            last = on_stream(job.stream, self._next_call, job)
         except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
             last = Ready(error)
             if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
@@ -550,6 +562,8 @@ class Lane:
                 assert job.generator is not None
                 job.step = job.generator.throw(error)
             else:
+                if job.step is not None and job.step.stream_ordered:
+                    job.step.synchronize()  # what the program computes of it comes after it
                 if job.generator is None:
                     assert job.program is not None
                     job.generator = job.program(self.communicator)
@@ -641,7 +655,7 @@ class Lane:
         """What is out from ``first`` to ``last``, with the error of each."""
         return [
             (operation, refusal.error(self, operation.sequence))
-            for operation in self._in_flight
+            for operation in (*self._in_flight, *self._apart)
             if first <= operation.sequence <= last
         ]
 
@@ -659,7 +673,7 @@ class Lane:
             and not self._driving
             and (self._active is None or not self._active.place)
             and not any(job.place for job in self._queue)
-            and all(op.done() for op in self._in_flight if op.sequence < place)
+            and all(op.landed() for op in self._in_flight if op.sequence < place)
         )
 
     def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
@@ -836,9 +850,9 @@ class Lane:
         return known
 
     def outstanding(self) -> list[Operation]:
-        """The operations that are not done: collectives in order, then messages."""
+        """The operations that use their memory: collectives in order, then messages."""
         with self._lock:
-            return [operation for operation in (*self._in_flight, *self._apart) if not operation.done()]
+            return [operation for operation in (*self._in_flight, *self._apart) if not operation.landed()]
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child: refuse what comes, fail what is in flight; what of it must not be destroyed."""

@@ -113,11 +113,22 @@ class Operation:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""
         return self.over or self.failure is not None or self.completion.done()
 
+    def landed(self) -> bool:
+        """Whether its memory is no longer in use: ``done()``, and for the device as well."""
+        return self.over or self.failure is not None or self.completion.landed()
+
     def extend(self) -> None:
         """Somebody was told that its time is over: who waits on waits for as long again."""
         now = monotonic()
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
+
+    def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
+        """Another one at the same place and with the same time limit, which is over with ``completion``."""
+        follower = Operation(self.lane, estimate, self.sequence, completion, self._spot, self._timeout)
+        follower.deadline = self.deadline
+        follower.peer = self.peer
+        return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
         """Call ``waker`` once when ``done()`` has become true, at once if it is; returns how to forget it."""
@@ -158,6 +169,14 @@ class Operation:
             self.failure = error
             self.completion = Ready(error)
         return native
+
+    def order(self) -> None:
+        """Order the current device stream after it; the library may be told to wait here, and may fail."""
+        try:
+            self.completion.synchronize()
+        except RuntimeError as error:
+            self.failure = self.lane.explain_failure(self, error)
+            raise self.failure from error
 
     def error(self) -> CollectiveError | None:
         """What went wrong, as one of ours; None if nothing did. Only once done."""

@@ -1,31 +1,91 @@
-"""Device streams and the host: ``on_host`` for backends whose works are ordered by a stream."""
+"""Device streams: what is done for the host while the device is behind.
+
+An operation that is ordered by a stream (nccl) is ready when it has been issued. What follows is here: how
+the host waits for the device, how a second stream is ordered after a result, and on which stream another
+thread issues a call.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from asynccoll.backends.waiters import Waiters
-from asynccoll.waiting import Signal
+from asynccoll.completion import Promise
 
-__all__ = ["drained"]
+if TYPE_CHECKING:
+    from asynccoll.operation import Operation
+
+__all__ = ["Mark", "carried", "current", "landing", "on_stream"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _waiter = Waiters("asynccoll-stream")
 
 
-async def drained(device: torch.device) -> None:
-    """Wait, without holding the event loop, until the device has done all that its current stream holds."""
+def landing(operations: Sequence[Operation], device: torch.device) -> Operation | None:
+    """What is over once the device has done all that its current stream holds now; None if it has.
+
+    It has the time limit of the last of ``operations`` and ends with it: by the loss of a peer, say.
+    """
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
-    if event.query():
-        return
-    signal = Signal()
-    _waiter.submit(event, lambda: _wait(event, signal))
-    await signal.wait()
+    landed = Promise()
+    try:
+        if event.query():
+            return None
+    except RuntimeError as error:  # what any kernel failed with
+        landed.settle(error)
+    else:
+        _waiter.submit(event, lambda: _wait(event, landed))
+    return operations[-1].lane.follow_up(operations[-1], "on_host", landed)
 
 
-def _wait(event: Any, signal: Signal) -> None:
+def _wait(event: Any, landed: Promise) -> None:
     # A blocking event sleeps in the driver: no spinning, and the GIL is free.
-    event.synchronize()
-    signal.set()
+    try:
+        event.synchronize()
+    except RuntimeError as error:  # as above
+        landed.settle(error)
+    else:
+        landed.settle()
+
+
+class Mark:
+    """A place on the stream that is current where it is made; other streams can be ordered after it."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def order(self) -> None:
+        """Order the current stream after it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+def current() -> torch.cuda.Stream | None:
+    """The current stream of this thread; None where the process has not used a device."""
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_stream() if used else None
+
+
+def on_stream(
+    stream: torch.cuda.Stream | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """``function``'s result, with ``stream`` (and its device) as the current one."""
+    if stream is None:
+        return function(*args, **kwargs)
+    with torch.cuda.stream(stream):
+        return function(*args, **kwargs)
+
+
+def carried(job: Callable[[], T]) -> Callable[[], T]:
+    """``job``, which another thread will run on the stream that is current here."""
+    stream = current()
+    return job if stream is None else lambda: on_stream(stream, job)

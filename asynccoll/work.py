@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll.errors import (
     CollectiveError,
+    CollectiveTimeoutError,
     ForkedProcessError,
     PayloadTypeError,
     UnawaitedWorkWarning,
@@ -26,6 +27,7 @@ from asynccoll.errors import (
 from asynccoll.forks import renew
 from asynccoll.modes import as_called
 from asynccoll.started import Started
+from asynccoll.streams import Mark, landing
 from asynccoll.waiting import block, pause, quick, suspend
 
 if TYPE_CHECKING:
@@ -77,8 +79,10 @@ class Work(Generic[T]):
         "_error",
         "_finish",
         "_heard",
+        "_mark",
         "_operations",
         "_state",
+        "_streamed",
         "_value",
     )
 
@@ -92,6 +96,8 @@ class Work(Generic[T]):
         self._heard = False
         self._cut_short = False
         self._error: BaseException | None = None
+        self._streamed = False  # a device's stream orders it; then all waiters' streams are ordered after it
+        self._mark: Mark | None = None  # where what was left to do has been computed
         self._value = value
 
     # Waiting
@@ -140,10 +146,24 @@ class Work(Generic[T]):
         return self._outcome()
 
     async def on_host(self) -> T:
-        """The result, once the host may read it (on the CPU that is the same as ready)."""
+        """The result, once the host may read it (on the CPU that is the same as ready).
+
+        Raises:
+            CollectiveTimeoutError: the device has not come so far within the operation's ``timeout=``, which
+                counts from the call. Call ``on_host`` again to go on waiting, for as long again.
+            CollectiveError: a kernel on the device has failed, or a peer is lost (``PeerLostError``).
+        """
         value = await self
-        for operation in self._operations:
-            await operation.lane.group.context.on_host(operation, value)
+        if self._operations:
+            last = self._operations[-1]
+            context = last.lane.group.context
+            await context.computed(value)
+            if self._streamed and (left := landing(self._operations, context.backend.device)) is not None:
+                try:
+                    await Work((left,), None)
+                except CollectiveTimeoutError:
+                    last.extend()
+                    raise
         return value
 
     # Looking
@@ -281,28 +301,37 @@ class Work(Generic[T]):
 
     def _outcome(self) -> T:
         """The cached result or error; computes it if nobody has."""
+        here = False
         if self._state < _DONE:
             if self._finish is None and self._succeeded():
                 self._state = _DONE  # as in __await__
             else:
-                self._settle()
+                here = self._settle()
         if self._state == _FAILED:
             assert self._error is not None
             raise self._error.with_traceback(None)
+        if self._streamed and not here:
+            self._order()
         return self._value
 
+    def _order(self) -> None:
+        """Order the current stream, which need not be the first waiter's, after what made the result."""
+        if self._mark is not None:
+            self._mark.order()
+        else:
+            for operation in self._operations:
+                operation.completion.synchronize()
+
     def _succeeded(self) -> bool:
-        """Whether all operations ended well; orders the current stream after them."""
+        """Whether all operations ended well, on the host alone: on a stream there is more to do."""
         for operation in self._operations:
             completion = operation.completion
-            if operation.failure is not None or completion.error() is not None:
+            if operation.failure is not None or completion.stream_ordered or completion.error() is not None:
                 return False
-            if completion.stream_ordered:
-                completion.synchronize()
         return True
 
-    def _settle(self) -> None:
-        """Finish, or wait for the thread that does."""
+    def _settle(self) -> bool:
+        """Finish, or wait for the thread that does; whether it was done here."""
         while self._state < _DONE:
             with _claim:
                 mine = self._state == _PENDING
@@ -312,8 +341,10 @@ class Work(Generic[T]):
                     finished = _finishing.setdefault(id(self), threading.Event())
             if mine:
                 self._finish_here()
+                return True
             elif self._state == _FINISHING:
                 finished.wait()
+        return False
 
     def _finish_here(self) -> None:
         state = _PENDING  # of an interrupt, which is this waiter's own: whoever waits next finishes
@@ -338,9 +369,13 @@ class Work(Generic[T]):
         for operation in self._operations:
             if (error := operation.error()) is not None:
                 raise error
-            operation.completion.synchronize()
+            if operation.completion.stream_ordered:
+                self._streamed = True
+                operation.order()
         if self._finish is not None:
             self._value = self._finish()
+            if self._streamed:
+                self._mark = Mark(self._operations[-1].lane.group.context.backend.device)
 
     def _fail(self, error: BaseException) -> None:
         """It will never have a result."""

@@ -177,6 +177,8 @@ class C10dCommunicator:
         for part in self.parts or ():
             part.close()
         self._channels.close(_abort)
+        for to in self._transports.values():
+            _end(to.native)
         self._transports, self._only = {}, None
 
     def abort(self) -> None:
@@ -189,6 +191,13 @@ class C10dCommunicator:
     def _abort_collectives(self) -> None:
         for to in list(self._transports.values()):
             _abort(to.native)
+
+
+def _end(native: Any) -> None:
+    """Release what needs it said: a group of nccl that is only let go of aborts its kernels."""
+    if native.name() == "nccl":
+        with contextlib.suppress(Exception):
+            native.shutdown()
 
 
 def _abort(native: Any) -> None:

@@ -82,7 +82,8 @@ class HostCompletion(Completion):
 class StreamCompletion(Completion):
     """A c10d work that is ordered by the device's stream (nccl): ready when issued.
 
-    ``synchronize`` makes the current stream wait for it; the host never does.
+    ``synchronize`` makes the current stream wait for it; the host does not, unless the library is told to
+    (``TORCH_NCCL_BLOCKING_WAIT``).
     """
 
     __slots__ = ("work",)
@@ -94,6 +95,9 @@ class StreamCompletion(Completion):
 
     def done(self) -> bool:
         return True
+
+    def landed(self) -> bool:
+        return bool(self.work.is_completed())
 
     def wait(self, seconds: float) -> bool:
         return True

@@ -21,6 +21,7 @@ from asynccoll.modes import as_called
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.started import Started
+from asynccoll.streams import carried
 from asynccoll.waiting import in_loop
 
 #: Above this size the copy that a functional result needs would hold the event loop for more than a
@@ -184,7 +185,7 @@ def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, s
 def in_thread(job: Callable[[], object]) -> Promise:
     """Done, or failed, as ``job`` is, which runs in a thread of its own."""
     promise = Promise()
-    job = as_called(job)
+    job = carried(as_called(job))
 
     def run() -> None:
         try:

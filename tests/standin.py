@@ -1,0 +1,296 @@
+"""A device that is behind, without a device: what is launched on its streams runs when the test lets it.
+
+It stands in for CUDA and nccl where the code under test meets them: ``torch.cuda``'s streams and events, and
+a native process group whose works are ordered by streams (gloo carries the bytes once the device gets there).
+Everything in between is real. What torch computes under ``Deferring`` is launched, too: computed at once, of
+whatever memory holds too early, and again when its turn comes. So who is not ordered after what it needs gets
+wrong numbers: of several streams that could go on, the device picks the user's before a communicator's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asynccoll import runtime
+from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport, _abort
+from asynccoll.backends.c10d_completion import StreamCompletion
+from patience import patient
+
+Kernel = Callable[[], bool]
+
+
+class Device:
+    """Streams, and a thread that runs what is on them while it is let."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.streams: list[Stream] = []
+        self.default = Stream(self)
+        self.failure: Exception | None = None
+        self.asked = 0  # how often the host asked whether something is done
+        self.closed: list[int] = []  # how many kernels each group that was closed still had
+        self._going = self._over = False
+        self._go_after: int | None = None
+        self._here = threading.local()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def current(self) -> Stream:
+        return getattr(self._here, "stream", self.default)
+
+    def go(self) -> None:
+        """Let it run."""
+        with self.changed:
+            self._going = True
+            self.changed.notify_all()
+
+    def hold(self) -> None:
+        """It has come to here, and stands still from now on."""
+        self.settle()
+        with self.changed:
+            self._going = False
+
+    def go_once_asked(self, times: int) -> None:
+        """Let it run once the host has asked so many times whether something is done."""
+        self.asked, self._go_after = 0, times
+
+    def settle(self) -> None:
+        """Let it run until nothing is left."""
+        self.go()
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.behind, patient(10)), "the device hangs"
+
+    @property
+    def behind(self) -> int:
+        return sum(len(stream.kernels) for stream in self.streams)
+
+    def was_asked(self) -> None:
+        self.asked += 1
+        if self._go_after is not None and self.asked >= self._go_after:
+            self.go()
+
+    def end(self) -> None:
+        with self.changed:
+            self._over = True
+            self.changed.notify_all()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """As ``torch.cuda.stream``; what is computed inside is launched there, on any thread."""
+        before = self.current
+        self._here.stream = stream
+        try:
+            with Deferring(self):
+                yield
+        finally:
+            self._here.stream = before
+
+    def _run(self) -> None:
+        with torch.no_grad(), self.changed:
+            while not self._over:
+                if not (self._going and any(stream.step() for stream in self.streams)):
+                    self.changed.wait(0.001 if self._going and self.behind else None)
+
+
+class Stream:
+    """Kernels that run one after the other."""
+
+    def __init__(self, device: Device, *, late: bool = False) -> None:
+        """``late``: of those that could go on, another one does."""
+        self._device = device
+        self.kernels: deque[Kernel] = deque()
+        device.streams.insert(len(device.streams) if late else 0, self)
+
+    def launch(self, kernel: Kernel) -> None:
+        """``kernel`` says whether it has come to its end; it is asked again if not."""
+        with self._device.changed:
+            self.kernels.append(kernel)
+            self._device.changed.notify_all()
+
+    def step(self) -> bool:
+        """Run the next kernel, as far as it goes; whether it came to its end."""
+        if not self.kernels or not self.kernels[0]():
+            return False
+        self.kernels.popleft()
+        self._device.changed.notify_all()
+        return True
+
+    def wait_event(self, event: Event) -> None:
+        done = event.recorded
+        self.launch(lambda: done[0])
+
+
+class Event:
+    """As ``torch.cuda.Event``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.recorded = [True]
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = done = [False]
+
+        def come() -> bool:
+            done[0] = True
+            return True
+
+        stream.launch(come)
+
+    def query(self) -> bool:
+        self._device.was_asked()
+        return self.recorded[0]
+
+    def synchronize(self) -> None:
+        with self._device.changed:
+            self._device.changed.wait_for(lambda: self.recorded[0] or self._device.failure)
+        if self._device.failure is not None:
+            raise self._device.failure
+
+
+class Deferring(TorchDispatchMode):
+    """What is computed inside is launched on the device's current stream."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:  # the host reads it
+            self._device.settle()
+            return func(*args, **kwargs)
+        schema = func._schema
+        written = [i for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+        if written:  # in place, or with out=
+            self._device.current.launch(lambda: [func(*args, **kwargs)] != [])
+            name = schema.arguments[written[0]].name
+            return kwargs[name] if name in kwargs else args[written[0]]
+        out = func(*args, **kwargs)
+        if any(one.alias_info for one in schema.returns) or "empty" in schema.name:  # a view, or no value
+            return out
+        self._device.current.launch(lambda: _copied(out, func(*args, **kwargs)))
+        return out
+
+
+def _copied(to: Any, of: Any) -> bool:
+    for mine, right in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (to, of)), strict=True):
+        mine.copy_(right)
+    return True
+
+
+class Group:
+    """A native group whose works are ordered by a stream of its own; their bytes go over gloo."""
+
+    def __init__(self, device: Device, gloo: Any) -> None:
+        self._device = device
+        self._gloo = gloo
+        self._stream = Stream(device, late=True)
+        self._aborted = False
+        self.issued_on: list[Stream] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._gloo, name)
+
+        def issue(*args: Any) -> GroupWork:
+            works: list[Any] = []
+
+            def kernel() -> bool:
+                if self._aborted:
+                    return True
+                if not works:
+                    works.append(method(*args))
+                return bool(works[0].is_completed()) and _went_well(works[0])
+
+            self.issued_on.append(self._device.current)
+            before, after = Event(self._device), Event(self._device)
+            before.record(self._device.current)
+            self._stream.wait_event(before)
+            self._stream.launch(kernel)
+            after.record(self._stream)
+            return GroupWork(self._device, after)
+
+        return issue
+
+    def name(self) -> str:
+        return "nccl"
+
+    def rank(self) -> int:
+        return int(self._gloo.rank())
+
+    def size(self) -> int:
+        return int(self._gloo.size())
+
+    def shutdown(self) -> None:
+        self._device.closed.append(len(self._stream.kernels))
+
+    def abort(self) -> None:
+        self._aborted = True
+        _abort(self._gloo)
+        with self._device.changed:
+            self._device.changed.notify_all()
+
+
+def _went_well(work: Any) -> bool:
+    """A kernel whose peer is lost waits for it until it is aborted."""
+    try:
+        return bool(work.wait())
+    except RuntimeError:
+        return False
+
+
+class GroupWork:
+    """As nccl's work: the host never waits for it."""
+
+    def __init__(self, device: Device, end: Event) -> None:
+        self._device = device
+        self._end = end
+
+    def wait(self) -> bool:
+        self._device.current.wait_event(self._end)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._end.query()
+
+
+@contextlib.contextmanager
+def device() -> Iterator[Device]:
+    """The lanes that are opened inside are on such a device, and so is what torch computes."""
+    one = Device()
+    backend: Any = runtime.current().backend
+    open_real = backend.open
+
+    def open_here(*args: Any) -> C10dCommunicator:
+        communicator: Any = open_real(*args)
+        native = communicator._transports["cpu"].native
+        communicator._only = Transport(Group(one, native), StreamCompletion)
+        communicator._transports = {"cpu": communicator._only}
+        return communicator  # type: ignore[no-any-return]  # it is one
+
+    stands_in = {
+        "is_initialized": lambda: True,
+        "current_stream": lambda _device=None: one.current,
+        "stream": one.on,
+        "Event": lambda **_options: Event(one),
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **stands_in),
+        mock.patch.object(backend, "open", open_here),
+        mock.patch.object(backend, "stream_ordered", True),
+    ):
+        try:
+            with Deferring(one):
+                yield one
+            one.settle()
+        finally:
+            one.end()
