@@ -112,9 +112,13 @@ class Group:
                     f"and was asked for {name!r}; reuse names, or close those that are over with "
                     f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
                 )
-            times = self._closed.get(name, 0)
-            lane = self.opened[name] = Lane(self, name, f"{name}~{times}" if times else name)
+            lane = self.opened[name] = Lane(self, name, self._next_key(name))
             return lane
+
+    def _next_key(self, name: str) -> str:
+        """By which the ranks of a lane meet that is opened under this name now."""
+        times = self._closed.get(name, 0)
+        return f"{name}~{times}" if times else name
 
     def close_lane(self, name: str, *, unless_unused: bool = False) -> None:
         """Close the lane called ``name`` once all members have, and what is out on it is over."""
@@ -189,6 +193,19 @@ class Group:
         """The lane whose ranks meet by ``key``."""
         with self._lock:
             return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
+
+    def meant(self, name: str, key: str) -> Lane | None:
+        """The lane whose ranks meet by ``key``, opened if it is the next of its name.
+
+        One that is closing has calls in flight while its name is free, or another's. None where this rank has
+        yet to close the one that had the name before.
+        """
+        with contextlib.suppress(StopIteration):
+            return self.known_by(key)
+        if name in self.opened or self._next_key(name) != key:
+            return None
+        lane = self.lane(name)
+        return lane if lane.key == key else None
 
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""

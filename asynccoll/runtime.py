@@ -424,7 +424,7 @@ def get_node_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device this rank's tensors live on: its GPU with nccl, the CPU with gloo and mpi."""
+    """The device this rank's tensors live on: its GPU with nccl and Horovod, the CPU with gloo and mpi."""
     return _known().backend.device
 
 

@@ -123,8 +123,8 @@ class Turnstile:
     def _named(self, name: str, key: str) -> Lane | None:
         """The lane that is meant, which this rank may have yet to open again after a close."""
         while not self._closed:
-            lane = self._group.lane(name)
-            if lane.key == key:
+            lane = self._group.meant(name, key)
+            if lane is not None:
                 return lane
             sleep(_PAUSE_SECONDS)
         return None

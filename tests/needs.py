@@ -7,6 +7,7 @@ runs as root and has installed it (`tools/system.py`), its absence is a failure.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 from typing import NoReturn
@@ -30,10 +31,23 @@ def need(*names: str) -> None:
 
 def need_package(name: str, backend: str, where: str) -> None:
     """Go on only with a package of Python; where its backend is under test, its absence is an error."""
-    if backend in os.environ.get("ASYNCCOLL_TEST_BACKENDS", "").split(","):
+    if under_test(backend):
         importlib.import_module(name)
     else:
         pytest.importorskip(name, reason=where, exc_type=ImportError)
+
+
+def has_package(name: str, backend: str) -> bool:
+    """Whether it is there, without loading it; where its backend is under test, its absence is an error."""
+    found = importlib.util.find_spec(name) is not None
+    if not found and under_test(backend):
+        raise ImportError(f"{name} is not there, in the environment that is to test {backend}")
+    return found
+
+
+def under_test(backend: str) -> bool:
+    """Whether this run is to test ``backend``."""
+    return backend in os.environ.get("ASYNCCOLL_TEST_BACKENDS", "").split(",")
 
 
 def need_root(purpose: str) -> None:

@@ -47,12 +47,14 @@ def modules() -> tuple[Any, Any]:
     return theirs, ours
 
 
-def compare(me: Any, label: str, call: Any, *args: Any, texts: bool = True) -> None:
-    """``call(idist, *args)`` has the same outcome with both."""
+def compare(me: Any, label: str, call: Any, *args: Any, fails: bool = False, texts: bool = True) -> None:
+    """``call(idist, *args)`` has the same result with both; with ``fails``, the same error."""
     theirs, ours = modules()
     with me.case(label):
         expected = Outcome(theirs, call, args)
         got = Outcome(ours, call, args)
+        assert fails or expected.error is None, f"ignite raised {expected.error!r}: nothing is compared"
+        assert expected.error is not None or not fails, f"ignite gave {expected.result!r}, which is no error"
         if expected.error is not None:
             assert got.error is not None, f"ours gave {got.result!r}, ignite raised {expected.error!r}"
             kind = type(expected.error)

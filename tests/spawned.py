@@ -72,3 +72,4 @@ def linger(local_rank: int, directory: str) -> None:
     Path(directory, f"here-{local_rank}").write_text(str(os.getpid()))
     while not Path(directory, "go").exists():
         time.sleep(0.01)
+    Path(directory, f"stayed-{local_rank}").touch()

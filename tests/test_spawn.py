@@ -197,6 +197,8 @@ def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
         tmp_path.joinpath("go").touch()
         while not context.join():
             pass
+    assert [process.exitcode for process in context.processes] == [0, 0]
+    assert len(list(tmp_path.glob("stayed-*"))) == 2
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -237,6 +239,7 @@ def test_ranks_outlive_the_thread_that_spawned_them(method: str, tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert len(list(said.glob("stayed-*"))) == 2, "a rank ended early"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda n: n.name)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import asynccoll as ac
+import needs
 import parity
 import worlds
 from ranks import raising
 from test_sync_parity import NUMBERS, OBJECTS, STRINGS, TENSORS
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None,
+    not needs.has_package("horovod", "horovod"),
     reason="horovod is not here; `make horovod` runs this file in an environment that has it",
 )
 
@@ -194,3 +196,31 @@ def with_an_mpi_communicator(me):
 def test_a_job_of_its_own(case):
     with worlds.fresh("horovod", 2, bare=True) as world:
         world.run(case, timeout=90.0)
+
+
+def on_gpus(me):
+    """GPUs of which torch alone says that they are there: nothing is put on them."""
+    current = [0]
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "current_device", side_effect=lambda: current[0]),
+        mock.patch.object(torch.cuda, "set_device", lambda one: current.__setitem__(0, one.index)),
+    ):
+        ac.finalize()
+        ac.initialize("horovod", torch_group=False)
+        theirs, ours = parity.modules()
+        seen = [ac.device(), ours.device(), theirs.device()]
+        total = ac.all_reduce(me.rank).wait()
+    ac.finalize()
+    ac.initialize("horovod", torch_group=False)
+    return seen, total, ac.device()
+
+
+def test_the_device_is_this_ranks_gpu():
+    """As ignite has it: cuda:local_rank, and the CPU where there is no GPU."""
+    with worlds.fresh("horovod", 2, torch_group=False) as world:
+        results = world.run(on_gpus, timeout=60)
+    for rank, (seen, total, after) in enumerate(results):
+        assert seen == [torch.device("cuda", rank)] * 3
+        assert (total, after) == (1, torch.device("cpu"))

@@ -242,7 +242,7 @@ def errors(me):
         wrong["unknown backend"] = lambda i: i.initialize("abc")
         wrong["spawn on an unknown backend"] = lambda i: i.spawn("abc", print, ())
     for label, call in wrong.items():
-        parity.compare(me, label, call)
+        parity.compare(me, label, call, fails=True)
 
 
 def decorated(me):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
 import asynccoll as ac
+import needs
 import worlds
 from ranks import raising
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None,
+    not needs.has_package("torch_xla", "xla-tpu"),
     reason="torch_xla is not here; `make xla` runs this file in an environment that has it",
 )
 

@@ -49,6 +49,30 @@ def test_lanes_start_in_one_order() -> None:
     assert results[0] == results[1] == results[2]
 
 
+async def closed_in_flight(me: Rank) -> list[float]:
+    """The first rank starts its call, and closes the lane, after the others have done both."""
+    context = runtime.current()
+    context.backend.orders_lanes = True
+    totals = []
+    for life in range(3):
+        if me.rank == 0:
+            for rank in range(1, me.size):
+                me.see(f"{rank} closed {life}")
+        work = ac.all_reduce(torch.tensor([1.0 + life]), lane="short")
+        ac.close_lane("short")
+        me.show(f"{me.rank} closed {life}")
+        totals.append((await work).item())
+    assert "short" not in context.world.opened, "the turnstile opened a lane that nobody has used"
+    return totals
+
+
+def test_a_lane_that_is_closing_still_passes() -> None:
+    """What is in flight on it is let through, and its name can be used again."""
+    with fresh("gloo", 3) as world:
+        results = world.run(closed_in_flight, timeout=15)
+    assert results == [[3.0, 6.0, 9.0]] * 3
+
+
 def test_without_the_need_there_is_no_turnstile(pair: World) -> None:
     """gloo's lanes need no agreement, and do not pay for one."""
     pair.run(unordered)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import threading
 import time
@@ -12,13 +11,14 @@ import pytest
 import torch
 
 import asynccoll as ac
+import needs
 import oracle
 import worlds
 from ranks import Rank, raising
 from worlds import World
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None,
+    not needs.has_package("torch_xla", "xla-tpu"),
     reason="torch_xla is not here; `make xla` runs this file in an environment that has it",
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -11,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import asynccoll as ac
+import needs
 import spawned
 from asynccoll.launch.commands import RunRequest, run
 from patience import patient
 from worlds import rank_environment
 
-HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+HAS_XLA = needs.has_package("torch_xla", "xla-tpu")
 needs_xla = pytest.mark.skipif(
     not HAS_XLA, reason="torch_xla is not here; `make xla` runs this in an environment that has it"
 )

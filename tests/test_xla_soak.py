@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 from typing import Any
@@ -11,12 +10,13 @@ import pytest
 import torch
 
 import asynccoll as ac
+import needs
 import oracle
 import worlds
 from ranks import Rank
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None,
+    not needs.has_package("torch_xla", "xla-tpu"),
     reason="torch_xla is not here; `make xla` runs this file in an environment that has it",
 )
 

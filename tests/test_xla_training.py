@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -10,11 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import asynccoll as ac
+import needs
 import worlds
 from ranks import Rank
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None,
+    not needs.has_package("torch_xla", "xla-tpu"),
     reason="torch_xla is not here; `make xla` runs this file in an environment that has it",
 )
 

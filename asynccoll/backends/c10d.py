@@ -28,6 +28,7 @@ from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport
 from asynccoll.backends.c10d_completion import NEVER, HostCompletion, StreamCompletion
 from asynccoll.backends.c10d_tables import GLOO, NCCL, OTHER
 from asynccoll.backends.channels import Channels
+from asynccoll.backends.gpu import own_device
 from asynccoll.backends.published import publish, withdraw
 from asynccoll.backends.rendezvous import (
     LOOPBACK,
@@ -415,8 +416,4 @@ def parse_backend(name: str) -> dict[str, str]:
 
 def pick_device(by_device: dict[str, str], local_rank: int) -> torch.device:
     """The device of this rank's tensors; with nccl also the current one."""
-    if "cuda" not in by_device or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
-    torch.cuda.set_device(device)
-    return device
+    return own_device(local_rank) if "cuda" in by_device else torch.device("cpu")

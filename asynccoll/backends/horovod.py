@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from asynccoll.backends.gpu import own_device
 from asynccoll.backends.horovod_library import load, start
 from asynccoll.backends.meeting import agree_on_store, make_default_group
 from asynccoll.completion import Promise
@@ -69,12 +70,12 @@ class HorovodBackend:
     #: ranks that have run out of data can take part with zeros (``join``)
     joins = True
 
-    def __init__(self, hvd: Any, token: str, *, owns_default_group: bool) -> None:
+    def __init__(self, hvd: Any, token: str, device: torch.device, *, owns_default_group: bool) -> None:
         from asynccoll.backends.horovod_communicator import Rounds
 
         self.hvd = hvd
         self._row = WITH_ADASUM if hvd.mpi_built() or hvd.nccl_built() else HOROVOD
-        self.device = torch.device("cpu")
+        self.device = device
         self._token = token
         self._owns_default_group = owns_default_group
         self._sets = ProcessSets(hvd)
@@ -208,7 +209,8 @@ def create(request: Request) -> Context:
     timeout = timedelta(seconds=request.timeout)
     store, token = _meet(hvd, identity, timeout)
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
-    backend = HorovodBackend(hvd, token, owns_default_group=owns_default)
+    device = own_device(identity.local_rank)  # as Horovod's programs do, whether tensors are staged or not
+    backend = HorovodBackend(hvd, token, device, owns_default_group=owns_default)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     if identity.world_size > 1:
         # When all have come, all beacons are in the store: from now on the dead can be named.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from asynccoll.backends.gpu import own_device
 from asynccoll.backends.meeting import agree_on_store, make_default_group
 from asynccoll.backends.mpi_library import Library, load
 from asynccoll.cores import usable_cores
@@ -174,7 +175,7 @@ def create(request: Request) -> Context:
     if base.Get_size() > 1:
         one_host = identity.nnodes == 1
         store = agree_on_store(base.Get_rank(), base.bcast, timeout, one_host=one_host)
-    device = _device(library, identity.local_rank)
+    device = own_device(identity.local_rank) if library.cuda_aware else torch.device("cpu")
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
     crowded = identity.nproc_per_node > usable_cores()
     backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
@@ -216,11 +217,3 @@ def _locate(mpi: Any, base: Any) -> Identity:
     )
     here.Free()
     return found
-
-
-def _device(library: Library, local_rank: int) -> torch.device:
-    if not library.cuda_aware:
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
-    torch.cuda.set_device(device)
-    return device
