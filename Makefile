@@ -21,7 +21,7 @@ TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test system mpi horovod xla soak compositions quick lint types docs bench overlap \
+.PHONY: help demo gpt test tests system mpi horovod xla soak compositions quick lint types docs bench overlap \
 	pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -33,9 +33,14 @@ demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS
 gpt: ## train a small GPT on real text beside DDP, stopped and resumed, and draw both (ARGS=--draw: only draw)
 	@$(ENVS) exec demo -- python examples/compare_gpt.py $(ARGS)
 
-test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel
+test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
+test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
+	@rm -rf $$ASYNCCOLL_TEST_RECORDS
+	@$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; \
+		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status
+
+tests:
 	@$(call TWICE,$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS))
-	@$(MAKE) --no-print-directory mpi horovod xla
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks compositions \

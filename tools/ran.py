@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""The table of what ran on which backend, from what the tests recorded.
+
+    python tools/ran.py DIRECTORY
+
+The records are those of ``tests/records.py``. A test that ran once more counts as what came of it in the end;
+backends of which there is no record are listed as not run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+OUTCOMES = ("passed", "failed", "skipped")
+#: In the order of the table, and how each comes to run.
+BACKENDS = {
+    "gloo": "make test",
+    "mpi, MPICH": "make mpi",
+    "mpi, Open MPI": "make mpi",
+    "horovod": "make horovod",
+    "xla": "make xla",
+    "slurm": "make test, as root where apt-get is",
+    "nccl": "make gpu, on a machine with a GPU",
+}
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """Each test's last record, and the seconds of all of them."""
+    files = sorted(directory.glob("*"), key=lambda path: path.stat().st_mtime_ns)
+    tests: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            key = json.dumps([record["backend"], record["run"], record["test"]])
+            record["seconds"] += tests[key]["seconds"] if key in tests else 0.0
+            tests[key] = record
+    return list(tests.values())
+
+
+def table(tests: list[dict[str, Any]]) -> str:
+    """What came of them, by backend, and why some were skipped."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    seconds: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for test in tests:
+        counts[test["backend"]][test["outcome"]] += 1
+        seconds[test["backend"]] += test["seconds"]
+        if test["outcome"] == "skipped":
+            reasons[test["reason"]] += 1
+    lines = [f"{'what ran':16}" + "".join(f"{name:>9}" for name in (*OUTCOMES, "seconds"))]
+    for backend in (*BACKENDS, *sorted(counts.keys() - BACKENDS.keys())):
+        ran = counts[backend]
+        if ran["passed"] or ran["failed"]:
+            figures = "".join(f"{ran[outcome]:9}" for outcome in OUTCOMES)
+            lines.append(f"{backend:16}{figures}{seconds[backend]:9.0f}")
+        else:
+            lines.append(f"{backend:16}  not run: {BACKENDS.get(backend, 'all of it was skipped')}")
+    lines += [f"skipped {count:5}: {reason}" for reason, count in sorted(reasons.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(read(Path(sys.argv[1]))))
