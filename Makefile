@@ -21,7 +21,7 @@ TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests system mpi horovod xla soak compositions quick lint types docs bench overlap \
+.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions quick lint types docs bench overlap \
 	pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -102,6 +102,10 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
 	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) -k xla $(ARGS) $(IN_PAIRS)
 	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
+
+gpu: ## on a machine with a GPU: nccl in a world of one, gloo on CUDA tensors, the order of streams, figures
+	@$(PYTHON) $(CURDIR)/tools/gpu.py look
+	@$(ENVS) exec gpu --wheel -- python $(CURDIR)/tools/gpu.py run $(ARGS)
 
 soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
 	@for run in 1 2 3 4 5; do \

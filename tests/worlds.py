@@ -169,6 +169,7 @@ class Starter:
 
 STARTERS = {
     "gloo": Starter(_start_processes, _tcp),
+    "nccl": Starter(_start_processes, _tcp),
     "mpi": Starter(starters_mpi.start, starters_mpi.options),
     "horovod": Starter(starters_horovod.start, starters_horovod.options),
     "xla-tpu": Starter(starters_xla.start, starters_xla.options),

@@ -45,6 +45,8 @@ ENVIRONMENTS = {
             download=f"{_CPU_TORCH}, and 35 MB to compile Horovod with, which takes minutes",
             steps=("horovod_wheel.py",),
         ),
+        # torch as PyPI ships it: with CUDA and nccl.
+        Environment("gpu", groups=("torch", "runtime", "build", "test"), download="about 3 GB"),
         # torch_xla loads beside the one torch it was built for, the oldest that is supported.
         Environment(
             "xla",

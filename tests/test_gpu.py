@@ -1,0 +1,340 @@
+"""On one GPU: nccl in a world of one, gloo on CUDA tensors, and the order of streams. Run by ``make gpu``.
+
+With one GPU nccl sends nothing to anybody: what is shown is that its works, streams and events are what the
+code takes them for (``standin`` has the same without a GPU). Several GPUs are not tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import worlds
+from ranks import Rank, raising
+from worlds import World
+
+#: Set by ``make gpu``: where figures go. There a GPU that is absent is a failure.
+FIGURES = os.environ.get("ASYNCCOLL_TEST_FIGURES")
+DEVICE = "cuda"
+MIB = 1 << 20
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        FIGURES is None and not torch.cuda.is_available(),
+        reason="no GPU: `make gpu` on a machine with an NVIDIA GPU and its driver runs these",
+    ),
+]
+
+
+@pytest.fixture
+def alone() -> World:
+    return worlds.world("nccl", 1)
+
+
+@pytest.fixture
+def pair() -> World:
+    return worlds.world("gloo", 2)
+
+
+def figure(what: str, value: float, unit: str) -> None:
+    """A line of the table that ``make gpu`` prints; written by the rank that measured it."""
+    if FIGURES is not None:
+        with Path(FIGURES).open("a") as file:
+            file.write(json.dumps([what, value, unit]) + "\n")
+
+
+def busy(seconds: float = 0.5) -> None:
+    """Keep the current stream busy for about so long, with one kernel."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+def behind() -> bool:
+    """Whether the current stream still has something to do."""
+    return not torch.cuda.current_stream().query()
+
+
+# Right results
+
+
+def of(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(12) % 5 + rank).to(dtype).view(4, 3)
+
+
+async def collectives(me: Rank) -> None:
+    """Each against the same arithmetic on the CPU."""
+    every = range(me.size)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        x = of(me.rank, dtype).to(DEVICE)
+        total = torch.stack([of(rank, dtype) for rank in every]).sum(0).to(dtype)
+        await same(me, f"sum of {dtype}", ac.all_reduce(x), total)
+        await same(me, f"gathered {dtype}", ac.all_gather(x), torch.cat([of(rank, dtype) for rank in every]))
+    x, mean = of(me.rank).to(DEVICE), torch.stack([of(rank) for rank in every]).mean(0)
+    half = of(me.rank).half().to(DEVICE)
+    await same(me, "avg", ac.all_reduce(x, op="avg"), mean)
+    await same(me, "avg of half", ac.all_reduce(half, op="avg"), mean.half())
+    await same(me, "max", ac.all_reduce(x, op="max"), of(me.size - 1))
+    await same(me, "or", ac.all_reduce(x > 3, op="or"), of(me.size - 1) > 3)
+    await same(me, "transposed", ac.all_reduce(x.t()), mean.t() * me.size)
+    await same(me, "broadcast", ac.broadcast(x, src=0), of(0))
+    rows = 4 // me.size
+    part = slice(me.rank * rows, (me.rank + 1) * rows)
+    await same(me, "reduce_scatter", ac.reduce_scatter(x), (mean * me.size)[part])
+    await same(me, "all_to_all", ac.all_to_all(x), torch.cat([of(rank)[part] for rank in every]))
+    filled = torch.zeros_like(x)
+    await same(me, "out", ac.all_reduce(x, out=filled), mean * me.size)
+    await same(me, "what out holds", ac.all_reduce(filled * 0 + 1), torch.full((4, 3), float(me.size)))
+    with me.case("out, read again"):
+        assert torch.equal(filled.cpu(), mean * me.size)
+    await same(me, "another lane", ac.all_reduce(x, lane="second"), mean * me.size)
+    await same(me, "prepared", ac.prepare("all_reduce", like=x).start(), mean * me.size)
+    tree = await ac.all_reduce({"a": x, "b": [x * 2, me.rank + 1]})
+    with me.case("a tree"):
+        assert torch.equal(tree["a"].cpu(), mean * me.size)
+        assert torch.equal(tree["b"][0].cpu(), mean * me.size * 2)
+        assert tree["b"][1] == sum(rank + 1 for rank in every)
+    with ac.coalescing():
+        works = [ac.all_reduce(x * factor) for factor in (1, 2, 3)]
+    for factor, work in enumerate(works, 1):
+        await same(me, f"coalesced {factor}", work, mean * me.size * factor)
+    with me.case("numbers and objects"):
+        assert await ac.all_reduce(me.rank + 0.5) == sum(rank + 0.5 for rank in every)
+        assert await ac.all_gather_object({"rank": me.rank}) == [{"rank": rank} for rank in every]
+    await ac.barrier()
+    leaf = of(me.rank).to(DEVICE).requires_grad_()
+    (await ac.all_reduce(leaf * 2)).sum().backward()
+    with me.case("gradients"):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad.cpu(), torch.full((4, 3), 2.0 * me.size))
+
+
+async def same(me: Rank, label: str, work: Any, expected: torch.Tensor) -> None:
+    with me.case(label):
+        got = await work
+        assert got.device.type == DEVICE
+        assert got.dtype is expected.dtype
+        torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_nccl_in_a_world_of_one(alone: World) -> None:
+    """Every kind of collective and payload."""
+    alone.run(collectives, timeout=60)
+
+
+def test_gloo_on_cuda_tensors(pair: World) -> None:
+    """Two ranks share the GPU; their tensors travel through the host."""
+    pair.run(collectives, timeout=60)
+
+
+# The order of streams
+
+
+async def placed(me: Rank) -> None:
+    assert ac.backend() == "nccl"
+    assert ac.device() == torch.device("cuda", 0)
+    assert torch.cuda.current_device() == 0
+
+
+def test_the_device_of_the_rank(alone: World) -> None:
+    """The first and only one."""
+    alone.run(placed)
+
+
+async def ordered(me: Rank) -> None:
+    side = torch.cuda.Stream()
+    for sleeps in (False, True):  # the first time allocates, which may wait for the device
+        x = torch.zeros(MIB, device=DEVICE)
+        torch.cuda.synchronize()
+        if sleeps:
+            busy()
+        x += 3
+        began = time.perf_counter()
+        work = ac.all_reduce(x, op="avg")
+        got = await work
+        host = time.perf_counter() - began
+        after = got * 2
+        assert behind() or not sleeps, "the host has waited for the device"
+        with torch.cuda.stream(side):
+            assert await work is got
+            beside = got * 3
+            assert behind() or not sleeps, "the second stream was not ordered after the result"
+        torch.cuda.synchronize()
+        assert torch.equal(after.cpu(), torch.full((MIB,), 6.0))
+        assert torch.equal(beside.cpu(), torch.full((MIB,), 9.0))
+    figure("call and await, device half a second behind", host * 1e3, "ms on the host")
+
+
+def test_await_orders_streams_and_not_the_host(alone: World) -> None:
+    """What follows on the stream of each waiter sees the result."""
+    alone.run(ordered)
+
+
+async def queued(me: Rank) -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = torch.zeros(MIB, device=DEVICE)
+        busy()
+        x += 3
+        work = ac.all_reduce(x, lane="opens meanwhile")  # issued by the thread that opens the lane
+    got = await work
+    after = got * 2
+    torch.cuda.synchronize()
+    assert torch.equal(after.cpu(), torch.full((MIB,), 6.0))
+
+
+def test_a_queued_call_follows_its_callers_stream(alone: World) -> None:
+    """Whichever thread issues it."""
+    alone.run(queued)
+
+
+async def dropped(me: Rank) -> None:
+    await ac.all_reduce(torch.ones(8, device=DEVICE))
+    source = torch.full((MIB,), 3.0, device=DEVICE)
+    out = torch.zeros(MIB, device=DEVICE)
+    busy()
+    work = ac.all_reduce(source * 1, out=out)  # its input is nobody's but the operation's
+    overwritten = [torch.zeros(MIB, device=DEVICE) for _ in range(8)]
+    await work
+    for _ in range(3):
+        ac.all_reduce(source * 2).detach()
+        overwritten += [torch.zeros(MIB, device=DEVICE) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), torch.full((MIB,), 3.0))
+
+
+def test_memory_lives_as_long_as_the_device_needs_it(alone: World) -> None:
+    """Inputs that nobody holds are not given out again while a kernel reads them."""
+    alone.run(dropped)
+
+
+async def on_host(me: Rank) -> None:
+    await ac.all_reduce(torch.ones(8, device=DEVICE))
+    busy(1.0)
+    work = ac.all_reduce(torch.full((8,), 3.0, device=DEVICE), timeout=0.1)
+    await work
+    began = time.perf_counter()
+    with raising(ac.CollectiveTimeoutError, "on_host of all_reduce"):
+        await work.on_host()
+    late = time.perf_counter() - began
+    assert behind(), "the deadline came after the device"
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    turning = asyncio.create_task(turn())
+    while True:
+        try:
+            got = await work.on_host()
+            break
+        except ac.CollectiveTimeoutError:
+            continue
+    turning.cancel()
+    assert not behind()
+    assert got.tolist() == [3.0] * 8
+    assert turns > 10, "on_host has held the loop"
+    figure("on_host(), timeout=0.1", late * 1e3, "ms until CollectiveTimeoutError")
+
+
+def test_on_host_waits_and_has_a_deadline(alone: World) -> None:
+    """The loop turns meanwhile; afterwards one can go on waiting."""
+    alone.run(on_host)
+
+
+async def closed(me: Rank) -> None:
+    for life in range(3):
+        x = torch.zeros(MIB, device=DEVICE)
+        busy(0.3)
+        x += life
+        got = await ac.all_reduce(x, lane="short")
+        ac.close_lane("short")
+        assert (got * 2).sum().item() == 2.0 * life * MIB
+
+
+def test_a_lane_that_is_closed_aborts_nothing(alone: World) -> None:
+    """It is closed once the device has done its calls."""
+    alone.run(closed)
+
+
+async def left(me: Rank) -> None:
+    x = torch.zeros(MIB, device=DEVICE)
+    await ac.all_reduce(x)
+    busy()
+    x += 3
+    got = await ac.all_reduce(x)
+    ac.finalize()
+    assert not behind(), "finalize has not waited for the device"
+    assert got.sum().item() == 3.0 * MIB
+
+
+def test_finalize_waits_for_the_device() -> None:
+    """What was awaited is right, however soon the program leaves."""
+    with worlds.fresh("nccl", 1) as world:
+        world.run(left)
+
+
+# Figures
+
+
+def seconds_of(action: Callable[[], object], times: int) -> float:
+    action()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        action()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+async def measured(me: Rank) -> None:
+    x = torch.ones(1, device=DEVICE)
+    native = torch.distributed.all_reduce
+
+    def theirs() -> None:
+        native(x, async_op=True).wait()
+
+    def ours() -> None:
+        ac.all_reduce(x, out=x).wait()
+
+    for name, action in (("torch: all_reduce and wait", theirs), ("ours: all_reduce and wait", ours)):
+        seconds = seconds_of(action, 500)
+        assert seconds < 1.0
+        figure(f"{name}, 4 bytes, nccl alone", seconds * 1e6, "us")
+    began = time.perf_counter()
+    for _ in range(500):
+        await ac.all_reduce(x, out=x)
+    figure("ours: await, 4 bytes, nccl alone", (time.perf_counter() - began) / 500 * 1e6, "us")
+    began = time.perf_counter()
+    for _ in range(100):
+        await ac.all_reduce(x, out=x).on_host()
+    figure("ours: on_host(), 4 bytes, nccl alone", (time.perf_counter() - began) / 100 * 1e6, "us")
+
+
+def test_figures_of_nccl(alone: World) -> None:
+    """What a call costs on the host."""
+    alone.run(measured, timeout=60)
+
+
+async def staged(me: Rank) -> None:
+    x = torch.ones(4 * MIB, device=DEVICE)
+    seconds = seconds_of(lambda: ac.all_reduce(x, out=x).wait(), 5)
+    assert x[0].item() == float(me.size) ** 6
+    if me.rank == 0:
+        figure("gloo, 16 MiB on the GPU, two ranks", 16 / 1024 / seconds, "GiB/s")
+
+
+def test_figures_of_gloo(pair: World) -> None:
+    """What staging through the host leaves."""
+    pair.run(staged, timeout=60)
