@@ -37,6 +37,7 @@ class Device:
         self.failure: Exception | None = None
         self.asked = 0  # how often the host asked whether something is done
         self.closed: list[int] = []  # how many kernels each group that was closed still had
+        self.capturing = False
         self._going = self._over = False
         self._go_after: int | None = None
         self._here = threading.local()
@@ -269,9 +270,11 @@ def device() -> Iterator[Device]:
     one = Device()
     backend: Any = runtime.current().backend
     open_real = backend.open
+    lanes: list[Any] = []
 
     def open_here(*args: Any) -> C10dCommunicator:
         communicator: Any = open_real(*args)
+        lanes.append(args[0].known_by(args[1]))
         native = communicator._transports["cpu"].native
         communicator._only = Transport(Group(one, native), StreamCompletion)
         communicator._transports = {"cpu": communicator._only}
@@ -279,6 +282,7 @@ def device() -> Iterator[Device]:
 
     stands_in = {
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: one.capturing,
         "current_stream": lambda _device=None: one.current,
         "stream": one.on,
         "Event": lambda **_options: Event(one),
@@ -294,3 +298,6 @@ def device() -> Iterator[Device]:
             one.settle()
         finally:
             one.end()
+            for lane in lanes:  # which nobody can ask any more
+                lane._in_flight.clear()
+                lane._apart.clear()

@@ -250,6 +250,24 @@ def test_a_dropped_work_is_held_until_the_device_has_done_it(behind: World) -> N
     behind.run(dropped)
 
 
+async def captured(me: Rank) -> None:
+    with standin.device() as device:
+        lane = lane_of_its_own()
+        await ac.barrier(lane=lane)
+        await ac.all_reduce(x_of(me.rank), lane=lane)
+        device.asked, device.capturing = 0, True
+        await ac.all_reduce(x_of(me.rank), lane=lane)
+        await ac.all_reduce(x_of(me.rank), lane=lane)
+        device.capturing = False
+        assert device.asked == 0, "an event was asked, which ends a capture"
+        device.settle()
+
+
+def test_nothing_is_asked_of_the_device_while_a_graph_is_captured(behind: World) -> None:
+    """An event that is queried invalidates the capture."""
+    behind.run(captured)
+
+
 async def closed_early(me: Rank) -> None:
     with standin.device() as device:
         lane = lane_of_its_own()

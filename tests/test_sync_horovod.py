@@ -55,7 +55,7 @@ def reductions(me):
                 me, f"{name} {op}", lambda i, x, op=op: i.all_reduce(x, op), NUMBERS[name](me.rank)
             )
     parity.compare(me, "average", lambda i: i.all_reduce(me.rank + 0.5, "AVERAGE"))
-    parity.compare(me, "an unknown op", lambda i: i.all_reduce(1, "mean"))
+    parity.compare(me, "an unknown op", lambda i: i.all_reduce(1, "mean"), fails=True)
 
 
 def moves(me):

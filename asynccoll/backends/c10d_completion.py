@@ -6,6 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from asynccoll.completion import Completion
 
 __all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
@@ -86,18 +88,22 @@ class StreamCompletion(Completion):
     (``TORCH_NCCL_BLOCKING_WAIT``).
     """
 
-    __slots__ = ("work",)
+    __slots__ = ("_captured", "work")
 
     stream_ordered = True
 
     def __init__(self, work: Any) -> None:
         self.work = work
+        self._captured = torch.cuda.is_current_stream_capturing()  # it runs when the graph does, if ever
 
     def done(self) -> bool:
         return True
 
     def landed(self) -> bool:
-        return bool(self.work.is_completed())
+        if self._captured:
+            return True
+        # CUDA must not be asked while a graph is captured: that would end the capture.
+        return not torch.cuda.is_current_stream_capturing() and bool(self.work.is_completed())
 
     def wait(self, seconds: float) -> bool:
         return True
