@@ -189,6 +189,7 @@ class Lane:
                 or self._driving
                 or self._turnstile is not None
                 or self._cut is not None
+                or (self._together and self._given_up() is not None)
             ):
                 job = Job(as_called(start), None)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
@@ -248,6 +249,7 @@ class Lane:
             and not self._driving
             and self._turnstile is None
             and self._cut is None
+            and not (self._together and self._given_up() is not None)
         )
 
     def _begin(self, job: Job) -> None:
@@ -279,7 +281,9 @@ class Lane:
         operation = self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
         job.place, job.shares = operation.sequence, self._together
         cut = self._cut
-        if cut is None or job.place < cut.place:
+        if job.shares and job.place and (refusal := self._given_up()) is not None:
+            operation.fail(refusal.error(self, job.place))
+        elif cut is None or job.place < cut.place:
             self._queue.append(job)
         elif cut.verdict is None:
             cut.held.append(job)
@@ -289,6 +293,11 @@ class Lane:
             self._cut = None
             self._queue.append(job)
         return operation
+
+    def _given_up(self) -> Refusal | None:
+        """The refusal with which the latest place was lost: settled, perhaps, since a block took it."""
+        settled = self._settled
+        return settled.refusal if settled is not None and settled.covers(self.sequence) else None
 
     @contextmanager
     def after(self, before: Callable[[], object]) -> Iterator[None]:

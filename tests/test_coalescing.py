@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -247,6 +249,41 @@ async def settled_inside(me: Rank) -> None:
 def test_a_refusal_that_is_settled_inside_the_block_is_said_by_its_works(pair: World, runner: str) -> None:
     """As one that is settled after it: leaving the block raises nothing, whichever comes first."""
     pair.run(settled_inside, runner=runner)
+
+
+async def settled_in_between(me: Rank) -> None:
+    lane = current().world.lane()
+    epoch, resume, agreed, inside = lane.epoch, lane.resume, threading.Event(), threading.Event()
+
+    def later(*args: Any) -> Any:
+        agreed.set()
+        inside.wait()
+        return resume(*args)
+
+    lane.resume = later  # type: ignore[method-assign]
+    try:
+        with raising(ac.InvalidArgumentError, "timeout"):
+            ac.all_reduce(_full(1, 2), timeout=-1)
+        assert agreed.wait(patient(10))
+        with lane.together(lane.sequence):
+            inside.set()
+            deadline = time.monotonic() + patient(10)
+            while lane.epoch == epoch:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            works = [ac.all_reduce(_full(1, 2)), ac.all_reduce([_full(1, 2), 1]), ac.broadcast_object(1)]
+    finally:
+        inside.set()
+        del lane.resume
+    for work in works:
+        with raising(ac.PeerRefusedError, "refused its side"):
+            await me.get(work)
+    assert await me.get(ac.all_reduce(1)) == me.size
+
+
+def test_a_refusal_that_is_settled_once_the_block_has_its_place(pair: World, runner: str) -> None:
+    """What comes afterwards at that place is lost, too: a rank that was quicker has not sent it."""
+    pair.run(settled_in_between, runner=runner)
 
 
 #: What one rank calls in place of an ``all_reduce`` of a tensor; each is refused.
