@@ -126,14 +126,25 @@ class _Functions:
         self._modes = [_C._pop_torch_function_stack() for _ in range(_functions())]
         self._default = getattr(_default_device, "device_context", None)
         self._device = _DEVICES.CURRENT_DEVICE
-        _default_device.device_context = None
+        _use_default(None)
         _DEVICES.CURRENT_DEVICE = None
 
     def bring_back(self) -> None:
         for mode in reversed(self._modes):
             _C._push_on_torch_function_stack(mode)
-        _default_device.device_context = self._default
+        _use_default(self._default)
         _DEVICES.CURRENT_DEVICE = self._device
+
+
+def _use_default(context: Any) -> None:
+    """Have this thread make tensors in ``context``; with None as it did before it ever had one.
+
+    Where a None is left behind, ``torch.get_default_device()`` raises AttributeError (torch 2.9).
+    """
+    if context is not None:
+        _default_device.device_context = context
+    elif hasattr(_default_device, "device_context"):
+        del _default_device.device_context
 
 
 class _Autocast:
@@ -206,7 +217,7 @@ class _Inherited:
             for mode in self._functions:
                 _C._push_on_torch_function_stack(mode)
             if self._functions:
-                _default_device.device_context = self._default
+                _use_default(self._default)
                 _DEVICES.CURRENT_DEVICE = self._device
             return await coroutine
 

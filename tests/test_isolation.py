@@ -320,6 +320,27 @@ def test_what_is_left_on_ends_with_the_coroutine(run: Callable[..., Any]) -> Non
     run(inline)
 
 
+async def on_meta() -> str:
+    with torch.device("meta"):
+        await anyio.lowlevel.checkpoint()
+    return str(torch.get_default_device())
+
+
+def test_a_thread_that_never_had_a_default_device_has_none_after() -> None:
+    """torch 2.9 tells that from None, and raises where it is asked for the device of None."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append(asyncio.run(ac.isolated(on_meta())))
+        found.append(hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"))
+        found.append(str(torch.get_default_device()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == ["cpu", False, "cpu"]
+
+
 # ---------------------------------------------------------------- the ends of a coroutine
 
 
