@@ -54,7 +54,8 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=2
-SchedulerParameters=batch_sched_delay=0
+# Heterogeneous jobs wait for the backfill scheduler.
+SchedulerParameters=batch_sched_delay=0,bf_interval=1
 NodeName={first} NodeHostname={host} NodeAddr={first} Port={first_port} CPUs=4
 NodeName={second} NodeHostname={host} NodeAddr={second} Port={second_port} CPUs=4
 PartitionName=all Nodes=ALL Default=YES State=UP
@@ -108,14 +109,14 @@ class Cluster:
         )
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 
-    def start(self, *line: str) -> subprocess.Popen[bytes]:
-        """The same, not waited for; it can be sent signals."""
+    def start(self, *line: str, terminal: int | None = None) -> subprocess.Popen[bytes]:
+        """The same, not waited for; it can be sent signals, and given a terminal."""
         return subprocess.Popen(
             line,
             env=self._environment({}),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=self._log if terminal is None else terminal,
+            stderr=self._log if terminal is None else terminal,
         )
 
     def jobs(self) -> list[str]:

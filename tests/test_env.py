@@ -8,9 +8,11 @@ import stat
 import string
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynccoll import backends
 from asynccoll.errors import AsyncCollError, LaunchEnvironmentError
 from asynccoll.launch import LaunchInfo, detect
 from asynccoll.launch.slurm import (
@@ -51,6 +53,51 @@ ONE_NODE = {
     "SLURM_NTASKS": "1",
 }
 
+#: A task of a step that spans both groups of a hetjob: srun counts over all of it.
+HETJOB = {
+    **SLURM,
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "1234567",
+    "SLURM_JOB_ID_HET_GROUP_1": "1234568",
+    "SLURM_NTASKS_HET_GROUP_0": "1",
+    "SLURM_NTASKS_HET_GROUP_1": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2",
+    "SLURM_GTIDS": "1,2",
+}
+#: The same where the groups' hosts are told, the first group is on the second host, and this is rank 0.
+HETJOB_FIRST = {
+    **HETJOB,
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",  # by the hosts' names, unlike the node's number
+    "SLURM_GTIDS": "0",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
+}
+#: One of a step on the second group alone.
+HET_GROUP = {
+    **HETJOB,
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NODELIST": "n2",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "n2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_GTIDS": "0,1",
+}
+
 SLURM_BATCH = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
 
 DAEMON = {**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
@@ -72,6 +119,7 @@ HOROVOD = {
 }
 
 
+PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 JSRUN = {
     "JSM_NAMESPACE_RANK": "3",
@@ -95,6 +143,10 @@ FOUND = {
     "unrelated": ({"PATH": "/bin", "MASTER_ADDR": "h"}, LaunchInfo("serial")),
     "empty-is-unset": ({"RANK": "", "SLURM_JOB_ID": "", "PMI_RANK": ""}, LaunchInfo("serial")),
     "torchrun": (TORCHRUN, TORCHRUN_INFO),
+    "asynccoll-run": (
+        {**TORCHRUN, **dict(zip(PLACES, "112201", strict=True)), "MASTER_ADDR": "127.0.0.1"},
+        LaunchInfo("torchrun", 1, 2, 1, 2, 0, 1, "127.0.0.1", 29500),
+    ),
     "torchrun-uneven-nodes": (
         {**TORCHRUN, "RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "1"},
         LaunchInfo("torchrun", 4, 5, 0, 1, 1, 2, "10.0.0.1", 29500),
@@ -140,6 +192,12 @@ FOUND = {
         {**ONE_NODE, "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "4000", "SLURM_PTY_WIN_COL": "80"},
         LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
     ),
+    "slurm-hetjob": (HETJOB, LaunchInfo("slurm", 2, 3, 1, 2, 1, 2, "n1", 19567)),
+    "slurm-hetjob-from-the-second-host": (
+        HETJOB_FIRST,
+        LaunchInfo("slurm", 0, 3, 0, 1, 0, 2, "n2", 19567),
+    ),
+    "slurm-group-of-a-hetjob": (HET_GROUP, LaunchInfo("slurm", 1, 2, 1, 2, 0, 1, "n2", 19567)),
     "slurm-gpus-per-task": (
         {**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"},
         dataclasses.replace(SLURM_INFO, own_gpus=True),
@@ -350,6 +408,14 @@ REFUSED = {
         SLURM_BATCH,
         ["batch script of job 1234567", "SLURM_NTASKS='4'", "srun python"],
     ),
+    "slurm-hetjob-that-does-not-say-where-its-groups-are": (
+        {name: value for name, value in HETJOB_FIRST.items() if "NODELIST_HET" not in name},
+        ["rank 0 of this hetjob is on n2", "begins with n1", "Set MASTER_ADDR=n2"],
+    ),
+    "slurm-batch-script-of-a-hetjob": (
+        {**ONE_NODE, "ENVIRONMENT": "BATCH", "SLURM_HET_SIZE": "2"},
+        ["batch script of job 1234567", "for SLURM_HET_SIZE='2' groups", "`srun --het-group=0,1 python"],
+    ),
     "slurm-uneven-and-silent": (
         {**SLURM, "SLURM_NTASKS": "5"},
         ["missing SLURM_STEP_TASKS_PER_NODE"],
@@ -393,6 +459,24 @@ def test_what_cannot_be_true_is_refused_by_name(environ, texts):
     assert isinstance(caught.value, ValueError)
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus", "backend"),
+    [
+        (LaunchInfo("slurm", 1, 4, 1, 4, own_gpus=True), 1, "nccl"),
+        (LaunchInfo("slurm", 1, 4, 1, 4), 4, "nccl"),
+        (LaunchInfo("slurm", 1, 4, 1, 4), 1, "gloo"),
+        (LaunchInfo("slurm", 1, 4, 1, 4, own_gpus=True), 0, "gloo"),
+    ],
+    ids=["one-of-its-own", "one-for-each", "one-for-all", "none"],
+)
+def test_nccl_is_chosen_where_each_rank_has_a_gpu(monkeypatch, launch, gpus, backend):
+    """With ``srun --gpus-per-task=1`` each sees its own only, and there are as many as ranks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert backends._choose(launch) == backend
 
 
 def test_detection_leaves_the_environment_alone_and_asks_the_given_expander():

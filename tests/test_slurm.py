@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shlex
 import signal
 import sys
@@ -60,6 +62,7 @@ PLACEMENTS = {
     "second-node": ["-N1", "-n2", f"--nodelist={NODES[1]}"],
     "alone": ["-N1", "-n1"],
     "pmi2": ["-N2", "-n4", "--mpi=pmi2"],
+    "hetjob": ["-n1", f"--nodelist={NODES[0]}", ":", "-n2", f"--nodelist={NODES[1]}"],
 }
 
 
@@ -77,10 +80,10 @@ def environments(show: list[str]) -> list[dict[str, str]]:
     return sorted(found, key=lambda one: int(one["SLURM_PROCID"]))
 
 
-def check_places(tasks: list[dict[str, str]], cluster: Cluster) -> None:
-    """Each task is told what counting the tasks on each node gives."""
+def check_places(tasks: list[dict[str, str]]) -> None:
+    """Each task is told what counting the tasks on each node gives; they meet where rank 0 is."""
     nodes = [one["SLURMD_NODENAME"] for one in tasks]
-    hosts = cluster.call("scontrol", "show", "hostnames", tasks[0]["SLURM_STEP_NODELIST"]).out.split()
+    hosts = list(dict.fromkeys(nodes))
     for rank, environ in enumerate(tasks):
         info = detect(environ)
         assert (info.launcher, info.rank, info.world_size) == ("slurm", rank, len(tasks))
@@ -96,7 +99,7 @@ def test_each_task_finds_its_place(cluster: Cluster, name: str, show: list[str])
     """However srun spreads them."""
     ended = cluster.call("srun", *PLACEMENTS[name], *show)
     assert ended.code == 0, ended.said
-    check_places(environments(show), cluster)
+    check_places(environments(show))
 
 
 def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -> None:
@@ -106,7 +109,47 @@ def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -
     assert ended.code == 0, ended.said
     tasks = environments(show)
     assert tasks[0]["SLURM_JOB_NUM_NODES"] == "2"
-    check_places(tasks, cluster)
+    check_places(tasks)
+
+
+def test_a_task_with_a_terminal(cluster: Cluster, show: list[str]) -> None:
+    """``srun --pty`` starts a task like any other."""
+    ours, theirs = pty.openpty()
+    try:
+        with cluster.start("srun", "-n1", "--pty", *show, terminal=theirs) as task:
+            assert task.wait(patient(60)) == 0
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    (environ,) = tasks = environments(show)
+    assert "SLURM_PTY_PORT" in environ
+    check_places(tasks)
+
+
+#: The first group is on the second node.
+HETJOB = ["-n1", f"--nodelist={NODES[1]}", ":", "-n2", f"--nodelist={NODES[0]}"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes"), [("0,1", [NODES[1], NODES[0], NODES[0]]), ("1", [NODES[0]] * 2)], ids=["all", "one"]
+)
+def test_a_step_over_groups_of_a_hetjob(cluster: Cluster, show: list[str], groups: str, nodes) -> None:
+    """It is one world, that counts ranks group by group and meets in the first."""
+    ended = cluster.call("salloc", *HETJOB, "srun", f"--het-group={groups}", *show)
+    assert ended.code == 0, ended.said
+    tasks = environments(show)
+    assert [one["SLURMD_NODENAME"] for one in tasks] == nodes
+    check_places(tasks)
+
+
+def test_a_hetjob_that_is_not_told_where_its_groups_are(cluster: Cluster, show: list[str]) -> None:
+    """As by srun alone: the others would look for rank 0 on another host."""
+    ended = cluster.call("srun", *HETJOB, *show)
+    assert ended.code == 0, ended.said
+    first, *others = environments(show)
+    with pytest.raises(LaunchEnvironmentError, match=f"rank 0 .* is on {NODES[1]}.*MASTER_ADDR={NODES[1]}"):
+        detect(first)
+    check_places([{**one, "MASTER_ADDR": NODES[1]} for one in (first, *others)])
 
 
 def batch(cluster: Cluster, directory: Path, script: str, *options: str) -> tuple[int, str]:
@@ -122,17 +165,25 @@ def batch(cluster: Cluster, directory: Path, script: str, *options: str) -> tupl
     return int(code.read_text()), said.read_text()
 
 
-@pytest.mark.parametrize("tasks", [1, 2])
-def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[str], tasks: int) -> None:
+BATCHES = {
+    "one": (["-n1"], None),
+    "two": (["-n2"], r"batch script.*SLURM_NTASKS='2'.*srun"),
+    "hetjob": (["-n1", ":", "-n1"], r"batch script.*SLURM_HET_SIZE='2'.*srun --het-group=0,1"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[str], name: str) -> None:
     """It looks like rank 0 of the job, whose other ranks nobody has started; alone it may be."""
-    code, said = batch(cluster, tmp_path, shlex.join(show), f"-n{tasks}")
+    options, refused = BATCHES[name]
+    code, said = batch(cluster, tmp_path, shlex.join(show), *options)
     assert code == 0, said
     (environ,) = environments(show)
-    if tasks == 1:
+    if refused is None:
         info = detect(environ)
         assert (info.launcher, info.rank, info.world_size) == ("slurm", 0, 1)
     else:
-        with pytest.raises(LaunchEnvironmentError, match=r"batch script.*SLURM_NTASKS='2'.*srun"):
+        with pytest.raises(LaunchEnvironmentError, match=refused):
             detect(environ)
 
 
@@ -159,6 +210,7 @@ JOBS = {
     "two-each-parallel": (["-N2", "--ntasks-per-node=2"], "parallel", [(0, 0), (0, 1), (1, 0), (1, 1)]),
     "uneven-parallel": (["-N2", "-n3"], "parallel", [(0, 0), (0, 1), (1, 0)]),
     "two-each-sync": (["-N2", "--ntasks-per-node=2"], "sync", [(0, 0), (0, 1), (1, 0), (1, 1)]),
+    "hetjob-bare": (PLACEMENTS["hetjob"], "bare", [(0, 0), (1, 0), (1, 1)]),
 }
 
 
@@ -171,6 +223,31 @@ def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> 
     assert ended.code == 0, ended.said
     found = training.check(tmp_path, wanted, backend="gloo")
     assert [one["slurm_node"] for one in found] == [NODES[node] for node, _ in wanted]
+
+
+#: Each step's first rank waits for the other's, so that both worlds are there at once.
+STEP = """
+    import sys
+    import asynccoll as ac
+    mine, both = sys.argv[1:]
+    ac.initialize("gloo")
+    if ac.get_rank() == 0:
+        open(both, mine).close()
+    print(mine, ac.all_gather_object(mine).wait())
+    ac.finalize()
+"""
+
+
+@pytest.mark.slow
+def test_steps_of_one_job_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
+    """On one host they are two worlds, at two ports."""
+    os.mkfifo(tmp_path / "both")
+    run = f"srun -n2 --exact {shlex.join(script(tmp_path, STEP))}"
+    ended = cluster.call(
+        "salloc", "-N1", "-n4", "bash", "-c", f'{run} r "$0" & {run} w "$0"; wait', f"{tmp_path}/both"
+    )
+    assert ended.code == 0, ended.said
+    assert sorted(ended.out.splitlines()) == ["r ['r', 'r']"] * 2 + ["w ['w', 'w']"] * 2
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ also of the step's, since steps of one job may run side by side. The compressed 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -63,13 +64,7 @@ def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
         REQUIRED,
         "Start the script with srun, or unset SLURM_JOB_ID to run it alone in this allocation",
     )
-    shell = _shell(variables)
-    if shell is not None and variables.integer("SLURM_NTASKS") > 1:
-        raise LaunchEnvironmentError(
-            f"this process was started by {shell} job {variables.text('SLURM_JOB_ID')}, which is"
-            f" for SLURM_NTASKS={variables.text('SLURM_NTASKS')!r} tasks, and not by srun: nobody has started"
-            " the other ranks. Write `srun python script.py` there (or unset SLURM_JOB_ID to run it alone)"
-        )
+    _refuse_shell(variables)
     nnodes = variables.first("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1
     world_size = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or 0
     tasks = _tasks_per_node(variables, world_size, nnodes)
@@ -77,20 +72,38 @@ def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
     node_rank = variables.first("SLURM_NODEID")
     if node_rank is None:
         node_rank = _node_of(rank, tasks)
+    here = _tasks_here(variables, tasks[min(node_rank, len(tasks) - 1)])
     info = LaunchInfo(
         "slurm",
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=tasks[min(node_rank, len(tasks) - 1)],
+        local_world_size=here,
         node_rank=node_rank,
         nnodes=nnodes,
-        own_gpus=_has_own_gpus(variables, tasks[min(node_rank, len(tasks) - 1)]),
+        own_gpus=_has_own_gpus(variables, here),
     )
     of_step = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE")
     named = (*REQUIRED, "SLURM_NODEID", *of_step)
     info = with_master(checked(info, variables, named), variables)
     return _with_slurm_master(info, variables, expand_hosts)
+
+
+def _refuse_shell(variables: Variables) -> None:
+    """Raise in the own shell of a job whose ranks nobody has started, unless this one is all it has."""
+    shell = _shell(variables)
+    groups = variables.first("SLURM_HET_SIZE") or 1
+    if shell is None or (groups == 1 and variables.integer("SLURM_NTASKS") == 1):
+        return
+    size, parts, srun = "SLURM_NTASKS", "tasks", "srun"
+    if groups > 1:
+        size, parts = "SLURM_HET_SIZE", "groups of nodes"
+        srun = f"srun --het-group={','.join(map(str, range(groups)))}"
+    raise LaunchEnvironmentError(
+        f"this process was started by {shell} job {variables.text('SLURM_JOB_ID')}, which is for"
+        f" {variables.show([size])} {parts}, and not by srun: nobody has started the other ranks. Write"
+        f" `{srun} python script.py` there (or unset SLURM_JOB_ID to run it alone)"
+    )
 
 
 def _tasks_per_node(variables: Variables, world_size: int, nnodes: int) -> list[int]:
@@ -116,6 +129,12 @@ def _tasks_per_node(variables: Variables, world_size: int, nnodes: int) -> list[
     return [world_size // nnodes] * nnodes
 
 
+def _tasks_here(variables: Variables, counted: int) -> int:
+    """How many tasks this node runs: ``counted``, but in a hetjob node numbers and counts differ in order."""
+    ids = variables.text("SLURM_GTIDS") if (variables.first("SLURM_HET_SIZE") or 1) > 1 else None
+    return len(ids.split(",")) if ids else counted
+
+
 def _has_own_gpus(variables: Variables, tasks: int) -> bool:
     """Whether each task sees GPUs of its own only, as with ``--gpus-per-task``, and not all of the node's."""
     if variables.any(("SLURM_GPUS_PER_TASK",)) or "gres/gpu" in (variables.text("SLURM_TRES_PER_TASK") or ""):
@@ -137,10 +156,32 @@ def _with_slurm_master(info: LaunchInfo, variables: Variables, expand_hosts: Exp
     """Meet on the first host of the step, at a port that all tasks derive from the job's number."""
     address, port = info.master_addr, info.master_port
     if address is None:
-        nodes = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST") or ""
-        address = expand_hosts(nodes)[0]
+        address = _first_host(info.rank, variables, expand_hosts)
     if port is None:
         step = variables.first(*_STEP_ID) or 0
         later = step * _STEP if step < _FIRST_SPECIAL_STEP else 0
         port = BASE_PORT + (variables.integer("SLURM_JOB_ID") + later) % _PORTS
     return replace(info, master_addr=address, master_port=port)
+
+
+def _first_host(rank: int, variables: Variables, expand_hosts: ExpandHosts) -> str:
+    """The host of rank 0: the first, but in a step over groups of a hetjob the first group's.
+
+    SLURM counts ranks and nodes group by group, and lists the hosts of all groups by name.
+    """
+    hosts = expand_hosts(variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST") or "")
+    told = [
+        f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(variables.first("SLURM_HET_SIZE") or 1)
+    ]
+    groups = [expand_hosts(variables.text(name) or "") for name in told if variables.any([name])]
+    for host in itertools.chain.from_iterable(groups):
+        if host in hosts:
+            return host
+    mine = variables.text("SLURMD_NODENAME")
+    if rank == 0 and len(told) > 1 and mine in hosts[1:]:
+        raise LaunchEnvironmentError(
+            f"rank 0 of this hetjob is on {mine}, but all that SLURM tells the other ranks is a list of hosts"
+            f" that begins with {hosts[0]}, where they look for it. Set MASTER_ADDR={mine} for all ranks, or"
+            " start them with `srun --het-group=0,1` in an allocation, where each group's hosts are told"
+        )
+    return hosts[0]
