@@ -212,7 +212,7 @@ def _on_the_world(task: Task) -> Task:
     plain = [
         replace(
             call,
-            operation="permute" if call.operation in ("recv", "barrier") else call.operation,
+            operation=call.operation if call.operation in _TENSORS else "permute",
             group=(),
             wait="now",
             form="plain",

@@ -272,7 +272,7 @@ async def any_order(me: Rank) -> None:
     order = results if me.rank else results[::-1]
     sum((y**2).sum() for y in order).backward()
     a = torch.ones(4, requires_grad=True)
-    sum(((2 * a * (k + 1)) ** 2).sum() for k in range(6)).backward()
+    sum(((me.size * a * (k + 1)) ** 2).sum() for k in range(6)).backward()
     torch.testing.assert_close(x.grad, a.grad)
 
 
@@ -303,10 +303,10 @@ async def trees(me: Rank) -> None:
         "n": 5,
     }
     got = await me.get(ac.all_reduce(tree))
-    assert got["n"] == 10
+    assert got["n"] == 5 * me.size
     ((got["w"] * 3).sum() + (got["b"] * (me.rank + 1)).sum()).backward()
-    torch.testing.assert_close(tree["w"].grad, torch.full((2,), 6.0))
-    torch.testing.assert_close(tree["b"].grad, torch.full((3,), 3.0))
+    torch.testing.assert_close(tree["w"].grad, torch.full((2,), 3.0 * me.size))
+    torch.testing.assert_close(tree["b"].grad, torch.full((3,), 1.0 * sum(range(1, me.size + 1))))
 
 
 def test_gradients_through_trees(pair: World, runner: str) -> None:

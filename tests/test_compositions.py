@@ -22,12 +22,22 @@ from worlds import World
 #: Seconds for making a program smaller.
 REDUCING_SECONDS = 40
 #: How many are drawn, by the number of ranks.
-COUNTS = {1: 15, 2: 60, 3: 30, 4: 10}
+COUNTS = {1: 15, 2: 60, 3: 30, 4: 10, 5: 10}
 
 
 def test_programs(world: World) -> None:
     """None of them gives a wrong number, a mode, a lane or a gradient of another, or hangs."""
+    look_at_programs(world)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one == "gloo"])
+def test_programs_on_five_ranks(backend: str) -> None:
+    """Nor there, where groups have members in between."""
+    look_at_programs(worlds.world(backend, 5))
+
+
+def look_at_programs(world: World) -> None:
     @settings(max_examples=COUNTS[world.size])
     @given(st.data())
     def one(data: st.DataObject) -> None:
