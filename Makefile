@@ -21,8 +21,8 @@ TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions quick lint types docs bench overlap \
-	pictures fix lock clean clean-envs
+.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions training quick lint types docs bench \
+	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,10 @@ SECONDS ?= 600
 compositions: ## draw programs that combine what there is, look whether they are right (SECONDS=3600, SIZES=2,3)
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		python $(CURDIR)/tests/explore_compositions.py $(SECONDS) $(SIZES)
+
+training: ## draw trainings, look whether they come to what one process does (SECONDS=3600, SIZES=2,3)
+	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
+		python $(CURDIR)/tests/explore_training.py $(SECONDS) $(SIZES)
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends cli_hosts compiled examples exit faults hosts launchers meeting nodes notebook packaging parallel slurm spawn sync_launch

@@ -134,10 +134,14 @@ class Rank:
         """Whether some rank has shown this sign."""
         return self._signs.joinpath(sign).exists()
 
+    def at(self, label: str) -> None:
+        """Say what is being done, for the report of a failure or a hang."""
+        self._report("at", label)
+
     @contextlib.contextmanager
     def case(self, label: str) -> Iterator[None]:
         """One named case of many: its failure is reported and the next one still runs."""
-        self._report("at", label)
+        self.at(label)
         try:
             yield
         except Exception:

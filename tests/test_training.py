@@ -15,9 +15,9 @@ import asynccoll as ac
 import worlds
 from asynccoll.auto import optim_for
 from asynccoll.autoplace import here
-from programs import LOOPS, Helper, Program, differing, trained
-from programs import Auto as Reducing
+from programs import LOOPS, Alone, Program, differing, makes_sense, trained
 from ranks import Rank, raising
+from training_helpers import Auto as Reducing
 from worlds import World
 
 
@@ -39,8 +39,10 @@ async def as_alone(me: Rank) -> None:
     for index, loop in enumerate(LOOPS):
         for second in (None, "plain"):
             program = Program(models[index % 3], loop, "auto_optim", "SGD foreach", second)
+            if not makes_sense(program):
+                continue
             with me.case(str(program)):
-                alone = await trained(program, "", list(range(me.size)), me.size, Helper, seed=0)
+                alone = await trained(program, "", list(range(me.size)), me.size, Alone, seed=0)
                 got = await trained(program, f"{loop} {second}", [me.rank], me.size, Reducing, seed=me.rank)
                 wrong = differing(got, alone)
                 assert not wrong, wrong
@@ -277,6 +279,49 @@ async def compared(me: Rank) -> None:
     await ac.overlap.check_parameters([model[0].weight])
 
 
+async def compared_now_and_then(me: Rank) -> None:
+    parameter = scalar(float(me.rank))
+    checking = ac.overlap.check_parameters([parameter], every=3, timeout=30)
+    for turn in range(1, 7):
+        with ac.trace.recording() as timeline:
+            if turn % 3 == 0:
+                with raising(ac.CollectiveMismatchError, "number 0"):
+                    await checking
+            elif turn % 3 == 1:
+                await checking
+            else:
+                checking.wait()
+        sent = [span for span in timeline.spans if span.is_operation]
+        assert bool(sent) is (turn % 3 == 0)
+    parameter.data.fill_(1.0)
+    with raising(ac.InvalidArgumentError, "every"):
+        ac.overlap.check_parameters([parameter], every=0)
+
+
+def test_parameters_are_compared_every_so_many_steps(pair: World) -> None:
+    pair.run(compared_now_and_then)
+
+
+async def compared_after_a_cut(me: Rank) -> None:
+    parameter = scalar()
+    checking = ac.overlap.check_parameters([parameter], timeout=30)
+    with ac.trace.recording() as timeline:
+        if me.rank == 0:
+            with anyio.move_on_after(0.05) as limit:
+                await checking
+            assert limit.cancelled_caught
+            me.show("gave up comparing")
+        else:
+            await anyio.to_thread.run_sync(me.see, "gave up comparing")
+        await checking
+    assert len([span for span in timeline.spans if span.is_operation]) == 1
+
+
+def test_a_comparison_that_was_cut_short(pair: World) -> None:
+    """The next await waits for the same."""
+    pair.run(compared_after_a_cut)
+
+
 def test_diverged_parameters_are_told(pair: World) -> None:
     """By one bit, which tensor and which rank."""
     pair.run(compared)
@@ -438,6 +483,10 @@ async def with_a_graph(me: Rank) -> None:
     parameter = scalar()
     with ac.overlap_gradients([parameter]) as gradients:
         with raising(ac.InvalidArgumentError, "create_graph=True", "torch.autograd.grad"):
+            parameter.square().sum().backward(create_graph=True)
+        await gradients  # completes the step with what there is
+        parameter.grad = None
+        with gradients.no_sync(), raising(ac.InvalidArgumentError, "create_graph=True"):
             parameter.square().sum().backward(create_graph=True)
         parameter.grad = None
         (gradient,) = torch.autograd.grad(parameter.square().sum(), [parameter], create_graph=True)

@@ -1,0 +1,440 @@
+"""Who averages the gradients of a training program: one class for each way, and one for nobody.
+
+Knows nothing of what is trained, nor of when; that is ``training_models`` and ``training_loops``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import anyio
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import asynccoll as ac
+from asynccoll.auto import optim_for
+from asynccoll.autoplace import here
+from overlapping import SMALL
+from ranks import raising
+from training_models import Dropping, Small, Stack
+
+
+class Helper:
+    """One process: nothing to average. Others say what they do differently."""
+
+    #: what the loss is multiplied by before backward
+    scale = 1.0
+    #: whether a backward of one rank may raise, or create a graph, and must be got over
+    recovers = False
+    #: whether this is one rank of many, which has the data of itself alone
+    is_rank = True
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        self.model, self.optimizer, self.lane = model, optimizer, lane
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.model.loss(x)
+
+    async def reduced(self) -> None:
+        """After each backward, and before gradients are read."""
+
+    async def cut_short(self) -> None:
+        """The same, given up on some ranks at once, and waited for again."""
+        await patiently(self.reduced)
+
+    async def step(self, step: Callable[[], Any]) -> None:
+        step()
+
+    async def clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    async def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        scaler.unscale_(self.optimizer)
+
+    async def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        await self.step(lambda: scaler.step(self.optimizer))
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    async def interrupted(self, x: Tensor, here: bool) -> None:
+        """A backward that raises on one rank when most gradients have left, and the way on."""
+        first = next(x for x in self.model.parameters() if x.requires_grad)
+        failing = first.register_hook(_raise) if here else contextlib.nullcontext()
+        loss = self.loss(x) * self.scale
+        with failing, raising(ZeroDivisionError) if here else contextlib.nullcontext():
+            loss.backward()
+        await self.recovered()
+
+    async def graphed(self, x: Tensor) -> None:
+        """A backward that keeps the graph of the gradients is refused; and the way on."""
+        loss = self.loss(x)
+        with raising(ac.InvalidArgumentError, "create_graph"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of cycles
+            loss.backward(create_graph=True)
+        await self.recovered()
+
+    async def recovered(self) -> None:
+        await self.reduced()
+
+    async def closed(self) -> None:
+        pass
+
+    def result(self) -> list[Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+def _raise(_: Tensor) -> None:
+    raise ZeroDivisionError("of this rank alone")
+
+
+async def patiently(wait: Callable[[], Any]) -> None:
+    """Wait, give up as soon as that takes a moment, and wait again."""
+    with anyio.move_on_after(0) as limit:
+        await wait()
+    if limit.cancelled_caught:
+        await wait()
+
+
+class Alone(Helper):
+    """One process that sees the data of all."""
+
+    is_rank = False
+
+
+class Overlapped(Helper):
+    options: ClassVar[dict[str, Any]] = {}
+    recovers = True
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        self.gradients = ac.overlap_gradients(model, lane=lane, **SMALL, **self.options)
+        self.no_sync = self.gradients.no_sync  # type: ignore[method-assign]
+
+    async def reduced(self) -> None:
+        await self.gradients
+
+    async def closed(self) -> None:
+        self.gradients.close()
+
+
+class Summed(Overlapped):
+    options: ClassVar[dict[str, Any]] = {"op": "sum"}
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        return 1 / ac.get_world_size()
+
+
+class Bounded(Overlapped):
+    options: ClassVar[dict[str, Any]] = {"max_in_flight_bytes": 200, "broadcast_buffers": True}
+
+
+class InFloat32(Overlapped):
+    options: ClassVar[dict[str, Any]] = {"reduce_dtype": torch.float32}
+
+
+class Auto(Helper):
+    recovers = True
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        place = here() if here().backend != "gloo" else replace(here(), backend="mpi")
+        optim_for(place, optimizer, {"lane": lane, **SMALL})
+        self.no_sync = getattr(optimizer, "no_sync", self.no_sync)  # type: ignore[method-assign]
+        self.recovers = hasattr(optimizer, "synchronize")  # not in a world of one
+
+    async def recovered(self) -> None:
+        self.optimizer.synchronize()  # type: ignore[attr-defined]
+
+    async def closed(self) -> None:
+        self.optimizer = None  # type: ignore[assignment]
+        gc.collect()  # it takes its reducer along
+
+
+class AutoModel(Helper):
+    """As a script has it that runs on any backend: DDP where that serves it."""
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        ddp = here().backend == "gloo" and ac.get_world_size() > 1
+        self.wrapped = ac.auto_model(model, **({"find_unused_parameters": True} if ddp else {}))
+        ac.auto_optim(optimizer, **({} if ddp or ac.get_world_size() == 1 else {"lane": lane}))
+        ours = self.wrapped if ddp else optimizer
+        self.no_sync = getattr(ours, "no_sync", self.no_sync)  # type: ignore[method-assign]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.wrapped(x).square().mean()
+
+    async def closed(self) -> None:
+        self.optimizer = None  # type: ignore[assignment]
+        gc.collect()
+
+
+class Awaited(Helper):
+    recovers = True
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        self.own = ac.async_optim(optimizer, lane=lane, **SMALL)
+        self.no_sync = self.own.no_sync  # type: ignore[method-assign]
+
+    async def reduced(self) -> None:
+        await self.own.reduced()
+
+    async def step(self, step: Callable[[], Any]) -> None:
+        await self.own.reduced()
+        step()
+        self.own.gradients.stepped()
+
+    async def closed(self) -> None:
+        self.own.close()
+
+
+class Hooked(Helper):
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        self.ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        self.ddp.register_comm_hook(ac.overlap.DDPState(lane=lane), ac.overlap.ddp_hook)
+        self.no_sync = self.ddp.no_sync  # type: ignore[method-assign]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.ddp(x).square().mean()
+
+
+class Averaged(Helper):
+    """Local steps; the averages, and the last one, are sometimes waited for in two attempts."""
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        ac.overlap.broadcast_parameters(model, lane=lane).wait()
+        self.averaging = ac.overlap.average_parameters(model, every=1, lane=lane)
+
+    async def _wait(self) -> None:
+        await self.averaging
+
+    async def step(self, step: Callable[[], Any]) -> None:
+        step()
+        await patiently(self._wait)
+
+    async def closed(self) -> None:
+        await patiently(self.averaging.finish)
+
+
+class Sharded(Helper):
+    recovers = True
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        self.own: Any = ac.overlap.shard_optimizer(model, optimizer, lane=lane, **SMALL)
+        self.optimizer = self.own
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        return self.own.no_sync()
+
+    async def reduced(self) -> None:
+        await self.own.reduced()
+
+    async def clip(self, max_norm: float) -> None:
+        await self.own.clip_grad_norm_(max_norm)
+
+    async def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        await self.own.unscale_(scaler)
+
+    async def step(self, step: Callable[[], Any]) -> None:
+        await self.own.step()
+
+    async def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        await self.own.step(scaler=scaler)
+
+    async def closed(self) -> None:
+        await self.own.aclose()
+
+
+class Dropped(Sharded):
+    """Nobody closes it: what it has sent last arrives when the model is read."""
+
+    async def closed(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)
+            self.optimizer = self.own = None  # type: ignore[assignment]
+            gc.collect()
+
+    def result(self) -> list[Tensor]:
+        self.model.state_dict()
+        return super().result()
+
+
+class Layered(Helper):
+    """Of a `Stack`: each layer with what follows it and has no parameters. Other models are one layer."""
+
+    options: ClassVar[dict[str, Any]] = {}
+    recovers = True
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        ac.overlap.broadcast_parameters(model, lane=lane).wait()
+        self.parts: list[nn.Module] = []
+        for layer in model.layers if isinstance(model, Stack) else (model,):
+            if any(True for _ in layer.parameters()):
+                self.parts.append(nn.Sequential(layer))
+            else:
+                self.parts[-1].append(layer)  # type: ignore[operator]
+        self.layers = ac.overlap.shard_layers(self.parts, lane=lane, **self.options)
+        taken = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        own = type(optimizer)(self.layers.parameters(), **options)
+        super().__init__(model, own, lane)
+
+    async def clip(self, max_norm: float) -> None:
+        await self.layers.clip_grad_norm_(max_norm)
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        return 1 / ac.get_world_size()
+
+    def loss(self, x: Tensor) -> Tensor:
+        rank = x.rank  # type: ignore[attr-defined]
+        for index, layer in enumerate(self.layers):
+            if isinstance(self.model, Dropping):
+                x = x if self.model.drops(index, rank) else self._through(layer, x).tanh()
+            else:
+                x = self._through(layer, x)
+        return x.square().mean()
+
+    def _through(self, layer: Any, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if self.model.recomputed else layer(x)
+
+    async def interrupted(self, x: Tensor, here: bool) -> None:
+        """A loop that one rank leaves early; then nobody runs backward."""
+        with raising(ZeroDivisionError) if here else contextlib.nullcontext():
+            async for layer in self.layers:
+                if here and layer.module is not self.parts[0]:
+                    _raise(x)
+                x = self._through(layer, x)
+            if here:  # of one layer
+                _raise(x)
+        if here:
+            await self.layers.finish_loop()
+
+    async def graphed(self, x: Tensor) -> None:
+        """Not refused: the parts' gradients have a graph of their own."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (self.loss(x) * self.scale).backward(create_graph=True)
+
+    async def _crossed(self) -> None:
+        """Loops that differ between ranks, over layers of one shape, are told from the first layer on."""
+        other = ac.get_world_size() > 1 and ac.get_rank() == 0
+        with raising(ac.CollectiveMismatchError) if ac.get_world_size() > 1 else contextlib.nullcontext():
+            async for _ in reversed(self.layers) if other else self.layers:
+                pass
+
+    async def closed(self) -> None:
+        if len(self.parts) > 1 and len({shard.numel() for shard in self.layers.parameters()}) == 1:
+            await self._crossed()
+        whole = await self.layers.full_state_dict()
+        for index, part in enumerate(self.parts):
+            for name, parameter in part.named_parameters():
+                parameter.data = whole[f"{index}.{name}"]
+
+
+class Resharded(Layered):
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": True, "ahead": 2}
+
+
+class ByHand(Helper):
+    """Two tasks, each with half of the parameters and a lane, that share a window if they may."""
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        ac.overlap.broadcast_parameters(model, lane=lane).wait()
+
+    async def reduced(self) -> None:
+        window = ac.overlap.InFlight(max_in_flight_bytes=1)
+        found = [x for x in self.model.parameters() if x.requires_grad]
+        halves = {f"{self.lane} even": found[::2], f"{self.lane} odd": found[1::2]}
+        async with ac.create_task_group() as tasks:
+            # Each rank's first may be another.
+            for lane in sorted(halves, reverse=ac.get_rank() % 2 == 0):
+                tasks.start_soon(self._average, window, lane, halves[lane], name=f"averaging on {lane}")
+
+    async def _average(self, window: Any, lane: str, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            call = {"op": "avg", "lane": lane, "out": parameter.grad}
+            await anyio.lowlevel.checkpoint()
+            try:
+                await window.start(ac.all_reduce, parameter.grad, **call)
+            except ac.InvalidArgumentError:  # it belongs to the other task
+                window = ac.overlap.InFlight(max_in_flight_bytes=1)
+                await window.start(ac.all_reduce, parameter.grad, **call)
+        await window.drain()
+
+    async def cut_short(self) -> None:
+        await self.reduced()
+
+    async def recovered(self) -> None:
+        pass
+
+
+class Prepared(Helper):
+    """All gradients in one tensor, by an operation that is prepared once."""
+
+    def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
+        super().__init__(model, optimizer, lane)
+        ac.overlap.broadcast_parameters(model, lane=lane).wait()
+        self.flat = torch.zeros(
+            sum(x.numel() for x in model.parameters()), dtype=next(model.parameters()).dtype
+        )
+        self.averaging: Any = ac.prepare("all_reduce", like=self.flat, op="avg", lane=lane)
+
+    def _gathered(self) -> list[Tensor]:
+        grads = []
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad)
+        return grads
+
+    async def reduced(self) -> None:
+        grads = self._gathered()
+        torch.cat([x.reshape(-1) for x in grads], out=self.flat)
+        average = await self.averaging.start()
+        for x, part in zip(grads, average.split([x.numel() for x in grads]), strict=True):
+            x.copy_(part.view(x.shape))
+
+    async def cut_short(self) -> None:
+        """Every rank starts twice, of which some have not seen the first to its end."""
+        torch.cat([x.reshape(-1) for x in self._gathered()], out=self.flat)
+        with anyio.move_on_after(0):
+            await self.averaging.start()
+        await self.reduced()
+
+
+HELPERS: dict[str, type[Helper]] = {
+    "overlap_gradients": Overlapped,
+    "overlap_gradients(op='sum')": Summed,
+    "overlap_gradients(max_in_flight_bytes, broadcast_buffers)": Bounded,
+    "overlap_gradients(reduce_dtype)": InFloat32,
+    "auto_optim": Auto,
+    "auto_model": AutoModel,
+    "async_optim": Awaited,
+    "ddp_hook": Hooked,
+    "average_parameters": Averaged,
+    "shard_optimizer": Sharded,
+    "shard_optimizer, dropped": Dropped,
+    "shard_layers": Layered,
+    "shard_layers(reshard_after_forward)": Resharded,
+    "InFlight": ByHand,
+    "prepare": Prepared,
+}
