@@ -105,6 +105,27 @@ def test_every_collective_on_device_tensors(world: World, runner: str) -> None:
     world.run(every_collective, runner=runner, timeout=100)
 
 
+async def inferring(me: Rank) -> None:
+    n = me.size
+    xs = oracle.by_rank(oracle.counting, n, (2 * n, 3), torch.float32)
+    x, ring = xs[me.rank], [(r, (r + 1) % n) for r in range(n)]
+    total, out = oracle.reduced(xs, "sum"), torch.zeros(2 * n, 3)
+    with torch.inference_mode():
+        await me.check("all_reduce", moved(ac.all_reduce), x, expect=total)
+        await me.check("reduce_scatter", moved(ac.reduce_scatter), x, expect=oracle.parts(total, n)[me.rank])
+        await me.check("all_gather", moved(ac.all_gather), x, expect=oracle.concatenated(xs))
+        await me.check("all_to_all", moved(ac.all_to_all), x, expect=oracle.all_to_all(xs)[me.rank])
+        await me.check("permute", moved(ac.permute), x, ring, expect=oracle.permute(xs, ring)[me.rank])
+        await me.check("from the host", ac.permute, x, ring, expect=oracle.permute(xs, ring)[me.rank])
+        with me.case("out="):
+            oracle.same(await me.get(ac.all_reduce(x, out=out)), total)
+
+
+def test_device_tensors_in_inference_mode(world: World) -> None:
+    """XLA makes no views there of what was launched outside of it."""
+    world.run(inferring, timeout=60)
+
+
 async def bits(me: Rank) -> None:
     x = torch.tensor([0x7FA00001, -0x80000000, 0x7FC00000 + me.rank], dtype=torch.int32).view(torch.float32)
     for place in (x, x.to(ac.device())):

@@ -123,7 +123,9 @@ class Call:
         try:
             if self.result is not None:
                 with torch.inference_mode(self.inferring), device.lock:
-                    rest = self.deliver(self.collective.finish(self.result, self.matrix))
+                    # XLA makes no views in inference mode of what was made outside of it.
+                    result = self.result.clone() if self.inferring else self.result
+                    rest = self.deliver(self.collective.finish(result, self.matrix))
                 device.wait()
                 if rest is not None:
                     with torch.inference_mode(self.inferring), device.lock:
