@@ -100,6 +100,13 @@ FOUND = {
         of("tensor", wait="later", around=("shared scope",)),
         of("tensor", wait="later", around=("shared scope",)),
     ),
+    "one scope object in two tasks at a time": overlapping(
+        of("tensor", wait="later", pauses=3, around=("shared scope",)),
+        of("tensor", wait="later", pauses=2, around=("shared scope",)),
+    ),
+    "a coalescing block that an await in no_grad sends": alone(
+        of("tracked", coalesced=True, waited_in="no_grad"),
+    ),
     "a scope whose task is cancelled": alone(of("tensor", wait="scope cancelled")),
     "a coalescing block of calls in and out of no_grad": alone(
         of("tracked", coalesced=True, wait="later"),
