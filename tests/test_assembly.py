@@ -13,6 +13,7 @@ import torch.distributed as dist
 from asynccoll.backends.assembly import Member, assemble
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.launch import host
+from asynccoll.store import Clients, Exchange
 from patience import patient
 
 SECONDS = patient(20)
@@ -93,6 +94,29 @@ def test_who_does_not_come_is_named(rank: int) -> None:
     with pytest.raises(CollectiveTimeoutError, match=f"rank {rank} waited in vain for rank 1 of 3"):
         come(store, rank, 3, seconds=0.5)
     assert done.wait(SECONDS)
+
+
+@pytest.mark.parametrize("last", ["2", "two"])
+def test_addresses_are_fetched_together_once_all_are_there(last: str) -> None:
+    """In two requests, however many members there are; a key that is no member's is asked for by itself."""
+    store = dist.HashStore()
+    keys = ["p/0/0", "p/0/1", f"p/0/{last}"]
+    for key in keys:
+        store.set(key, f"of {key}")
+    asked = []
+
+    class Counting(Clients):
+        def borrow(self):
+            asked.append(1)
+            return super().borrow()
+
+    exchange = Exchange(Counting(store), SECONDS, lambda: False, 3)
+    for key in keys:
+        exchange.wait([key])
+        assert exchange.get(key) == f"of {key}".encode()
+    assert (len(asked) == 2) == (last == "2")
+    with pytest.raises(CollectiveTimeoutError, match="p/0/3"):
+        exchange.wait(["p/0/3"], timedelta(seconds=0.01))
 
 
 def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from asynccoll.backends.rendezvous import (
 from asynccoll.backends.waiters import InProgress
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.spec import Capabilities
-from asynccoll.store import Waiting, host_of
+from asynccoll.store import Exchange, Waiting, host_of
 
 if TYPE_CHECKING:
     from asynccoll.backends import Request
@@ -165,8 +165,8 @@ class C10dBackend:
             if native != "gloo":  # may ask the store again, whenever it likes
                 create = _CREATE.get(native, _create_other(native))
                 return create(self, dist.PrefixStore(name, clients.take()), rank, size)
-            waiting = Waiting(clients, context.timeout, given_up)
-            return self.create_gloo(dist.PrefixStore(name, waiting), rank, size)
+            exchange = Exchange(clients, context.timeout, given_up, size)
+            return self.create_gloo(dist.PrefixStore(name, exchange), rank, size)
 
     def native_group(self, group: Group) -> Any:
         """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
