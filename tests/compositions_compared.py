@@ -111,8 +111,11 @@ def backward(complain: Complain, record: Record) -> None:
         complain("gradient", f"{record.label} has none, and backward did not say so")
         return
     for x, want in zip(case.inputs, case.gradients, strict=True):
+        rtol = max(case.rtol, 4 * oracle.epsilon(want.dtype))
+        if x.grad is not None and torch.allclose(x.grad, want, rtol=0.0, atol=rtol):
+            continue  # a sum of shares that comes to nothing may be nothing, or the rounding of one
         try:
-            oracle.same(x.grad, want, value=True, rtol=max(case.rtol, 4 * oracle.epsilon(want.dtype)))
+            oracle.same(x.grad, want, value=True, rtol=rtol)
         except AssertionError as error:
             complain("gradient", f"{record.label}: {error}")
 
