@@ -89,7 +89,7 @@ async def ahead_of_use(me: Rank) -> None:
             layer(torch.ones(1, 3))
             started.append(sum(span.is_operation for span in timeline.spans))
         assert [layer.module for layer in reversed(layers)] == [layer.module for layer in list(layers)[::-1]]
-    assert started == [3, 4, 4, 4]
+    assert started == [6, 8, 8, 8]  # of each layer its number, and its parts
 
 
 def test_the_next_layers_are_under_way(pair: World) -> None:
