@@ -93,10 +93,9 @@ ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
 # What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway; but
 # for training in ten loops, each step of which is a graph to compile first: ten to twenty seconds for each loop.
-# Drawn compositions do not end in time.
-XLA_PAIRS  := refusals training
+XLA_PAIRS  := compositions refusals training
 IN_SECONDS := -k "xla and not comes_to_what_one_process_does"
-XLA_TESTS  := $(XLA_ITSELF) $(filter-out $(XLA_PAIRS) compositions faults sync_parity,$(EVERY_BACKEND))
+XLA_TESTS  := $(XLA_ITSELF) $(filter-out $(XLA_PAIRS) faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled fusion lanes objects overlap runtime work
 
