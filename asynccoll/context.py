@@ -108,6 +108,11 @@ class Context:
         """
         return math.inf if self.joined else self.timeout
 
+    def begin(self) -> None:
+        """All ranks are here, and ``initialize`` is over."""
+        self.joined = True
+        self.watch.begin()
+
     def add_group(self, ranks: tuple[int, ...]) -> Group:
         """The group of ``ranks``: one per set, however often it is asked for."""
         with self._lock:

@@ -214,7 +214,7 @@ def _adopt(process: _Process) -> Context:
         context = backends.adopt(
             backends.of_torch(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
-        context.joined = True
+        context.begin()
         process.adopted = (weakref.ref(native), context)
         _install_exit_hook()
         return context
@@ -280,7 +280,7 @@ def initialize(
         check=mode,
         options=backend_options,
     )
-    context.joined = True
+    context.begin()
     with process.lock:
         if context.thread_rank:
             process.thread_ranks.append(context)

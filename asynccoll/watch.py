@@ -1,7 +1,8 @@
 """The one thread that looks after operations which are out for longer than they should be.
 
-It exists only once something has waited for a second, and sleeps whenever nothing does. It never
-completes an operation; it finds out that one never will.
+It exists only once something has waited for a second, and sleeps whenever nothing does; but where a call may
+be over on one rank before its peers have made theirs, it looks for refusals now and then also while nothing
+waits here: those peers may. It never completes an operation; it finds out that one never will.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ __all__ = ["Watch"]
 _log = logging.getLogger("asynccoll.watch")
 
 PATIENCE_SECONDS = 1.0
+#: How often it looks while nothing waits, where it does.
+IDLE_SECONDS = 5.0
 _STOP_SECONDS = 1.0
 
 
@@ -42,11 +45,20 @@ class Watch:
             return
         with self._wake:
             self._watched.add(operation)
-            if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="asynccoll-watch", daemon=True)
-                self._thread.start()
-            elif self._asleep:
-                self._wake.notify()
+            self._start()
+
+    def begin(self) -> None:
+        """The world has come together."""
+        if self._context.backend.ends_alone and self._context.store is not None:
+            with self._wake:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._stopped:
+            self._thread = threading.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+            self._thread.start()
+        elif self._asleep:
+            self._wake.notify()
 
     def discard(self, operation: Operation) -> None:
         """Nobody does any more."""
@@ -65,21 +77,27 @@ class Watch:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._watched and not self._stopped:
-                    self._asleep = True
-                    self._wake.wait()
-                self._asleep = False
-                self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
+                idle = self._sleep()
+                if not idle:
+                    self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
                 if self._stopped:
                     return
                 late = monotonic() - PATIENCE_SECONDS
                 self._watched = {op for op in self._watched if not op.done()}
                 lanes = {op.lane for op in self._watched if op.started <= late}
-            if lanes:
+            if lanes or idle:
                 try:
                     self._ask_after(lanes)
                 except OSError:  # of descriptors there may be none just now: it is asked again in a second
                     _log.debug("asking after %s failed", lanes, exc_info=True)
+
+    def _sleep(self) -> bool:
+        """Until something waits here, or it is time to look although nothing does: whether it is that."""
+        self._asleep = True
+        seconds = IDLE_SECONDS if self._context.backend.ends_alone else None
+        woken = self._wake.wait_for(lambda: self._watched or self._stopped, seconds)
+        self._asleep = False
+        return not woken
 
     def _ask_after(self, lanes: set[Lane]) -> None:
         """Find out whether a rank is gone that ``lanes`` wait for, or one has refused a call on any lane."""

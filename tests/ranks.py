@@ -284,6 +284,7 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
     """Join the world (unless it is to be bare), then run what is sent until told to close."""
     report = report_to(connection)
     group.MAX_LANES = 100 * LANES
+    watch.IDLE_SECONDS = 0.3
     watch.PATIENCE_SECONDS = 0.1  # or each refused call costs its peers a second of the suite
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()

@@ -79,6 +79,9 @@ FOUND = {
     ),
     "modes of the parent": replace(overlapping(of("tracked"), of("tracked")), inherited=("no_grad",)),
     "None but on the root": alone(of("tensor, None elsewhere", "broadcast"), of("tensor")),
+    "a root that waits for nothing": alone(
+        of("number, None elsewhere", "broadcast", wait="dropped"), of("tracked", "broadcast", wait="later")
+    ),
     "None but on the root, of a number": alone(
         of("number, None elsewhere", "broadcast", root=1), of("tensor")
     ),

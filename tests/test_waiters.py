@@ -111,8 +111,9 @@ def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(24, "Too many open files")
         asked_again.set()
 
-    doubt = SimpleNamespace(in_doubt=lambda ranks: True)
-    context = cast("Any", SimpleNamespace(store=object(), loss=loss, liveness=doubt))
+    backend = SimpleNamespace(ends_alone=False)
+    parts = {"store": object(), "loss": loss, "store_answers": lambda: False, "backend": backend}
+    context = cast("Any", SimpleNamespace(**parts))
     lane = SimpleNamespace(group=SimpleNamespace(ranks=(0, 1)))
 
     class InFlight:

@@ -110,6 +110,8 @@ class Backend(Protocol):
     device: torch.device
     #: ``open`` waits for the other members, so that it must not run in a caller's thread.
     open_waits: bool
+    #: A call may be over on one rank before its peers have made theirs (a broadcast's root on MPI).
+    ends_alone: bool
     #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
     ad_hoc_groups: bool
     #: Operations are ready when issued, in the order of the device's stream (nccl, xla).

@@ -62,6 +62,7 @@ class C10dBackend:
     """c10d for one rank: which native backend serves which device, over which store."""
 
     open_waits = True
+    ends_alone = False
     ad_hoc_groups = True
 
     def __init__(

@@ -64,6 +64,7 @@ class HorovodBackend:
 
     name = "horovod"
     open_waits = True
+    ends_alone = False
     ad_hoc_groups = False
     stream_ordered = False
     orders_lanes = False

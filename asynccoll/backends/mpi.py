@@ -96,6 +96,7 @@ class MpiBackend:
 
     name = "mpi"
     open_waits = True
+    ends_alone = True
     ad_hoc_groups = True
     stream_ordered = False
     orders_lanes = False

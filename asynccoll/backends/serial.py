@@ -123,6 +123,7 @@ class SerialBackend:
 
     name = "serial"
     open_waits = False
+    ends_alone = False
     ad_hoc_groups = True
     stream_ordered = False
     orders_lanes = False

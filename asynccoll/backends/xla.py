@@ -70,6 +70,7 @@ class XlaBackend:
 
     name = "xla-tpu"
     open_waits = False
+    ends_alone = False
     stream_ordered = False
     orders_lanes = False
 
