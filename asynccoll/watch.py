@@ -35,6 +35,7 @@ class Watch:
         self._context = context
         self._wake = threading.Condition()
         self._watched: set[Operation] = set()
+        self._lately: set[Operation] = set()  # waited for since the last look, for however short a time
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._asleep = False  # with nothing to look after; else it looks once a second by itself
@@ -61,9 +62,11 @@ class Watch:
             self._wake.notify()
 
     def discard(self, operation: Operation) -> None:
-        """Nobody does any more."""
+        """Nobody does any more, or just now."""
         with self._wake:
             self._watched.discard(operation)
+            if not operation.done():
+                self._lately.add(operation)
 
     def stop(self) -> None:
         """End the thread; when this returns it is in no native call that the interpreter could end under."""
@@ -84,7 +87,8 @@ class Watch:
                     return
                 late = monotonic() - PATIENCE_SECONDS
                 self._watched = {op for op in self._watched if not op.done()}
-                lanes = {op.lane for op in self._watched if op.started <= late}
+                asked_for, self._lately = self._watched | self._lately, set()
+                lanes = {op.lane for op in asked_for if op.started <= late and not op.done()}
             if lanes or idle:
                 try:
                     self._ask_after(lanes)
@@ -95,7 +99,7 @@ class Watch:
         """Until something waits here, or it is time to look although nothing does: whether it is that."""
         self._asleep = True
         seconds = IDLE_SECONDS if self._context.backend.ends_alone else None
-        woken = self._wake.wait_for(lambda: self._watched or self._stopped, seconds)
+        woken = self._wake.wait_for(lambda: self._watched or self._lately or self._stopped, seconds)
         self._asleep = False
         return not woken
 

@@ -133,6 +133,33 @@ def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
         looks.stop()
 
 
+def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for a moment at a time, again and again, must hear of a refusal, too."""
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
+    asked = threading.Event()
+    backend = SimpleNamespace(ends_alone=False)
+    parts = {"store": object(), "loss": lambda lane: asked.set(), "store_answers": lambda: False}
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, backend=backend)))
+    lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
+
+    class InFlight:
+        started = 0.0
+
+        def __init__(self) -> None:
+            self.lane = lane
+
+        def done(self) -> bool:
+            return False
+
+    operation = cast("Any", InFlight())
+    looks.add(operation)
+    looks.discard(operation)
+    try:
+        assert asked.wait(patient(10))
+    finally:
+        looks.stop()
+
+
 class _Named:
     """A lane, as far as the watch looks at it."""
 
