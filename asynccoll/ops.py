@@ -10,7 +10,8 @@ Said once, for every function here:
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` waits for the host as well.
 - **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
-  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
+  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. A tree is read when
+  it is passed: one that an earlier call fills (``out=``) has to be waited for first. ``out`` (one tensor,
   the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation.
   Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
