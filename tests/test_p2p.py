@@ -177,7 +177,8 @@ async def refused(me: Rank) -> None:
     await me.refuses("src", ValueError, ac.recv, x, src=-1, says=("-1",))
     await me.refuses("tag", ValueError, ac.send, x, dst=1 - me.rank, tag=-1, says=("tag", "-1"))
     await me.refuses("type", TypeError, ac.send, object(), dst=1 - me.rank, tag=9, says=("object",))
-    await me.refuses("told", ac.CollectiveError, ac.recv, x, src=1 - me.rank, tag=9)
+    expected = ac.UnsupportedOpError if me.lacks("recv") else ac.CollectiveError
+    await me.refuses("told", expected, ac.recv, x, src=1 - me.rank, tag=9)
     await me.check("afterwards", ac.all_reduce, 1, expect=2)
 
 
