@@ -181,27 +181,17 @@ class Lane:
             self._accept_before()
         with self._lock:
             owner = self._admitted_owner(stream)
-            communicator = self.communicator
-            if (
-                communicator is None
-                or self._queue
-                or self._active is not None
-                or self._driving
-                or self._turnstile is not None
-                or self._cut is not None
-                or (self._together and self._given_up() is not None)
-            ):
-                job = Job(as_called(start), None)
-                operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
-            else:
+            if self._is_free():
                 # First of all the start: what is noted down afterwards costs no latency.
                 try:
-                    completion = start(communicator)
+                    completion = start(self.communicator)
                 except BaseException:  # refused by the library, which may have sent something
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
                     raise
                 return self._record(estimate, completion, size_bytes, timeout, stream, owner)
+            job = Job(as_called(start), None)
+            operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
         self._start_queued()
         return operation
 

@@ -26,7 +26,6 @@ _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr
 _is_inference = torch.Tensor.is_inference
 _is_nested = attrgetter("is_nested")
-_bump_version = torch.autograd.graph.increment_version
 
 
 def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -108,9 +107,8 @@ def _what(x: torch.Tensor) -> str:
 
 def writable(name: str, out: torch.Tensor) -> None:
     """Refuse ``out=`` that cannot be filled as it is, before anything is sent."""
-    plain = plain_tensor(name + ": out=", out)
-    inference = plain.is_inference()
-    if inference and not torch.is_inference_mode_enabled():
+    plain = plain_tensor(f"{name}: out=", out)
+    if plain.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidArgumentError(
             f"{name}: out= was made in inference mode and cannot be written to outside of it; pass "
             "out.clone(), or call in torch.inference_mode()"
@@ -120,8 +118,7 @@ def writable(name: str, out: torch.Tensor) -> None:
             f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
             f"{list(out.stride())}, as expand() makes); pass out.contiguous()"
         )
-    if not inference:
-        _bump_version(out)
+    overwritten(out)
 
 
 def overwritten(*outs: torch.Tensor) -> None:
@@ -131,7 +128,7 @@ def overwritten(*outs: torch.Tensor) -> None:
     """
     for out in outs:
         if not out.is_inference():
-            _bump_version(out)
+            torch.autograd.graph.increment_version(out)
 
 
 def _folded(x: torch.Tensor) -> bool:

@@ -89,12 +89,9 @@ def _start(
             block.flush()  # the program's order
         return handed_out(start(at, *args, timeout))
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
-        if start in _MESSAGES:
-            raise
-        if block is not None:
-            block.refuse(at, error)
-        else:
-            context.refusals.refuse(at, error)
+        if start not in _MESSAGES:
+            refuse_call = context.refusals.refuse if block is None else block.refuse
+            refuse_call(at, error)
         raise
 
 
