@@ -15,6 +15,7 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.lane import Lane
 from asynccoll.runtime import current
 from patience import patient
 from ranks import Rank, raising
@@ -227,6 +228,14 @@ def test_tasks_started_inside_send_as_ever(pair: World) -> None:
     pair.run(another_task)
 
 
+def until_settled(lane: Lane, epoch: int) -> None:
+    """All ranks have said how far they went in ``epoch``: what was refused there is lost from now on."""
+    deadline = time.monotonic() + patient(10)
+    while lane.epoch == epoch:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 async def settled_inside(me: Rank) -> None:
     lane = current().world.lane()
     with ac.coalescing():
@@ -234,10 +243,7 @@ async def settled_inside(me: Rank) -> None:
         epoch = lane.epoch
         with raising(ac.InvalidArgumentError, "timeout"):
             ac.all_reduce(_full(1, 2), timeout=-1)
-        deadline = time.monotonic() + patient(10)
-        while lane.epoch == epoch:  # all ranks have refused it: the place is lost before the block ends
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until_settled(lane, epoch)  # all have refused it: the place is lost before the block ends
         works.append(ac.all_reduce(_full(1, 2)))
         works.append(ac.all_gather(_full(1, 2)))
     for work in works:
@@ -267,10 +273,7 @@ async def settled_in_between(me: Rank) -> None:
         assert agreed.wait(patient(10))
         with lane.together(lane.sequence):
             inside.set()
-            deadline = time.monotonic() + patient(10)
-            while lane.epoch == epoch:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until_settled(lane, epoch)
             works = [ac.all_reduce(_full(1, 2)), ac.all_reduce([_full(1, 2), 1]), ac.broadcast_object(1)]
     finally:
         inside.set()
