@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from asynccoll import actors, autograd, payload, tensors
-from asynccoll.aliasing import Touched
+from asynccoll.aliasing import Extents
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PeerRefusedError
 from asynccoll.lane import Lane
 from asynccoll.memory import plain_tensor, writable
@@ -28,6 +28,7 @@ from asynccoll.modes import Modes, as_called
 from asynccoll.spec import Op, reduce_op
 from asynccoll.started import Started
 from asynccoll.tensors.fusing import Fuse
+from asynccoll.unfilled import fills
 from asynccoll.work import Work, handed_out, noted
 
 __all__ = ["coalescing", "own_block"]
@@ -50,14 +51,13 @@ class Deferred(Work[T]):
     def __repr__(self) -> str:
         return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
 
-    def sent(self, work: Work[Any], finish: Callable[[], Any]) -> None:
-        """It travels as a part of ``work`` from now on."""
+    def sent(self, started: Started[Any]) -> None:
+        """It travels as a part of this from now on."""
         self._batch = None
-        self._operations = work._operations
-        self._finish = finish
+        self._operations = started.operations
+        self._finish = started.finish
         for derived in self._derived:
-            assert derived._finish is not None
-            derived.sent(work, derived._finish)
+            derived.sent(Started(started.operations, derived._finish))
         for callback in self._callbacks:
             self.add_done_callback(callback)
 
@@ -159,7 +159,8 @@ class _Parts:
         shared = Work(started.operations, started.finish, started.value)
         shared.detach()
         for index, call in enumerate(self.calls):
-            call.work.sent(shared, partial(_result_of, call.modes, call.out, shared, index))
+            result = partial(_result_of, call.modes, call.out, shared, index)
+            call.work.sent(Started(started.operations, result))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
         """Tell the peers, who may be sending theirs, and whoever waits here."""
@@ -180,13 +181,13 @@ class _Batch:
     cannot know whether its peers send that one alone or with others, refuses as many places as they take.
     """
 
-    __slots__ = ("_actor", "_parts", "_places", "_touched")
+    __slots__ = ("_actor", "_parts", "_places", "_read")
 
     def __init__(self) -> None:
         self._actor = actors.current().actor
         self._parts: dict[Any, _Parts] = {}
         self._places: dict[Lane, int] = {}
-        self._touched: Touched[Work[Any]] = Touched()
+        self._read: Extents[Work[Any]] = Extents(lambda work: not work.pending)
 
     @property
     def is_mine(self) -> bool:
@@ -209,26 +210,36 @@ class _Batch:
             self._places[lane] = lane.sequence
 
     def start(
-        self, lane: Lane, start: Callable[..., Started[Any]], args: tuple[Any, ...], timeout: float | None
+        self,
+        lane: Lane,
+        start: Callable[..., Started[Any]],
+        args: tuple[Any, ...],
+        timeout: float | None,
+        **filled: Any,
     ) -> Work[Any]:
-        """Put the call off, or start it."""
-        put_off = self._take(lane, start, args, timeout)
+        """Put the call off, or start it; ``filled`` is ``out=`` of what has it."""
+        put_off = self._take(lane, start, args, timeout, **filled)
         if put_off is not None:
             return put_off
         # What was put off waits until this call is known to be made: the peers' may be one to put off.
         try:
             with self.place_on(lane), lane.after(self.flush):
-                return handed_out(start(lane, *args, timeout))
+                return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
         except PeerRefusedError as error:  # as in ``_Parts.send``
             lost: Deferred[Any] = Deferred(self)
             lost.abandoned(error)
             return noted(lost)
 
     def _take(
-        self, lane: Lane, start: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+        self,
+        lane: Lane,
+        start: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float | None,
+        out: Any = None,
     ) -> Work[Any] | None:
         """Put the call off; None if it is none of those."""
-        x, out = args[0] if args else None, args[-1] if args else None
+        x = args[0] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
             x = plain_tensor(f"{start.__name__} in a coalescing block", x)
             if isinstance(out, torch.Tensor):
@@ -249,32 +260,28 @@ class _Batch:
         if out is not None:
             tensors.check_out(out, x, x.shape)
             autograd.records(fuse.name, (x,), (out,))
-        self._check_independent(fuse.name, x, out)
+            self._check_unread(fuse.name, out)
         key = (lane, fuse.name, fuse.detail, timeout)
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = _Parts(lane, fuse, timeout)
         work: Deferred[Any] = Deferred(self)
         parts.calls.append(_Call(x, out, Modes.now(), work))
-        self._touched.add(x, False, work)
+        self._read.add(x, work)
         if out is not None:
-            self._touched.add(out, True, work)
+            fills(work, (), out)
         return noted(work)
 
-    def _check_independent(self, name: str, x: torch.Tensor, out: torch.Tensor | None) -> None:
-        """Refuse what needs the result of an earlier call of the block, or overwrites what that one reads.
+    def _check_unread(self, name: str, out: torch.Tensor) -> None:
+        """Refuse to overwrite what an earlier call of the block reads when it is sent.
 
         Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
         """
-        found = [
-            *self._touched.conflicts(x, False),
-            *(self._touched.conflicts(out, True) if out is not None else ()),
-        ]
-        if any(work.pending for work in found):
+        if any(True for _ in self._read.owners(out)):
             raise InvalidArgumentError(
-                f"{name} in a coalescing block depends on an earlier call of the block that is not over: it "
-                "reads what that one writes to, or its out= is memory that one uses. Await that call first "
-                "(which sends what was put off), or make this one after the block"
+                f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
+                "which has not been waited for; await it first (which sends what was put off), or "
+                "make this one after the block"
             )
 
     def flush(self) -> None:

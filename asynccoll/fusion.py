@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _nn  # where DDP has them, too: one call for all tensors
 
-from asynccoll.memory import has_memory
+from asynccoll.aliasing import has_memory
 from asynccoll.modes import uncast
 
 __all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]

@@ -1,4 +1,4 @@
-"""Which tensors are memory with an address, which share it, and which may be sent or filled."""
+"""Which tensors may be sent or filled: plain memory, which no earlier call is still to fill."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from operator import attrgetter, is_
 import torch
 from torch.nn.parameter import is_lazy
 
+from asynccoll.aliasing import has_memory
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.unfilled import refuse_unfilled
 
 __all__ = [
-    "has_memory",
-    "may_overlap",
-    "overlap",
     "overwritten",
     "plain_tensor",
     "plain_tensors",
-    "same_memory",
     "writable",
     "writable_together",
 ]
@@ -32,8 +30,15 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
     """``x`` as a ``torch.Tensor`` that native code may read: itself, or what a harmless subclass is.
 
     Wrappers (``DTensor``, fake and functorch tensors), nested and quantized ones, and tensors whose storage
-    was freed have no such memory: ``PayloadTypeError``, with the cure.
+    was freed have no such memory: ``PayloadTypeError``, with the cure. What an earlier call is still to fill
+    is refused with ``InvalidArgumentError``.
     """
+    plain = _plain(name, x)
+    refuse_unfilled(name, (plain,))
+    return plain
+
+
+def _plain(name: str, x: torch.Tensor) -> torch.Tensor:
     if type(x) in _ORDINARY:
         try:
             if x.data_ptr() and not x.is_nested:
@@ -48,6 +53,7 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     if _ORDINARY.issuperset(map(type, xs)):
         try:
             if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
+                refuse_unfilled(name, xs)
                 return xs
         except RuntimeError:
             pass
@@ -176,24 +182,3 @@ def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torc
             raise InvalidArgumentError(
                 f"{name}: leaf {i} of out= is the memory of another leaf; each needs memory of its own"
             )
-
-
-def has_memory(x: torch.Tensor) -> bool:
-    """Whether ``x`` is memory with an address; a lazy tensor (XLA) is a value that is computed some day."""
-    return x.device.type != "xla"
-
-
-def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors begin at one address. Of lazy ones, which have none, it is never said."""
-    return x.data_ptr() == y.data_ptr() and has_memory(x)
-
-
-def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
-    return has_memory(x) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-
-def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two contiguous tensors have bytes in common."""
-    at, other = x.data_ptr(), y.data_ptr()
-    return at < other + y.nbytes and other < at + x.nbytes

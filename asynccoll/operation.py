@@ -58,6 +58,7 @@ class Operation:
     """One accepted operation: where it is in its lane's order, and how to tell that it is over."""
 
     __slots__ = (
+        "__weakref__",
         "_spot",
         "_timeout",
         "_wakers",

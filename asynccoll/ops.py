@@ -10,9 +10,10 @@ Said once, for every function here:
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` waits for the host as well.
 - **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
-  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. A tree is read when
-  it is passed: one that an earlier call fills (``out=``) has to be waited for first. ``out`` (one tensor,
-  the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation.
+  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
+  the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation. Where ``out`` is
+  filled by whoever waits (a tree, strides, an average), no other call may use it before:
+  ``InvalidArgumentError``, with the place of the call to be awaited.
   Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for as long again.
@@ -72,9 +73,17 @@ _MESSAGES = (payload.send, payload.recv)
 
 
 def _start(
-    group: Any, lane: str | None, timeout: float | None, start: Callable[..., Started[Any]], *args: Any
+    group: Any,
+    lane: str | None,
+    timeout: float | None,
+    start: Callable[..., Started[Any]],
+    *args: Any,
+    **filled: Any,
 ) -> Work[Any]:
-    """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting."""
+    """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting.
+
+    ``filled`` is ``out=`` of what has it.
+    """
     context = current()
     resolved = context.world if group is None else resolve_group(context, group)
     name = current_lane() if lane is None else checked_name(lane)
@@ -85,9 +94,9 @@ def _start(
             _check_timeout(timeout)
         if block is not None:
             if start not in _MESSAGES:
-                return block.start(at, start, args, timeout)
+                return block.start(at, start, args, timeout, **filled)
             block.flush()  # the program's order
-        return handed_out(start(at, *args, timeout))
+        return handed_out(start(at, *args, timeout=timeout, **filled), **filled)
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
         if start not in _MESSAGES:
             refuse_call = context.refusals.refuse if block is None else block.refuse
@@ -101,7 +110,7 @@ def refuse(error: AsyncCollError, *, group: Any = None, lane: str | None = None)
     For code on top of these functions that checks more than they do.
     """
 
-    def start(*_: Any) -> NoReturn:
+    def start(*_: Any, **__: Any) -> NoReturn:
         raise error
 
     _start(group, lane, None, start)
@@ -153,8 +162,8 @@ def all_reduce(
         return compiled.all_reduce(x, op, group, out=out, plain=plain)
     if prescale != 1 or postscale != 1 or compression is not None:
         scaling = (prescale, postscale, compression)
-        return _start(group, lane, timeout, payload.all_reduce_scaled, x, op, out, scaling)
-    return _start(group, lane, timeout, payload.all_reduce, x, op, out)
+        return _start(group, lane, timeout, payload.all_reduce_scaled, x, op, scaling, out=out)
+    return _start(group, lane, timeout, payload.all_reduce, x, op, out=out)
 
 
 def reduce(
@@ -176,7 +185,7 @@ def reduce(
 
     Source: ``torch.distributed.reduce``, ``MPI_Ireduce``.
     """
-    return _start(group, lane, timeout, payload.reduce, x, dst, op, out)
+    return _start(group, lane, timeout, payload.reduce, x, dst, op, out=out)
 
 
 def broadcast(
@@ -206,7 +215,7 @@ def broadcast(
     """
     if is_compiling():
         return compiled.broadcast(x, src, group, safe_mode=safe_mode, out=out)
-    return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out)
+    return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out=out)
 
 
 def all_gather(
@@ -240,7 +249,7 @@ def all_gather(
     """
     if is_compiling():
         return compiled.all_gather(x, dim, group, uneven=uneven, out=out)
-    return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out)
+    return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out=out)
 
 
 def gather(
@@ -262,7 +271,7 @@ def gather(
 
     Source: ``torch.distributed.gather``, ``MPI_Igather``.
     """
-    return _start(group, lane, timeout, payload.gather, x, dst, dim, out)
+    return _start(group, lane, timeout, payload.gather, x, dst, dim, out=out)
 
 
 def scatter(
@@ -286,7 +295,7 @@ def scatter(
 
     Source: ``torch.distributed.scatter``, ``MPI_Iscatter``.
     """
-    return _start(group, lane, timeout, payload.scatter, x, src, out)
+    return _start(group, lane, timeout, payload.scatter, x, src, out=out)
 
 
 def reduce_scatter(
@@ -313,7 +322,7 @@ def reduce_scatter(
     """
     if is_compiling():
         return compiled.reduce_scatter(x, op, dim, group, out=out)
-    return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out)
+    return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out=out)
 
 
 def all_to_all(
@@ -345,7 +354,7 @@ def all_to_all(
     """
     if is_compiling():
         return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, out=out)
-    return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out)
+    return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out=out)
 
 
 def permute(
@@ -369,7 +378,7 @@ def permute(
 
     The gradient is the permutation with the pairs turned round. Source: ``jax.lax.ppermute``.
     """
-    return _start(group, lane, timeout, payload.permute, x, pairs, out)
+    return _start(group, lane, timeout, payload.permute, x, pairs, out=out)
 
 
 def send(
@@ -409,7 +418,7 @@ def recv(
 
     Source: ``torch.distributed.irecv``, ``MPI_Irecv``.
     """
-    return _start(group, lane, timeout, payload.recv, like, src, tag, out)
+    return _start(group, lane, timeout, payload.recv, like, src, tag, out=out)
 
 
 def barrier(*, group: Any = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:

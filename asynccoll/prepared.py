@@ -25,6 +25,7 @@ from asynccoll.spec import Op
 from asynccoll.started import Started
 from asynccoll.tensors import Call
 from asynccoll.trees import flatten, is_tree
+from asynccoll.unfilled import refuse_unfilled
 from asynccoll.work import Work, handed_out
 
 __all__ = ["Prepared", "prepare"]
@@ -94,21 +95,18 @@ class Prepared(Generic[T]):
                     f"{self!r} fills an out= that was made in inference mode, and was started outside of it; "
                     "start it in torch.inference_mode(), or prepare it with another out="
                 )
+            unfinished = self._supersede_last()
+            refuse_unfilled(self.name, (*self._reads, *self._fills))
             overwritten(*self._fills)
-            last = self._last
-            work = handed_out(self._begin(self._unfinished(last)))
+            self._last = work = handed_out(self._begin(unfinished), self._fills or None)
         except Exception as error:
             self._context.refusals.refuse(self._lane, error)
             raise
-        if last is not None:
-            last.supersede(
-                f"{self!r} was started again, and this start's result overwritten: its await was cut short"
-            )
-        self._last = work
         return work
 
-    def _unfinished(self, last: Work[T] | None) -> Sequence[Operation]:
+    def _supersede_last(self) -> Sequence[Operation]:
         """The operations that still use the memory, because an await of the last work was cut short."""
+        last = self._last
         if last is None or not last.pending:
             return ()
         if not last.cut_short:
@@ -116,6 +114,9 @@ class Prepared(Generic[T]):
                 f"{self!r} was started before its last work was awaited, and all starts share their memory: "
                 "await each work before the next start, or prepare a second operation"
             )
+        last.supersede(
+            f"{self!r} was started again, and this start's result overwritten: its await was cut short"
+        )
         return last.in_flight()
 
     def _begin(self, after: Sequence[Operation]) -> Started[Any]:

@@ -28,6 +28,7 @@ from asynccoll.forks import renew
 from asynccoll.modes import as_called
 from asynccoll.started import Started
 from asynccoll.streams import Mark, landing
+from asynccoll.unfilled import fills
 from asynccoll.waiting import block, pause, quick, suspend
 
 if TYPE_CHECKING:
@@ -379,6 +380,7 @@ class Work(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         """It will never have a result."""
+        self._finish = None
         self._error = error
         self._state = _FAILED
 
@@ -467,9 +469,12 @@ def noted(work: Work[T]) -> Work[T]:
     return work
 
 
-def handed_out(started: Started[T]) -> Work[T]:
-    """The one work of a call, for its user: made here alone, of all that the call has started."""
-    return noted(Work(started.operations, started.finish, started.value))
+def handed_out(started: Started[T], out: Any = None) -> Work[T]:
+    """The one work of a call, for its user: made here alone, of all that it has started. It fills ``out``."""
+    work = Work(started.operations, started.finish, started.value)
+    if out is not None:
+        fills(work, started.operations, out)
+    return noted(work)
 
 
 def waited_for(started: Started[T]) -> T:

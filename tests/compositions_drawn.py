@@ -136,7 +136,7 @@ def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool = True)
         root=draw(st.integers(0, size - 1)),
         seed=draw(st.integers(0, 5)),
     )
-    if call.coalesced and call.form == "in place" and call.operation == "all_reduce" and draw(st.booleans()):
+    if call.form == "in place" and call.operation == "all_reduce" and draw(st.booleans()):
         call = replace(call, form="in place twice")
     if call.wait == "scope cancelled" and call.coalesced:
         call = replace(call, wait="twice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -310,10 +311,11 @@ async def dependent(me: Rank) -> None:
         "write after write": [lambda: ac.all_reduce(t, out=u), lambda: ac.all_reduce(torch.ones(4), out=u)],
         "part": [lambda: ac.all_reduce(grid, out=grid), lambda: ac.all_reduce(grid[1])],
         "column": [lambda: ac.all_reduce(grid[:, 1], out=grid[:, 1]), lambda: ac.all_reduce(grid[1])],
+        "not put off": [lambda: ac.all_reduce(t, out=u), lambda: ac.all_gather(u)],
     }
     for name, (first, second) in dependents.items():
         with me.case(name):
-            with raising(InvalidArgumentError, "depends on an earlier call", "Await"), ac.coalescing():
+            with raising(InvalidArgumentError, "an earlier call of", "await it first"), ac.coalescing():
                 lost = first()
                 second()
             with raising(ac.CollectiveError, "not sent"):
@@ -334,6 +336,42 @@ async def dependent(me: Rank) -> None:
 def test_calls_of_a_block_that_depend_on_each_other_are_refused(several: World) -> None:
     """Together they would give 2 where one after the other they give 4; memory not shared is fine."""
     several.run(dependent)
+
+
+# Memory that a call fills, before anybody has waited for it
+
+
+async def passed_too_early(me: Rank) -> None:
+    n = me.size
+    large = 3 << 20  # more than one thread of a native library may be at work on it
+    for x, part in (
+        (y := torch.ones(3), y[:1]),
+        (y := torch.ones(large), y[-1:]),
+        (y := torch.ones(3, 2).t(), y.t()[1]),
+        ({"a": (y := torch.ones(3)), "b": torch.ones(2)}, y[1:]),
+        ({"a": torch.ones(large), "b": (y := torch.ones(large))}, y[1:]),
+    ):
+        for op, factor in (("sum", n), ("avg", 1)):
+            before = float(part[0])
+            prepared = ac.prepare("all_reduce", like=torch.ones(part.shape), out=part)
+            first = ac.all_reduce(x, op=op, out=x)
+            for again in (
+                partial(ac.all_reduce, x, op=op, out=x),
+                partial(ac.broadcast, part, src=0),
+                partial(ac.all_gather_object, [part]),
+                partial(ac.all_reduce, torch.ones(part.shape), out=part),
+                prepared.start,
+            ):
+                with raising(InvalidArgumentError, "all_reduce #", __file__, "await it first"):
+                    again()
+            await me.get(first)
+            await me.get(ac.all_reduce(x, op=op, out=x))
+            oracle.same(part, torch.full(part.shape, before * factor**2))
+
+
+def test_what_a_call_fills_is_nobody_elses_before_it_was_waited_for(several: World) -> None:
+    """Two calls at work on the same memory gave 3 where one after the other they give 4."""
+    several.run(passed_too_early)
 
 
 # Prepared operations

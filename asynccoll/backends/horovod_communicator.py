@@ -21,7 +21,7 @@ from asynccoll.backends.base import as_matrix
 from asynccoll.backends.horovod_completion import Common, HorovodCompletion, typed
 from asynccoll.completion import READY, AllOf, Completion, Promise, Ready
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
-from asynccoll.modes import uncast
+from asynccoll.modes import as_called, uncast
 from asynccoll.spec import ReduceOp
 
 __all__ = ["HorovodCommunicator", "Rounds"]
@@ -115,7 +115,8 @@ class HorovodCommunicator:
             handle = call(*arguments)
         except (RuntimeError, ValueError) as error:
             return Ready(typed(error))
-        return HorovodCompletion(handle, arguments, self._common, finish)
+        # Whoever finds it done may be a thread in other modes, which cannot write to inference tensors.
+        return HorovodCompletion(handle, arguments, self._common, finish and as_called(finish))
 
     # Arithmetic
 
@@ -189,7 +190,7 @@ class HorovodCommunicator:
                 x.copy_(total.coalesce())
             promise.settle(error)
 
-        both.add_callback(settle)
+        both.add_callback(as_called(settle))
         return promise
 
     # Movement

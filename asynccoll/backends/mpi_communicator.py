@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from asynccoll.aliasing import overlap
 from asynccoll.backends.mpi_completion import (
     LARGE_BYTES,
     Common,
@@ -39,7 +40,6 @@ from asynccoll.backends.mpi_types import (
 )
 from asynccoll.completion import Completion, Ready
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.memory import overlap
 from asynccoll.modes import uncast
 from asynccoll.spec import ReduceOp
 

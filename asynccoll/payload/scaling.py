@@ -77,8 +77,8 @@ def all_reduce_scaled(
     lane: Lane,
     x: Any,
     op: Any,
-    out: torch.Tensor | None,
     factors: tuple[float, float, str | None],
+    out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[Any]:
     """An all_reduce with prescale, postscale and compression, of a tensor or a tree of tensors."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from asynccoll import dispatch
+from asynccoll.aliasing import has_memory, may_overlap, same_memory
 from asynccoll.backends.waiters import Waiters
 from asynccoll.checks import checked, signature
 from asynccoll.completion import Completion, Promise
 from asynccoll.encoding import decode, encode
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.lane import Lane, Program, Start
-from asynccoll.memory import has_memory, may_overlap, same_memory
 from asynccoll.modes import as_called
 from asynccoll.operation import Operation
 from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from asynccoll.aliasing import may_overlap
 from asynccoll.completion import Completion
 from asynccoll.encoding import decode
 from asynccoll.lane import Lane
-from asynccoll.memory import may_overlap
 from asynccoll.spec import Op
 from asynccoll.tensors.common import (
     Call,

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from asynccoll.aliasing import may_overlap, same_memory
 from asynccoll.encoding import reduce_chunks
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.lane import Lane, Start
-from asynccoll.memory import may_overlap, same_memory
 from asynccoll.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     Call,
