@@ -92,16 +92,17 @@ def test_the_guard_finds_what_blocks() -> None:
 
 async def due_meanwhile() -> bool:
     """Whether a task whose time had come was given its turn by an await that never needed to sleep."""
-    woken = False
+    asleep, woken = anyio.Event(), False
 
     async def sleeper() -> None:
         nonlocal woken
+        asleep.set()
         await anyio.sleep(0.001)
         woken = True
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sleeper)
-        await anyio.sleep(0.0001)  # the task has set its timer
+        await asleep.wait()  # by now the task has set its timer
         time.sleep(0.01)  # the loop is held until the timer is due
         await ac.all_reduce(torch.ones(1))
         return woken
