@@ -1,24 +1,31 @@
-"""Which tensors are memory with an address, which share it, and whose it is while calls are out.
+"""Which tensors are memory with an address, which share it, and who claims it for a while.
 
 Knows tensors, and nothing of what is done with them.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Extents", "has_memory", "may_overlap", "overlap", "same_memory"]
+from asynccoll.forks import renew
+from asynccoll.trees import flatten
+
+__all__ = ["Claim", "Claims", "has_memory", "may_overlap", "overlap", "same_memory"]
 
 #: Of memory that spans more, it is assumed that tensors which lie across each other share some.
 _MOST_COMPARED_BYTES = 256 << 20
-#: So many extents are kept before it is looked which of them are of no more interest.
+#: So many claims on one storage are compared one by one.
+_MOST_COMPARED = 4
+#: So many storages are kept before it is looked which claims on them are over.
 _FEW = 64
 
-Owner = TypeVar("Owner")
+_storage = torch.Tensor.untyped_storage
 
 
 def has_memory(x: torch.Tensor) -> bool:
@@ -42,33 +49,38 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return at < other + y.nbytes and other < at + x.nbytes
 
 
-class Extent(NamedTuple):
-    """The bytes in which a tensor lies, which it may be spread over; ``dense``: all of them are its own."""
+class _Spread(NamedTuple):
+    """How the elements of a tensor that is not dense lie."""
 
-    start: int
-    end: int
-    dense: bool
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     size: int
 
-    @classmethod
-    def of(cls, x: torch.Tensor) -> Extent:
-        """That of ``x``; what has no bytes of its own (lazy, sparse) is itself alone."""
-        if not _has_bytes(x):
-            return cls(id(x), id(x) + 1, True, (), (), 1)
-        start, size = x.data_ptr(), x.element_size()
-        if x.is_contiguous():
-            return cls(start, start + x.nbytes, True, (), (), size)
-        shape, strides = tuple(x.shape), x.stride()
-        last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-        return cls(start, start + (last + 1) * size, False, shape, strides, size)
 
-    def meets(self, other: Extent) -> bool:
+class _Extent(NamedTuple):
+    """The bytes in which a tensor lies: all of them are its own unless it is ``spread`` over them."""
+
+    start: int
+    end: int
+    spread: _Spread | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Extent:
+        """That of ``x``; what has no bytes of its own (lazy tensors, sparse ones) is itself alone."""
+        if x.layout is not torch.strided or not has_memory(x):
+            return cls(id(x), id(x) + 1, None)
+        start = x.data_ptr()
+        if x.is_contiguous():
+            return cls(start, start + x.nbytes, None)
+        spread = _Spread(tuple(x.shape), x.stride(), x.element_size())
+        last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
+        return cls(start, start + (last + 1) * spread.size, spread)
+
+    def meets(self, other: _Extent) -> bool:
         """Whether the two have bytes in common, also if they lie across each other, as columns do."""
         if self.start >= other.end or other.start >= self.end:
             return False
-        if (self.dense and other.dense) or self == other:
+        if self == other or not (self.spread or other.spread):
             return True
         first, last = min(self.start, other.start), max(self.end, other.end)
         if last - first > _MOST_COMPARED_BYTES:
@@ -78,23 +90,23 @@ class Extent(NamedTuple):
     def _mark(self, first: int, last: int) -> torch.Tensor:
         """Which of the bytes from ``first`` to ``last`` are of this."""
         mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
-        if self.dense:
+        if self.spread is None:
             mask[self.start - first : self.end - first] = True
             return mask
-        each = zip(self.shape, self.strides, strict=True)
-        shape = [1 if stride == 0 else extent for extent, stride in each]
-        strides = [stride * self.size for stride in self.strides]
-        mask.as_strided((*shape, self.size), (*strides, 1), self.start - first)[...] = True
+        shape, strides, size = self.spread
+        each = zip(shape, strides, strict=True)
+        extents = [1 if stride == 0 else extent for extent, stride in each]
+        steps = [stride * size for stride in strides]
+        mask.as_strided((*extents, size), (*steps, 1), self.start - first)[...] = True
         return mask
 
 
-def _has_bytes(x: torch.Tensor) -> bool:
-    """Whether ``x`` lies at its address itself: lazy tensors do not, nor sparse ones, whose parts do."""
-    return x.layout is torch.strided and has_memory(x)
-
-
 def _storage_of(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr() if _has_bytes(x) else id(x)
+    """What two tensors that share memory have in common."""
+    try:
+        return _storage(x).data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, and others that have none
+        return id(x)
 
 
 class _Union:
@@ -118,76 +130,120 @@ class _Union:
         self._starts[first:last], self._ends[first:last] = [start], [end]
 
 
-class _Storage(Generic[Owner]):
-    """What is whose of one piece of memory."""
+class Claim(Protocol):
+    """Whose memory it is for a while."""
 
-    __slots__ = ("owned", "union")
+    @property
+    def pending(self) -> bool:
+        """Whether it is not over."""
+
+    @property
+    def out(self) -> Any:
+        """What is claimed: a tensor, or a tree of tensors."""
+
+
+_Ref = Callable[[], Claim | None]
+
+
+class _Storage:
+    """The claims on parts of one piece of memory."""
+
+    __slots__ = ("_known", "_spans", "refs")
+
+    def __init__(self, ref: _Ref) -> None:
+        self.refs = [ref]
+        self._spans: _Union | None = None  # of the first so many
+        self._known = 0
+
+    def find(self, key: int, x: torch.Tensor) -> Claim | None:
+        """One that is not over, on bytes of ``x``."""
+        if (len(self.refs) <= _MOST_COMPARED or self._may_meet(key, _Extent.of(x))) and self.forget():
+            for ref in self.refs:
+                claim = ref()
+                if any(map(_Extent.of(x).meets, _extents(claim, key))):
+                    return claim
+        return None
+
+    def _may_meet(self, key: int, extent: _Extent) -> bool:
+        """No where none does, which is soon seen, however many there are."""
+        spans = self._spans = self._spans or _Union()
+        for ref in self.refs[self._known :]:
+            for other in _extents(ref(), key):
+                spans.add(other.start, other.end)
+        self._known = len(self.refs)
+        return spans.meets(extent.start, extent.end)
+
+    def forget(self) -> bool:
+        """Forget those that are over; whether any is left."""
+        self.refs = [ref for ref in self.refs if _is_pending(ref)]
+        self._spans, self._known = None, 0
+        return bool(self.refs)
+
+
+def _is_pending(ref: _Ref) -> bool:
+    claim = ref()
+    return claim is not None and claim.pending
+
+
+def _extents(claim: Claim | None, key: int) -> Iterable[_Extent]:
+    tensors = [] if claim is None else _tensors(claim.out)
+    return [_Extent.of(x) for x in tensors if _storage_of(x) == key]
+
+
+def _storages_of(tree: Any) -> set[int]:
+    return set(map(_storage_of, flatten(tree)[0]))
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else flatten(out)[0]
+
+
+class Claims:
+    """All claims, by the storages of what is claimed. Nothing is kept alive here.
+
+    Most claims are over before anybody asks. So one is only noted down, and looked at when somebody does.
+    """
 
     def __init__(self) -> None:
-        self.owned: list[tuple[Extent, Owner]] = []
-        self.union = _Union()
-
-    def add(self, extent: Extent, owner: Owner) -> None:
-        self.owned.append((extent, owner))
-        self.union.add(extent.start, extent.end)
-
-    def without(self, is_over: Callable[[Owner], bool]) -> _Storage[Owner]:
-        left: _Storage[Owner] = _Storage()
-        for extent, owner in self.owned:
-            if not is_over(owner):
-                left.add(extent, owner)
-        return left
-
-
-class Extents(Generic[Owner]):
-    """Whose memory is whose: the extents of tensors, until their owners are over. No tensor is kept alive."""
-
-    __slots__ = ("_count", "_is_over", "_most", "_storages")
-
-    def __init__(self, is_over: Callable[[Owner], bool]) -> None:
-        self._is_over = is_over
-        self._storages: dict[int, _Storage[Owner]] = {}
-        self._count = 0
+        #: Not looked at yet. To be appended to without a lock: garbage is collected with anybody's held.
+        self.new: list[_Ref] = []
+        self.storages: dict[int, _Storage] = {}
         self._most = _FEW
+        self._lock = threading.Lock()
+        renew(self._lock)
 
-    def __bool__(self) -> bool:
-        return bool(self._storages)
+    def add(self, claim: Claim) -> None:
+        """Until it is over, what it claims is nobody else's."""
+        self.new.append(weakref.ref(claim))
 
-    def add(self, x: torch.Tensor, owner: Owner) -> None:
-        """``x`` is ``owner``'s from now on."""
-        if not x.numel():
-            return
-        if self._count >= self._most:
-            self._forget()
-        storage = self._storages.get(key := _storage_of(x))
-        if storage is None:
-            storage = self._storages[key] = _Storage()
-        storage.add(Extent.of(x), owner)
-        self._count += 1
+    def _look(self) -> None:
+        """Find out where the memory is of those that are new, and not over."""
+        while self.new:
+            ref = self.new.pop()
+            claim = ref()
+            if claim is not None and claim.pending:
+                out = claim.out
+                for key in (_storage_of(out),) if isinstance(out, torch.Tensor) else _storages_of(out):
+                    if (storage := self.storages.get(key)) is None:
+                        self.storages[key] = _Storage(ref)
+                    else:
+                        storage.refs.append(ref)
+        if len(self.storages) > self._most:
+            self.storages = {key: storage for key, storage in self.storages.items() if storage.forget()}
+            self._most = max(_FEW, 2 * len(self.storages))
 
-    def owners(self, x: torch.Tensor) -> Iterator[Owner]:
-        """Those who are not over and whose memory ``x`` shares."""
-        key = _storage_of(x)
-        storage = self._storages.get(key) if x.numel() else None
-        if storage is None:
-            return
-        extent = Extent.of(x)
-        if not storage.union.meets(extent.start, extent.end):
-            return
-        self._count -= len(storage.owned)
-        storage = storage.without(self._is_over)
-        self._count += len(storage.owned)
-        if not storage.owned:
-            del self._storages[key]
-            return
-        self._storages[key] = storage
-        for other, owner in storage.owned:
-            if other.meets(extent):
-                yield owner
-
-    def _forget(self) -> None:
-        """Forget those who are over."""
-        left = {key: storage.without(self._is_over) for key, storage in self._storages.items()}
-        self._storages = {key: storage for key, storage in left.items() if storage.owned}
-        self._count = sum(len(storage.owned) for storage in self._storages.values())
-        self._most = max(_FEW, 2 * self._count)
+    def find(self, xs: Iterable[torch.Tensor]) -> Claim | None:
+        """A claim on bytes of ``xs`` that is not over."""
+        with self._lock:
+            if self.new:
+                self._look()
+            for x in xs if self.storages else ():
+                key = _storage_of(x)
+                storage = self.storages.get(key)
+                if storage is not None:
+                    found = storage.find(key, x)
+                    if not storage.refs:
+                        del self.storages[key]
+                    if found is not None:
+                        return found
+        return None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from asynccoll import actors, autograd, payload, tensors
-from asynccoll.aliasing import Extents
+from asynccoll.aliasing import Claims
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PeerRefusedError
 from asynccoll.lane import Lane
 from asynccoll.memory import plain_tensor, writable
@@ -28,7 +28,6 @@ from asynccoll.modes import Modes, as_called
 from asynccoll.spec import Op, reduce_op
 from asynccoll.started import Started
 from asynccoll.tensors.fusing import Fuse
-from asynccoll.unfilled import fills
 from asynccoll.work import Work, handed_out, noted
 
 __all__ = ["coalescing", "own_block"]
@@ -174,6 +173,20 @@ def _result_of(modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.T
     return modes.run(tensors.deliver, shared.result()[index], out)
 
 
+class _Read:
+    """What a call reads when it is sent, which nobody may overwrite before."""
+
+    __slots__ = ("__weakref__", "_work", "out")
+
+    def __init__(self, x: torch.Tensor, work: Work[Any]) -> None:
+        self.out = x
+        self._work = work
+
+    @property
+    def pending(self) -> bool:
+        return self._work.pending
+
+
 class _Batch:
     """What a block has put off, by kind, in the order of the first call of each.
 
@@ -181,13 +194,14 @@ class _Batch:
     cannot know whether its peers send that one alone or with others, refuses as many places as they take.
     """
 
-    __slots__ = ("_actor", "_parts", "_places", "_read")
+    __slots__ = ("_actor", "_parts", "_places", "_read", "_reads")
 
     def __init__(self) -> None:
         self._actor = actors.current().actor
         self._parts: dict[Any, _Parts] = {}
         self._places: dict[Lane, int] = {}
-        self._read: Extents[Work[Any]] = Extents(lambda work: not work.pending)
+        self._reads: list[_Read] = []
+        self._read = Claims()
 
     @property
     def is_mine(self) -> bool:
@@ -241,9 +255,10 @@ class _Batch:
         """Put the call off; None if it is none of those."""
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-            x = plain_tensor(f"{start.__name__} in a coalescing block", x)
+            name = f"{start.__name__} in a coalescing block"
+            x = plain_tensor(name, x)
             if isinstance(out, torch.Tensor):
-                writable(f"{start.__name__} in a coalescing block", out)
+                writable(name, out if out is x else plain_tensor(f"{name}: out=", out))
             if start is payload.all_reduce:
                 op = reduce_op(args[1])
                 tensors.plan_for(lane, Op.ALL_REDUCE, x, op)
@@ -267,9 +282,10 @@ class _Batch:
             parts = self._parts[key] = _Parts(lane, fuse, timeout)
         work: Deferred[Any] = Deferred(self)
         parts.calls.append(_Call(x, out, Modes.now(), work))
-        self._read.add(x, work)
+        self._reads.append(read := _Read(x, work))
+        self._read.add(read)
         if out is not None:
-            fills(work, (), out)
+            work.fills(out)
         return noted(work)
 
     def _check_unread(self, name: str, out: torch.Tensor) -> None:
@@ -277,7 +293,7 @@ class _Batch:
 
         Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
         """
-        if any(True for _ in self._read.owners(out)):
+        if self._read.find((out,)) is not None:
             raise InvalidArgumentError(
                 f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
                 "which has not been waited for; await it first (which sends what was put off), or "

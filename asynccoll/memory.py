@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from asynccoll.aliasing import has_memory
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.unfilled import refuse_unfilled
+from asynccoll.unfilled import claims, refuse_unfilled
 
 __all__ = [
     "overwritten",
@@ -33,19 +33,15 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
     was freed have no such memory: ``PayloadTypeError``, with the cure. What an earlier call is still to fill
     is refused with ``InvalidArgumentError``.
     """
-    plain = _plain(name, x)
-    refuse_unfilled(name, (plain,))
-    return plain
-
-
-def _plain(name: str, x: torch.Tensor) -> torch.Tensor:
-    if type(x) in _ORDINARY:
-        try:
-            if x.data_ptr() and not x.is_nested:
-                return x
-        except RuntimeError:  # no storage: ``_explained`` says why
-            pass
-    return _explained(name, x)
+    try:
+        plain = type(x) in _ORDINARY and x.data_ptr() and not x.is_nested
+    except RuntimeError:  # no storage: ``_explained`` says why
+        plain = False
+    if not plain:
+        x = _explained(name, x)
+    if claims.new or claims.storages:
+        refuse_unfilled(name, (x,))
+    return x
 
 
 def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,7 +49,8 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     if _ORDINARY.issuperset(map(type, xs)):
         try:
             if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
-                refuse_unfilled(name, xs)
+                if claims.new or claims.storages:
+                    refuse_unfilled(name, xs)
                 return xs
         except RuntimeError:
             pass
@@ -112,14 +109,13 @@ def _what(x: torch.Tensor) -> str:
 
 
 def writable(name: str, out: torch.Tensor) -> None:
-    """Refuse ``out=`` that cannot be filled as it is, before anything is sent."""
-    plain = plain_tensor(f"{name}: out=", out)
-    if plain.is_inference() and not torch.is_inference_mode_enabled():
+    """Refuse ``out=``, which is plain memory, if it cannot be filled as it is, before anything is sent."""
+    if out.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidArgumentError(
             f"{name}: out= was made in inference mode and cannot be written to outside of it; pass "
             "out.clone(), or call in torch.inference_mode()"
         )
-    if plain.layout is torch.strided and not plain.is_contiguous() and _folded(plain):
+    if out.layout is torch.strided and not out.is_contiguous() and _folded(out):
         raise InvalidArgumentError(
             f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
             f"{list(out.stride())}, as expand() makes); pass out.contiguous()"

@@ -7,68 +7,61 @@ reads such memory meanwhile would send anything, without a word.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from asynccoll.aliasing import Extents
+from asynccoll.aliasing import Claims
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.forks import renew
-from asynccoll.trees import flatten, is_tree
 
 if TYPE_CHECKING:
     from asynccoll.operation import Operation
     from asynccoll.work import Work
 
-__all__ = ["fills", "refuse_unfilled"]
+__all__ = ["claims", "let_go", "refuse_unfilled"]
+
+#: Works that are pending, whose ``out`` is nobody else's.
+claims = Claims()
 
 
-class _Filling(NamedTuple):
-    """A call that fills memory; whoever dropped it keeps nothing alive here."""
+class _Dropped:
+    """What is left of a work of which its user let go with its operations under way."""
 
-    work: weakref.ref[Work[Any]]
-    operations: tuple[weakref.ref[Operation], ...]
+    __slots__ = ("__weakref__", "operations", "out")
 
+    def __init__(self, out: Any, operations: tuple[Operation, ...]) -> None:
+        self.out = out
+        self.operations = operations
 
-def _is_over(filling: _Filling) -> bool:
-    """Whether somebody has its result, or it was dropped and nothing is written any more."""
-    work = filling.work()
-    if work is not None:
-        return not work.pending
-    return all(operation is None or operation.landed() for operation in (ref() for ref in filling.operations))
+    @property
+    def pending(self) -> bool:
+        return not all(operation.done() for operation in self.operations)
 
-
-_lock = threading.RLock()  # a collection of garbage may run anything
-renew(_lock)
-_filling: Extents[_Filling] = Extents(_is_over)
+    def over(self) -> None:
+        """One of them is: they keep this alive until then."""
 
 
-def fills(work: Work[Any], operations: tuple[Operation, ...], out: Any) -> None:
-    """``work``, of these ``operations``, fills the tensor or tree ``out``: others have to wait for it."""
-    filling = _Filling(weakref.ref(work), tuple(map(weakref.ref, operations)))
-    with _lock:
-        for x in flatten(out)[0] if is_tree(out) else (out,):
-            _filling.add(x, filling)
+def let_go(out: Any, operations: tuple[Operation, ...]) -> None:
+    """The work of these was dropped, and they may still be writing to ``out``."""
+    left = _Dropped(out, operations)
+    for operation in operations:
+        operation.add_waker(left.over)
+    claims.add(left)
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor]) -> None:
     """Refuse what an earlier call is still to fill, for whoever reads or fills it now."""
-    if not _filling:
-        return
-    with _lock:
-        for x in xs:
-            for filling in _filling.owners(x):
-                raise InvalidArgumentError(
-                    f"{name} was passed memory that {_described(filling)} fills (out=), and nobody has "
-                    "waited for that one yet; await it first"
-                )
+    if (found := claims.find(xs)) is not None:
+        by = _described(cast("Work[Any] | _Dropped", found))
+        raise InvalidArgumentError(
+            f"{name} was passed memory that {by} fills (out=), and nobody has waited for that one yet; await "
+            "it first"
+        )
 
 
-def _described(filling: _Filling) -> str:
-    first = filling.operations[0]() if filling.operations else None
-    if first is None:
+def _described(filling: Work[Any] | _Dropped) -> str:
+    if not filling.operations:
         return "an earlier call of a coalescing block"
+    first = filling.operations[0]
     return f"{first.name} #{first.sequence} at {first.place}"

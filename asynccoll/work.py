@@ -11,6 +11,7 @@ import concurrent.futures
 import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from time import monotonic
@@ -28,7 +29,7 @@ from asynccoll.forks import renew
 from asynccoll.modes import as_called
 from asynccoll.started import Started
 from asynccoll.streams import Mark, landing
-from asynccoll.unfilled import fills
+from asynccoll.unfilled import claims, let_go
 from asynccoll.waiting import block, pause, quick, suspend
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Work(Generic[T]):
         "_state",
         "_streamed",
         "_value",
+        "out",
     )
 
     def __init__(
@@ -100,6 +102,7 @@ class Work(Generic[T]):
         self._streamed = False  # a device's stream orders it; then all waiters' streams are ordered after it
         self._mark: Mark | None = None  # where what was left to do has been computed
         self._value = value
+        self.out: Any = None  # what it fills for its user, if anything
 
     # Waiting
 
@@ -182,6 +185,16 @@ class Work(Generic[T]):
     def in_flight(self) -> tuple[Operation, ...]:
         """Its operations whose native calls may still use its memory, whoever still waits for them."""
         return tuple(operation for operation in self._operations if not operation.completion.done())
+
+    def fills(self, out: Any) -> None:
+        """It fills ``out``, which is nobody else's until somebody has waited."""
+        self.out = out
+        claims.new.append(weakref.ref(self))
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What it waits for."""
+        return self._operations
 
     def supersede(self, why: str) -> None:
         """Unless it has its result, it will never have one: something else uses its memory."""
@@ -388,6 +401,8 @@ class Work(Generic[T]):
         """Make sure that it is under way, which only the works of a ``coalescing`` block may not be."""
 
     def __del__(self) -> None:
+        if self.out is not None and self.pending:
+            let_go(self.out, self._operations)
         if self._heard or not self._operations:
             return
         if isinstance(self._operations[0].failure, ForkedProcessError):  # a copy: the parent has it
@@ -473,7 +488,7 @@ def handed_out(started: Started[T], out: Any = None) -> Work[T]:
     """The one work of a call, for its user: made here alone, of all that it has started. It fills ``out``."""
     work = Work(started.operations, started.finish, started.value)
     if out is not None:
-        fills(work, started.operations, out)
+        work.fills(out)
     return noted(work)
 
 

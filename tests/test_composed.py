@@ -343,7 +343,7 @@ def test_calls_of_a_block_that_depend_on_each_other_are_refused(several: World) 
 
 async def passed_too_early(me: Rank) -> None:
     n = me.size
-    large = 3 << 20  # more than one thread of a native library may be at work on it
+    large = 1 << 20  # more than one thread of a native library may be at work on it
     for x, part in (
         (y := torch.ones(3), y[:1]),
         (y := torch.ones(large), y[-1:]),
@@ -372,6 +372,24 @@ async def passed_too_early(me: Rank) -> None:
 def test_what_a_call_fills_is_nobody_elses_before_it_was_waited_for(several: World) -> None:
     """Two calls at work on the same memory gave 3 where one after the other they give 4."""
     several.run(passed_too_early)
+
+
+async def passed_while_at_work(me: Rank) -> None:
+    refused = (InvalidArgumentError, ac.PeerRefusedError)
+    for turn in range(12):
+        x = torch.ones(1 << (2 + 2 * (turn % 6)))
+        ac.all_reduce(x, out=x).detach()
+        try:
+            total = await me.get(ac.all_reduce(x, out=x))
+        except refused:
+            continue
+        oracle.same(total, torch.full_like(x, float(me.size**2)))
+    await me.get(ac.barrier())
+
+
+def test_what_nobody_waits_for_is_refused_while_it_is_written(several: World) -> None:
+    """Whoever let go of the first call gets a refusal of the second, or what one after the other gives."""
+    several.run(passed_while_at_work)
 
 
 # Prepared operations

@@ -56,10 +56,13 @@ def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
     return plain_tensor(name, x)
 
 
-def check_filled(name: str, out: Any) -> None:
-    """Refuse an ``out=`` that cannot be filled; its shape is looked at where it is known."""
+def check_filled(name: str, out: Any, x: torch.Tensor | None = None) -> None:
+    """Refuse an ``out=`` that cannot be filled; its shape is looked at where it is known.
+
+    ``x`` is the input, which was found to be plain memory: in place there is less to look at.
+    """
     if isinstance(out, torch.Tensor):
-        writable(name, out)
+        writable(name, out if out is x else plain_tensor(f"{name}: out=", out))
 
 
 #: What is done with all tensors of a tree: started, with the list of their results.

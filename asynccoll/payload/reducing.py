@@ -42,8 +42,8 @@ from asynccoll.values import (
 def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Started[Any]:
     op = reduce_op(op)
     if isinstance(x, torch.Tensor):
-        check_filled("all_reduce", out)
         x = plain_tensor("all_reduce", x)
+        check_filled("all_reduce", out, x)
         return autograd.all_reduce(lane, x, op, out, timeout)
     x = as_number(x)
     if is_tree(x):
@@ -80,8 +80,9 @@ def reduce(
     dst = lane.group.index(dst, "dst")
     here = lane.group.rank == dst
     if isinstance(x, torch.Tensor):
-        check_filled("reduce", out)
-        return _reduce_tensor(lane, plain_tensor("reduce", x), dst, op, out, timeout)
+        x = plain_tensor("reduce", x)
+        check_filled("reduce", out, x)
+        return _reduce_tensor(lane, x, dst, op, out, timeout)
     no_out("reduce", out)
     x = as_number(x)
     if not is_tree(x):

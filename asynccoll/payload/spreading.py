@@ -45,8 +45,8 @@ def broadcast(
         no_out("broadcast(safe_mode=True)", out)
         return _broadcast_anything(lane, x, index, timeout)
     if isinstance(x, torch.Tensor):
-        check_filled("broadcast", out)
         x = plain_tensor("broadcast", x)
+        check_filled("broadcast", out, x)
         return autograd.broadcast(lane, x, index, out, timeout)
     x = as_number(x)
     if is_tree(x):
