@@ -31,7 +31,8 @@ def test_programs(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one == "gloo"])
+@pytest.mark.processes  # of replicas in one process there are two, or four
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_programs_on_five_ranks(backend: str) -> None:
     """Nor there, where groups have members in between."""
     look_at_programs(worlds.world(backend, 5))

@@ -25,6 +25,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         ("modes_in_a_block", "trio"),
         ("outs_differ_by_rank", "asyncio"),
         ("dependent", "asyncio"),
+        ("passed_too_early", "asyncio"),
+        ("passed_while_at_work", "asyncio"),
         ("cut_while_out", "trio", "cancelled"),
         ("averaged", "asyncio"),
         ("strides_kept", "asyncio"),
