@@ -27,7 +27,8 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
     if call.operation == "barrier":
         return ac.barrier(**keywords)
     if call.form == "in place twice":
-        function(x, **keywords).detach()
+        first = function(x, **keywords)
+        first.detach()  # held until the second was made: whether it is over is nobody's guess
     work = function(x, **keywords)
     return work.map(_boxed) if call.form == "mapped" else work
 
