@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
+from asynccoll.store import Exchange
 from ranks import Rank, raising
 from worlds import World
 
@@ -140,6 +142,42 @@ def spelled(me: Rank, port: int) -> None:
 def test_backend_names_in_any_spelling(bare: World) -> None:
     """Any case, and torch's own "cpu:gloo"."""
     bare.run(spelled, worlds.free_port())
+
+
+def connecting_late(me: Rank, port: int, marks: Path) -> None:
+    """One rank hears where the other is only when that one is about to leave, or has left."""
+    told = Exchange.get
+    for turn in range(6):
+        late = me.rank == turn % 2
+        leaving, left = marks / f"leaving {turn}", marks / f"left {turn}"
+        with pytest.MonkeyPatch.context() as patch, environment(**launched(me, port + turn)):
+            if late:
+
+                def get(exchange: Exchange, key: str, leaving: Path = leaving, left: Path = left) -> bytes:
+                    if until(leaving.exists, 0.5):  # or gloo has this rank call the other
+                        until(left.exists, 0.5)
+                    return told(exchange, key)
+
+                patch.setattr(Exchange, "get", get)
+            ac.initialize("gloo")
+        if not late:
+            leaving.touch()
+        ac.finalize()
+        if not late:
+            left.touch()
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it comes true within so long."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_who_leaves_at_once_waits_for_those_that_are_still_connecting(bare: World, tmp_path: Path) -> None:
+    """To them it would be a lost peer: gloo is done on one side before it is on the other."""
+    bare.run(connecting_late, worlds.free_port(), tmp_path)
 
 
 def places(me: Rank, port: int) -> None:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +55,22 @@ __all__ = ["C10dBackend"]
 
 #: How long closing waits for lanes that are being opened; they are told to give up.
 _OPENING_SECONDS = 2.0
+#: How long who leaves waits for those that have not connected to all others yet.
+_CONNECTING_SECONDS = 5.0
 #: Without its types: the stubs leave out half of it.
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+
+
+def _connected(name: str, rank: int) -> str:
+    return f"{name}/connected/{rank}"
+
+
+def _await_others(context: Context, names: list[str], size: int) -> None:
+    """Return once all have connected to each other: whoever is about to would see this rank as lost."""
+    keys = [_connected(name, rank) for name in names for rank in range(size)]
+    if context.clients is not None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever is late
+            context.clients.await_keys(keys, _CONNECTING_SECONDS, lambda: False)
 
 
 class C10dBackend:
@@ -106,9 +121,12 @@ class C10dBackend:
         def open_pair(peer: int) -> Any:  # of messages, which meet whatever epoch their ranks are in
             low, high = sorted((group.rank, peer))
             name = f"{lasting}/p2p/{low}-{high}"
-            return self._lasting_native("gloo", context, name, int(group.rank > peer), 2, given_up)
+            pair = self._lasting_native("gloo", context, name, int(group.rank > peer), 2, given_up)
+            pairs.append(name)
+            return pair
 
-        channels = Channels(open_pair, group.rank)
+        pairs: list[str] = []
+        channels = Channels(open_pair, group.rank, partial(_await_others, context, pairs, 2))
         opened = self._communicator(context, name, group.rank, group.size, self.by_device, channels, given_up)
         # All members are here, so all beacons are in the store: from now on the dead can be named.
         context.liveness.learn(group.ranks)
@@ -144,7 +162,8 @@ class C10dBackend:
             )
             for device, native in by_device.items()
         }
-        return C10dCommunicator(transports, channels, size)
+        met = [f"{name}/{device}" for device, native in by_device.items() if native == "gloo"]
+        return C10dCommunicator(transports, channels, size, partial(_await_others, context, met, size))
 
     def _lasting_native(
         self, native: str, context: Context, name: str, rank: int, size: int, given_up: Callable[[], bool]
@@ -167,7 +186,10 @@ class C10dBackend:
                 create = _CREATE.get(native, _create_other(native))
                 return create(self, dist.PrefixStore(name, clients.take()), rank, size)
             exchange = Exchange(clients, context.timeout, given_up, size)
-            return self.create_gloo(dist.PrefixStore(name, exchange), rank, size)
+            made = self.create_gloo(dist.PrefixStore(name, exchange), rank, size)
+            with clients.borrow() as client:
+                client.set(_connected(name, rank), "")
+            return made
 
     def native_group(self, group: Group) -> Any:
         """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""

@@ -71,8 +71,17 @@ OpenParts = Callable[[], Parts]
 class C10dCommunicator:
     """The native groups of one (group, lane): one per device type."""
 
-    def __init__(self, transports: dict[str, Transport], channels: Channels, size: int) -> None:
+    def __init__(
+        self,
+        transports: dict[str, Transport],
+        channels: Channels,
+        size: int,
+        await_others: Callable[[], object],
+    ) -> None:
+        """``await_others`` returns when closing it harms nobody who is still opening it."""
         self._transports = transports
+        self._await_others = await_others
+        self._aborted = False
         self._size = size
         self._channels = channels
         # The common case, one transport, needs no look at the tensor's device.
@@ -174,6 +183,8 @@ class C10dCommunicator:
         self._channels = previous._channels
 
     def close(self) -> None:
+        if not self._aborted:
+            self._await_others()
         for part in self.parts or ():
             part.close()
         self._channels.close(_abort)
@@ -182,6 +193,7 @@ class C10dCommunicator:
         self._transports, self._only = {}, None
 
     def abort(self) -> None:
+        self._aborted = True
         for part in self.parts or ():
             part.abort()
         for pair in self._channels.natives():

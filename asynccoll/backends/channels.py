@@ -33,8 +33,12 @@ _REFUSED = -1
 class Channels:
     """The messages of one communicator. ``open_pair(peer)`` makes the native group of two."""
 
-    def __init__(self, open_pair: Callable[[int], Any], rank: int) -> None:
+    def __init__(
+        self, open_pair: Callable[[int], Any], rank: int, await_others: Callable[[], object]
+    ) -> None:
+        """``await_others`` returns when the peers have opened all that was opened here."""
         self._open_pair = open_pair
+        self._await_others = await_others
         self._rank = rank
         self._pairs: dict[int, Any] = {}
         self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
@@ -104,7 +108,9 @@ class Channels:
     def close(self, give_up: Callable[[Any], None]) -> None:
         """Let go of the native groups; ``give_up`` ends what is out there, of which nobody knows."""
         # A refusal that its peer never asked for: the interpreter must not end while a thread waits in gloo.
-        if not self._exchanging.wait(0.0):
+        if self._exchanging.wait(0.0):
+            self._await_others()
+        else:
             for pair in self.natives():
                 give_up(pair)
             self._exchanging.wait(_CLOSE_SECONDS)
