@@ -347,8 +347,9 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
     that one was awaited.
 
-    A call inside that one rank refuses takes the others of the block on its lane along, on every rank, also
-    if the error is caught inside: what the others have fused cannot be taken apart.
+    A call inside that one rank refuses takes what the block had still to send on its lane along, on every
+    rank, also if the error is caught inside: what the others have fused cannot be taken apart. What was sent
+    before stands.
 
     If the block ends with an exception, what was put off is not sent: its works raise ``CollectiveError``,
     and peers whose block went well get ``PeerRefusedError`` on each lane on which something was put off here.

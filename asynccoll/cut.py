@@ -1,13 +1,15 @@
 """What a refused call does to a lane, on one rank. ``lane`` changes it, ``refusals`` tells the peers.
 
 A *place* is the number of a call on its lane: every call of the user's takes one on every rank, made or
-refused. An *epoch* is a run of places for which all ranks make the same native calls in the same order. It
-ends with a refusal, in three steps, and this is what holds in each:
+refused. A call of several operations (a tree, a ``coalescing`` block) has *parts* at its place, which all
+ranks send in the same order; who refuses it says how many of them it had sent, and those stand. An *epoch* is
+a run of places for which all ranks make the same native calls in the same order. It ends with a refusal, in
+three steps, and this is what holds in each:
 
 1. *Halted* at place P, since this rank refused P, or heard that a peer did. Nothing at or above P is issued
    from now on: calls that are accepted there are held. P can only fall, when a lower refusal is heard of.
-   What is below P goes on as ever, for every rank makes those calls. What was issued at or above P has lost
-   its peers, and fails at once.
+   What is below P goes on as ever, for every rank makes those calls, and so do the parts of P that stand.
+   What else was issued at or above P has lost its peers, and fails at once.
 2. *Stated*: everything below P has been accepted, issued and is over. This rank says once, for this epoch,
    how far it went: the highest place that it issued (``issued``), that or its own refused place
    (``reached``), and the refusal. It does nothing more on this lane until all ranks have said the same.
@@ -45,6 +47,17 @@ class Refusal:
     rank: int
     place: int
     why: str
+    #: so many parts of it were sent, as on every rank
+    stands: int = 0
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """The place, and the last part there, that is not lost."""
+        return self.place, self.stands
+
+    def loses(self, place: int, part: int) -> bool:
+        """Whether that part of the call at ``place`` is lost."""
+        return (place, part) > self.begins
 
     def error(self, lane: Lane, place: int) -> PeerRefusedError:
         """What becomes of the call at ``place``: this one, or one that was lost with it."""
@@ -79,7 +92,7 @@ class Verdict:
     def of(cls, statements: Sequence[Statement]) -> Verdict:
         """``statements``: those of all ranks, in their order; at least one has refused."""
         refusals = [one.refusal for one in statements if one.refusal is not None]
-        first = min(refusals, key=lambda refusal: (refusal.place, refusal.rank))
+        first = min(refusals, key=lambda refusal: (refusal.begins, refusal.rank))
         return cls(
             first,
             max(one.reached for one in statements) + 1,
@@ -87,7 +100,7 @@ class Verdict:
         )
 
     def covers(self, place: int) -> bool:
-        """Whether the call at ``place`` was lost."""
+        """Whether the call at ``place`` was lost, or what was left of it."""
         return self.refusal.place <= place < self.resumes
 
 
@@ -125,4 +138,9 @@ class Cut:
 
     def hold(self, *those: Job | Refusal) -> None:
         """Keep ``those`` back; they go on in the order of their places, whatever was held first."""
-        self.held = deque(sorted((*self.held, *those), key=lambda one: one.place))
+        self.held = deque(sorted((*self.held, *those), key=_order))
+
+
+def _order(one: Job | Refusal) -> tuple[int, int, bool]:
+    """Where it comes: a refusal after the parts that stand."""
+    return (*one.begins, True) if isinstance(one, Refusal) else (one.place, one.part, False)

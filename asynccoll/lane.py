@@ -76,7 +76,18 @@ _SETTLED.settle()
 class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
-    __slots__ = ("driven", "generator", "place", "program", "promise", "shares", "start", "step", "stream")
+    __slots__ = (
+        "driven",
+        "generator",
+        "part",
+        "place",
+        "program",
+        "promise",
+        "shares",
+        "start",
+        "step",
+        "stream",
+    )
 
     def __init__(
         self,
@@ -86,6 +97,7 @@ class Job:
         driven_by: Callable[[], object] | None = None,
     ) -> None:
         self.place = 0  # in the lane's order; a message has none
+        self.part = 1  # of those at its place
         self.shares = False  # its place with other parts of one call, some of which may have been issued
         self.start = start
         self.program = program
@@ -124,6 +136,7 @@ class Lane:
         self.name = name
         self.key = key or name
         self.sequence = 0
+        self._part = 0  # of those at the latest place
         self.epoch = 0
         self.communicator: Communicator | None = None
         self.broken: CollectiveError | None = None
@@ -219,7 +232,7 @@ class Lane:
                 job = Job(None, program, driven_by=self._drive)
                 self._begin(job)
                 operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
-                job.place = operation.sequence
+                job.place, job.part = operation.sequence, operation.part
             else:
                 job = Job(None, program)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
@@ -269,11 +282,11 @@ class Lane:
         if self.communicator is None and not self._opening:
             self._open()
         operation = self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
-        job.place, job.shares = operation.sequence, self._together
+        job.place, job.part, job.shares = operation.sequence, operation.part, self._together
         cut = self._cut
         if job.shares and job.place and (refusal := self._given_up()) is not None:
             operation.fail(refusal.error(self, job.place))
-        elif cut is None or job.place < cut.place:
+        elif cut is None or not cut.refusal.loses(job.place, job.part):
             self._queue.append(job)
         elif cut.verdict is None:
             cut.held.append(job)
@@ -317,6 +330,7 @@ class Lane:
             if not inner:
                 if place is None or place != self.sequence:
                     self.sequence += 1
+                    self._part = 0
                 elif (settled := self._settled) is not None and settled.covers(place):
                     raise settled.refusal.error(self, place)
                 self._together = True
@@ -387,11 +401,14 @@ class Lane:
         else:
             if not self._together:
                 self.sequence += 1
+                self._part = 0
             sequence = self.sequence
+            self._part += 1
         context = self._context
         limit = context.timeout if timeout is None else timeout
         operation = Operation(self, estimate, sequence, completion, spot, limit)
         if stream is None:
+            operation.part = self._part
             in_flight = self._in_flight
             while in_flight and ((first := in_flight[0]).over or first.completion.landed() or first.failure):
                 in_flight.popleft()
@@ -498,7 +515,7 @@ class Lane:
         """Go through the turnstile with nothing, where the operation that was to was given up."""
         with self._lock:
             cut = self._cut
-            halted = cut is not None and cut.verdict is None and self.sequence >= cut.place - 1
+            halted = cut is not None and cut.verdict is None and self._has_all_below(cut.refusal)
             barren = halted and not self._queue and self._active is None
             if self._admitted is None or not (self._admitted < self.epoch or barren):
                 return
@@ -550,7 +567,7 @@ class Lane:
         if not job.place or native or isinstance(error, CollectiveError) or self._active is not job:
             return
         if not isinstance(collective_error(error, self.name), PeerLostError):
-            self._context.refusals.refuse(self, error, job.place, spare=job.promise)
+            self._context.refusals.refuse(self, error, job.place, spare=job.promise, part=job.part)
 
     def _next_call(self, job: Job) -> Completion | None:
         """Make it; what comes back is the completion of the job's last."""
@@ -579,10 +596,13 @@ class Lane:
         """Whether a refused call is being settled."""
         return self._cut is not None
 
-    def refuse(self, why: str, place: int | None, spare: Completion | None = None) -> Cut | None:
+    def refuse(
+        self, why: str, place: int | None, spare: Completion | None = None, part: int | None = None
+    ) -> Cut | None:
         """This rank does not make the call at ``place`` (None: its next one). The cut, if this begins one.
 
-        Whoever waits for ``spare`` is told otherwise.
+        Nor what is left of it from ``part`` on; None: after what was accepted last. Whoever waits for
+        ``spare`` is told otherwise.
         """
         with self._lock:
             if self.broken is not None:
@@ -592,7 +612,10 @@ class Lane:
             peak = self._peak()
             if place is None:
                 self.sequence = place = self.sequence + 1
-            begun, lost = self._halt(Refusal(self._context.rank, place, why), peak)
+                self._part = 0
+            accepted = self._part if place == self.sequence else 0
+            stands = accepted if part is None else part - 1
+            begun, lost = self._halt(Refusal(self._context.rank, place, why, stands), peak)
         self._fail_all([one for one in lost if one[0].completion is not spare])
         return begun
 
@@ -630,18 +653,18 @@ class Lane:
             cut = None
         if cut is None:
             cut = begun = self._cut = Cut(self.epoch, refusal, peak)
-        elif place >= cut.place or cut.stated:
+        elif refusal.begins >= cut.refusal.begins or cut.stated:
             if own and (cut.stated or place > cut.place):
                 cut.hold(refusal)  # it may belong to the next epoch
             return None, []
         cut.refusal, cut.peak = refusal, peak
         if own:
             cut.claim(refusal)
-        above = [job for job in self._queue if job.place >= place]
-        self._queue = deque(job for job in self._queue if job.place < place)
+        above = [job for job in self._queue if refusal.loses(job.place, job.part)]
+        self._queue = deque(job for job in self._queue if not refusal.loses(job.place, job.part))
         cut.hold(*above)
         active = self._active
-        if active is not None and active.place >= place:
+        if active is not None and refusal.loses(active.place, active.part):
             self._give_up(active)
         return begun, self._lost(place, max(place, peak), cut.refusal)
 
@@ -655,25 +678,30 @@ class Lane:
         return [
             (operation, refusal.error(self, operation.sequence))
             for operation in (*self._in_flight, *self._apart)
-            if first <= operation.sequence <= last
+            if first <= operation.sequence <= last and refusal.loses(operation.sequence, operation.part)
         ]
 
     def conclude(self, cut: Cut) -> bool:
         """Whether all below the cut is over here: then this rank can say how far it went, and that stands."""
         with self._lock:
-            if not cut.stated and self._cut is cut and self._is_quiet(cut.place):
+            if not cut.stated and self._cut is cut and self._is_quiet(cut.refusal):
                 cut.state(self._peak())
             return cut.stated
 
-    def _is_quiet(self, place: int) -> bool:
+    def _is_quiet(self, refusal: Refusal) -> bool:
         return (
-            self.sequence >= place - 1
+            self._has_all_below(refusal)
             and not self._together
             and not self._driving
             and (self._active is None or not self._active.place)
             and not any(job.place for job in self._queue)
-            and all(op.landed() for op in self._in_flight if op.sequence < place)
+            and all(op.landed() for op in self._in_flight if not refusal.loses(op.sequence, op.part))
         )
+
+    def _has_all_below(self, refusal: Refusal) -> bool:
+        """Whether all was accepted here that is not lost."""
+        place, stands = refusal.begins
+        return (self.sequence, self._part) >= ((place, stands) if stands else (place - 1, 0))
 
     def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
         """All ranks have said how far they went: go on where all do. The next cut, if one is waiting."""
@@ -706,10 +734,9 @@ class Lane:
             begun = self._cut = Cut(self.epoch, first, first.place - 1)
             begun.mine = first
         for one in held:
-            if begun is None or one.place < begun.place:
-                assert isinstance(one, Job)  # no refusal comes before the first
+            if isinstance(one, Job) and not (begun and begun.refusal.loses(one.place, one.part)):
                 self._queue.append(one)
-            elif one is not first:
+            elif begun is not None and one is not first:
                 begun.hold(one)
         return begun
 
@@ -820,7 +847,7 @@ class Lane:
 
     def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
         """The typed error for ``native``; the context says which rank is the culprit."""
-        if native is not self.broken and (refusal := self._refusal_before(operation.sequence)) is not None:
+        if native is not self.broken and (refusal := self._refusal_before(operation)) is not None:
             return refusal.error(self, operation.sequence)  # its peers have closed the communicator
         error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
         error = self.group.context.diagnose(self, error)
@@ -828,12 +855,15 @@ class Lane:
             self.lose(error)
         return error
 
-    def _refusal_before(self, place: int) -> Refusal | None:
-        """The refusal with which the call at ``place`` was lost, if it was."""
+    def _refusal_before(self, operation: Operation) -> Refusal | None:
+        """The refusal with which ``operation`` was lost, if it was."""
         cut, settled = self._cut, self._settled
-        if cut is not None and cut.verdict is None and place >= cut.place:
-            return cut.refusal
-        return settled.refusal if settled is not None and settled.covers(place) else None
+        if cut is not None and cut.verdict is None:
+            refusal: Refusal | None = cut.refusal
+        else:
+            refusal = settled.refusal if settled is not None and settled.covers(operation.sequence) else None
+        lost = refusal is not None and refusal.loses(operation.sequence, operation.part)
+        return refusal if lost else None
 
     def lose(self, error: PeerLostError) -> None:
         """A rank of the group is gone: give the lane up, and let those who wait for us know."""

@@ -68,6 +68,7 @@ class Operation:
         "failure",
         "lane",
         "over",
+        "part",
         "peer",
         "sequence",
         "started",
@@ -93,6 +94,7 @@ class Operation:
         #: somebody has seen it end well
         self.over = False
         self.failure: CollectiveError | None = None
+        self.part = 1  # of those at its place
         self.peer = -1  # of a message: the index of the other rank
         self._wakers: list[Callable[[], object]] | None = None
 
@@ -128,7 +130,7 @@ class Operation:
         """Another one at the same place and with the same time limit, which is over with ``completion``."""
         follower = Operation(self.lane, estimate, self.sequence, completion, self._spot, self._timeout)
         follower.deadline = self.deadline
-        follower.peer = self.peer
+        follower.part, follower.peer = self.part, self.peer
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:

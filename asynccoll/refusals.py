@@ -97,16 +97,18 @@ class Refusals:
         place: int | None = None,
         *,
         spare: Completion | None = None,
+        part: int | None = None,
     ) -> None:
         """This rank does not make the call at ``place`` (None: its next one) on ``lane``, for ``reason``.
 
-        Told once of each ``reason``, however many layers it passes. ``spare`` has an outcome of its own.
+        Of a call in parts it has not made ``part`` (None: the next one there). Told once of each ``reason``,
+        however many layers it passes. ``spare`` has an outcome of its own.
         """
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
         with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
             setattr(reason, _TOLD, True)
-        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare))
+        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare, part))
 
     # The ranks that wait for it
 

@@ -331,3 +331,30 @@ async def one_refused(me: Rank, caught: bool) -> None:
 def test_a_call_that_one_rank_refuses_takes_its_block_along(pair: World, caught: bool) -> None:
     """Its peers send one fused call where it refuses some: neither meets what the other sends next."""
     pair.run(one_refused, caught)
+
+
+async def sent_before(me: Rank, everybody: bool) -> None:
+    n = me.size
+    for turn in range(12):
+        with ac.coalescing():
+            awaited = await me.get(ac.all_gather(_full(turn, 1)))
+            first = ac.all_gather(_full(me.rank + turn, 2))
+            second = ac.all_reduce([_full(1, 2), 1])
+            put_off = ac.all_reduce(_full(1, 2))
+            if everybody or me.rank == turn % n:
+                with contextlib.suppress(ac.InvalidArgumentError):
+                    ac.all_reduce(_full(1, 2), timeout=-1)
+            else:
+                ac.all_gather(_full(1, 2)).detach()
+        oracle.same(awaited, torch.cat([_full(turn, 1)] * n))
+        oracle.same(await me.get(first), torch.cat([_full(rank + turn, 2) for rank in range(n)]))
+        oracle.same(await me.get(second), [_full(n, 2), n])
+        with raising(ac.PeerRefusedError):
+            await me.get(put_off)
+    assert await me.get(ac.all_reduce(1)) == n
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_what_a_block_sent_before_a_refusal_stands_on_every_rank(several: World, everybody: bool) -> None:
+    """Or who had its result in time would go on with it, and wait in its backward for those who had not."""
+    several.run(sent_before, everybody)

@@ -79,6 +79,9 @@ FOUND = {
         of("tensor", pauses=1, around=("default device",)), of("object", "broadcast_object", pauses=2)
     ),
     "modes of the parent": replace(overlapping(of("tracked"), of("tracked")), inherited=("no_grad",)),
+    "sent by a block before a call that is refused": alone(
+        of("tracked", "all_gather", coalesced=True, wait="later"), of("keyed by sets", coalesced=True)
+    ),
     "None but on the root": alone(of("tensor, None elsewhere", "broadcast"), of("tensor")),
     "a root that waits for nothing": alone(
         of("number, None elsewhere", "broadcast", wait="dropped"), of("tracked", "broadcast", wait="later")
