@@ -68,7 +68,7 @@ def _connected(name: str, rank: int) -> str:
 def _await_others(context: Context, names: list[str], size: int) -> None:
     """Return once all have connected to each other: whoever is about to would see this rank as lost."""
     keys = [_connected(name, rank) for name in names for rank in range(size)]
-    if context.clients is not None:
+    if keys and context.clients is not None and context.store_answers():
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever is late
             context.clients.await_keys(keys, _CONNECTING_SECONDS, lambda: False)
 

@@ -187,7 +187,7 @@ class C10dCommunicator:
             self._await_others()
         for part in self.parts or ():
             part.close()
-        self._channels.close(_abort)
+        self._channels.close(_abort, aborted=self._aborted)
         for to in self._transports.values():
             _end(to.native)
         self._transports, self._only = {}, None

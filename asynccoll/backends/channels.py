@@ -105,15 +105,18 @@ class Channels:
         """The native groups that are open."""
         return list(self._pairs.values())
 
-    def close(self, give_up: Callable[[Any], None]) -> None:
-        """Let go of the native groups; ``give_up`` ends what is out there, of which nobody knows."""
+    def close(self, give_up: Callable[[Any], None], *, aborted: bool) -> None:
+        """Let go of the native groups; ``give_up`` ends what is out there, of which nobody knows.
+
+        ``aborted``: all of them have been, and no peer is waited for.
+        """
         # A refusal that its peer never asked for: the interpreter must not end while a thread waits in gloo.
-        if self._exchanging.wait(0.0):
-            self._await_others()
-        else:
+        if not self._exchanging.wait(0.0):
             for pair in self.natives():
                 give_up(pair)
             self._exchanging.wait(_CLOSE_SECONDS)
+        elif not aborted:
+            self._await_others()
         self._pairs.clear()
 
 
