@@ -56,6 +56,23 @@ class _Spread(NamedTuple):
     strides: tuple[int, ...]
     size: int
 
+    def comb(self) -> tuple[int, int] | None:
+        """``(step, run)`` if it is runs of that many bytes at equal steps, as columns are."""
+        step, run = 0, self.size
+        for stride, extent in sorted(zip(self.strides, self.shape, strict=True)):
+            step_bytes = stride * self.size
+            if extent == 1 or stride == 0:
+                continue
+            if not step and step_bytes == run:
+                run *= extent
+            elif not step:
+                step, rows = step_bytes, extent
+            elif step_bytes == step * rows:
+                rows *= extent
+            else:
+                return None
+        return (step, run) if step >= run else None
+
 
 class _Extent(NamedTuple):
     """The bytes in which a tensor lies: all of them are its own unless it is ``spread`` over them."""
@@ -82,6 +99,10 @@ class _Extent(NamedTuple):
             return False
         if self == other or not (self.spread or other.spread):
             return True
+        mine, others = self.spread and self.spread.comb(), other.spread and other.spread.comb()
+        if mine and others and mine[0] == others[0]:
+            apart = (other.start - self.start) % mine[0]
+            return apart < mine[1] or mine[0] - apart < others[1]
         first, last = min(self.start, other.start), max(self.end, other.end)
         if last - first > _MOST_COMPARED_BYTES:
             return True
@@ -134,7 +155,7 @@ class Claim(Protocol):
     """Whose memory it is for a while."""
 
     @property
-    def pending(self) -> bool:
+    def claims(self) -> bool:
         """Whether it is not over."""
 
     @property
@@ -148,54 +169,51 @@ _Ref = Callable[[], Claim | None]
 class _Storage:
     """The claims on parts of one piece of memory."""
 
-    __slots__ = ("_known", "_spans", "refs")
+    __slots__ = ("_known", "_spans", "claims")
 
-    def __init__(self, ref: _Ref) -> None:
-        self.refs = [ref]
+    def __init__(self) -> None:
+        self.claims: list[tuple[_Ref, list[_Extent]]] = []
         self._spans: _Union | None = None  # of the first so many
         self._known = 0
 
-    def find(self, key: int, x: torch.Tensor) -> Claim | None:
+    def find(self, x: torch.Tensor) -> Claim | None:
         """One that is not over, on bytes of ``x``."""
-        if (len(self.refs) <= _MOST_COMPARED or self._may_meet(key, _Extent.of(x))) and self.forget():
-            for ref in self.refs:
-                claim = ref()
-                if any(map(_Extent.of(x).meets, _extents(claim, key))):
-                    return claim
+        extent = _Extent.of(x)
+        if (len(self.claims) <= _MOST_COMPARED or self._may_meet(extent)) and self.forget():
+            for ref, extents in self.claims:
+                if any(map(extent.meets, extents)):
+                    return ref()
         return None
 
-    def _may_meet(self, key: int, extent: _Extent) -> bool:
+    def _may_meet(self, extent: _Extent) -> bool:
         """No where none does, which is soon seen, however many there are."""
         spans = self._spans = self._spans or _Union()
-        for ref in self.refs[self._known :]:
-            for other in _extents(ref(), key):
+        for _, extents in self.claims[self._known :]:
+            for other in extents:
                 spans.add(other.start, other.end)
-        self._known = len(self.refs)
+        self._known = len(self.claims)
         return spans.meets(extent.start, extent.end)
 
     def forget(self) -> bool:
         """Forget those that are over; whether any is left."""
-        self.refs = [ref for ref in self.refs if _is_pending(ref)]
+        self.claims = [one for one in self.claims if _is_claimed(one[0])]
         self._spans, self._known = None, 0
-        return bool(self.refs)
+        return bool(self.claims)
 
 
-def _is_pending(ref: _Ref) -> bool:
+def _is_claimed(ref: _Ref) -> bool:
     claim = ref()
-    return claim is not None and claim.pending
+    return claim is not None and claim.claims
 
 
-def _extents(claim: Claim | None, key: int) -> Iterable[_Extent]:
-    tensors = [] if claim is None else _tensors(claim.out)
-    return [_Extent.of(x) for x in tensors if _storage_of(x) == key]
-
-
-def _storages_of(tree: Any) -> set[int]:
-    return set(map(_storage_of, flatten(tree)[0]))
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    return [out] if isinstance(out, torch.Tensor) else flatten(out)[0]
+def _by_storage(out: Any) -> dict[int, list[_Extent]]:
+    """Where the tensors of ``out`` lie."""
+    if isinstance(out, torch.Tensor):
+        return {_storage_of(out): [_Extent.of(out)]}
+    found: dict[int, list[_Extent]] = {}
+    for x in flatten(out)[0]:
+        found.setdefault(_storage_of(x), []).append(_Extent.of(x))
+    return found
 
 
 class Claims:
@@ -221,13 +239,11 @@ class Claims:
         while self.new:
             ref = self.new.pop()
             claim = ref()
-            if claim is not None and claim.pending:
-                out = claim.out
-                for key in (_storage_of(out),) if isinstance(out, torch.Tensor) else _storages_of(out):
+            if claim is not None and claim.claims:
+                for key, extents in _by_storage(claim.out).items():
                     if (storage := self.storages.get(key)) is None:
-                        self.storages[key] = _Storage(ref)
-                    else:
-                        storage.refs.append(ref)
+                        storage = self.storages[key] = _Storage()
+                    storage.claims.append((ref, extents))
         if len(self.storages) > self._most:
             self.storages = {key: storage for key, storage in self.storages.items() if storage.forget()}
             self._most = max(_FEW, 2 * len(self.storages))
@@ -241,8 +257,8 @@ class Claims:
                 key = _storage_of(x)
                 storage = self.storages.get(key)
                 if storage is not None:
-                    found = storage.find(key, x)
-                    if not storage.refs:
+                    found = storage.find(x)
+                    if not storage.claims:
                         del self.storages[key]
                     if found is not None:
                         return found

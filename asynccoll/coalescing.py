@@ -4,7 +4,7 @@ What a tree does for tensors that are at hand at once, a block does for code tha
 other: ``all_reduce`` and ``broadcast`` of tensors are put off until it ends, and are then fused like the
 leaves of a tree, those of one lane, operation and timeout with each other, in the order of their first
 calls. So every rank, which makes the same calls, sends the same. Anything else that is called inside, or
-awaited, first sends what was put off: the order of the program is kept. Calls that travel together cannot
+awaited, first sends what was put off on its lane: the order there is kept. Calls that travel together cannot
 depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
 """
 
@@ -39,11 +39,12 @@ U = TypeVar("U")
 class Deferred(Work[T]):
     """The work of a call that is put off; whoever waits for it sends it, and the others of its block."""
 
-    __slots__ = ("_batch", "_callbacks", "_derived")
+    __slots__ = ("_batch", "_callbacks", "_derived", "_lane")
 
-    def __init__(self, batch: _Batch) -> None:
+    def __init__(self, batch: _Batch, lane: Lane) -> None:
         super().__init__((), None)
         self._batch: _Batch | None = batch
+        self._lane = lane
         self._derived: list[Deferred[Any]] = []
         self._callbacks: list[Callable[[Work[Any]], object]] = []
 
@@ -70,9 +71,9 @@ class Deferred(Work[T]):
             self.add_done_callback(callback)
 
     def _send(self) -> None:
-        """Send what the block has put off, if this is still among it."""
+        """Send what the block has put off on its lane, if this is still among it."""
         if self._batch is not None:
-            self._batch.flush()
+            self._batch.flush(self._lane)
 
     def __await__(self) -> Generator[Any, Any, T]:
         self._send()
@@ -92,7 +93,7 @@ class Deferred(Work[T]):
         if self._batch is None:
             return super().map(function)
         self._heard = True
-        derived: Deferred[U] = Deferred(self._batch)
+        derived: Deferred[U] = Deferred(self._batch, self._lane)
         derived._finish = as_called(lambda: function(self._outcome()))
         self._derived.append(derived)
         return noted(derived)
@@ -183,7 +184,7 @@ class _Read:
         self._work = work
 
     @property
-    def pending(self) -> bool:
+    def claims(self) -> bool:
         return self._work.pending
 
 
@@ -237,10 +238,10 @@ class _Batch:
             return put_off
         # What was put off waits until this call is known to be made: the peers' may be one to put off.
         try:
-            with self.place_on(lane), lane.after(self.flush):
+            with self.place_on(lane), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
         except PeerRefusedError as error:  # as in ``_Parts.send``
-            lost: Deferred[Any] = Deferred(self)
+            lost: Deferred[Any] = Deferred(self, lane)
             lost.abandoned(error)
             return noted(lost)
 
@@ -280,7 +281,7 @@ class _Batch:
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = _Parts(lane, fuse, timeout)
-        work: Deferred[Any] = Deferred(self)
+        work: Deferred[Any] = Deferred(self, lane)
         parts.calls.append(_Call(x, out, Modes.now(), work))
         self._reads.append(read := _Read(x, work))
         self._read.add(read)
@@ -300,9 +301,14 @@ class _Batch:
                 "make this one after the block"
             )
 
-    def flush(self) -> None:
-        """Send what was put off; if one kind is refused, the others are sent all the same."""
-        waiting, self._parts = list(self._parts.values()), {}
+    def flush(self, lane: Lane | None = None) -> None:
+        """Send what was put off, on ``lane`` or on all; if one kind is refused, the others are sent.
+
+        A call sends what was put off on its own lane alone: whether it is made, and what it finds there, may
+        differ between ranks once one of them has refused a call there. What travels together must not.
+        """
+        waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
+        self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
         first: Exception | None = None
         for parts in waiting:
             try:
@@ -341,7 +347,7 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
 
     ``all_reduce`` and ``broadcast`` of tensors are put off, in any mixture of lanes, reductions, dtypes and
     devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the
-    block, first send what was put off. Tasks that are started inside send as ever.
+    block, first send what was put off on their lane. Tasks that are started inside send as ever.
 
     The calls travel together, so none may depend on another: one that reads what an earlier one writes to
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until

@@ -59,6 +59,10 @@ class Completion:
     def abandon(self) -> None:
         """It may never end, and whoever waited has been told: nobody need look at it any more."""
 
+    def writing(self) -> bool:
+        """Whether a native operation may still write to its memory, although nobody waits any more."""
+        return False
+
 
 class Ready(Completion):
     """Done from the start: the world of one, and what was refused while it waited in a queue."""
@@ -100,6 +104,9 @@ class Promise(Completion):
 
     def done(self) -> bool:
         return self._done
+
+    def writing(self) -> bool:
+        return self.source is not None and self.source.writing()
 
     def landed(self) -> bool:
         return self._done and (self.source is None or self._error is not None or self.source.landed())
@@ -172,6 +179,9 @@ class AllOf(Completion):
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
+
+    def writing(self) -> bool:
+        return any(part.writing() for part in self.parts)
 
     def landed(self) -> bool:
         return all(part.landed() for part in self.parts)

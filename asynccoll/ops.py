@@ -13,7 +13,8 @@ Said once, for every function here:
   then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
   the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation. Where ``out`` is
   filled by whoever waits (a tree, strides, an average), no other call may use it before:
-  ``InvalidArgumentError``, with the place of the call to be awaited.
+  ``InvalidArgumentError``, with the place of the call to be awaited. After an error ``out`` may be written to
+  until the lane's next call is over.
   Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for as long again.

@@ -88,7 +88,7 @@ class Prepared(Generic[T]):
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
         try:
             if (block := own_block()) is not None:
-                block.flush()  # the program's order
+                block.flush(self._lane)  # the program's order
             check_untracked(self.name, self._reads)
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(

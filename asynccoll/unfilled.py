@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["claims", "let_go", "refuse_unfilled"]
 
-#: Works that are pending, whose ``out`` is nobody else's.
+#: Works whose ``out`` is nobody else's.
 claims = Claims()
 
 
@@ -35,8 +35,8 @@ class _Dropped:
         self.operations = operations
 
     @property
-    def pending(self) -> bool:
-        return not all(operation.done() for operation in self.operations)
+    def claims(self) -> bool:
+        return any(not one.done() or one.completion.writing() for one in self.operations)
 
     def over(self) -> None:
         """One of them is: they keep this alive until then."""
@@ -46,22 +46,22 @@ def let_go(out: Any, operations: tuple[Operation, ...]) -> None:
     """The work of these was dropped, and they may still be writing to ``out``."""
     left = _Dropped(out, operations)
     for operation in operations:
-        operation.add_waker(left.over)
+        operation.completion.add_callback(left.over)
     claims.add(left)
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor]) -> None:
     """Refuse what an earlier call is still to fill, for whoever reads or fills it now."""
-    if (found := claims.find(xs)) is not None:
-        by = _described(cast("Work[Any] | _Dropped", found))
-        raise InvalidArgumentError(
-            f"{name} was passed memory that {by} fills (out=), and nobody has waited for that one yet; await "
-            "it first"
-        )
-
-
-def _described(filling: Work[Any] | _Dropped) -> str:
-    if not filling.operations:
-        return "an earlier call of a coalescing block"
-    first = filling.operations[0]
-    return f"{first.name} #{first.sequence} at {first.place}"
+    found = cast("Work[Any] | _Dropped | None", claims.find(xs))
+    if found is None:
+        return
+    first = next(iter(found.operations), None)
+    by = (
+        f"{first.name} #{first.sequence} at {first.place}"
+        if first
+        else "an earlier call of a coalescing block"
+    )
+    why = "and nobody has waited for that one yet; await it first"
+    if isinstance(found, _Dropped) or not found.pending:
+        why = "which nobody waits for any more, and which may still be written to; pass other memory"
+    raise InvalidArgumentError(f"{name} was passed memory that {by} fills (out=), {why}")

@@ -192,6 +192,13 @@ class Work(Generic[T]):
         claims.new.append(weakref.ref(self))
 
     @property
+    def claims(self) -> bool:
+        """Whether ``out`` is nobody else's: nobody has got it, or the call failed and still writes to it."""
+        if self._state == _FAILED:
+            return any(operation.completion.writing() for operation in self._operations)
+        return self._state != _DONE
+
+    @property
     def operations(self) -> tuple[Operation, ...]:
         """What it waits for."""
         return self._operations
@@ -401,7 +408,7 @@ class Work(Generic[T]):
         """Make sure that it is under way, which only the works of a ``coalescing`` block may not be."""
 
     def __del__(self) -> None:
-        if self.out is not None and self.pending:
+        if self.out is not None and self.claims:
             let_go(self.out, self._operations)
         if self._heard or not self._operations:
             return

@@ -34,6 +34,9 @@ class HostCompletion(Completion):
         self.fine = False
         self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
 
+    def writing(self) -> bool:
+        return not self.done()
+
     def wait(self, seconds: float) -> bool:
         limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
         work = self._work

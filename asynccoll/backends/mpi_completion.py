@@ -217,6 +217,9 @@ class MpiCompletion(Completion):
     def abandon(self) -> None:
         self._abandoned = True
 
+    def writing(self) -> bool:
+        return not self.finished
+
 
 class LeftToThread(MpiCompletion):
     """A large call that the progress thread makes, since nobody is expected to wait for it yet.
