@@ -358,3 +358,31 @@ async def sent_before(me: Rank, everybody: bool) -> None:
 def test_what_a_block_sent_before_a_refusal_stands_on_every_rank(several: World, everybody: bool) -> None:
     """Or who had its result in time would go on with it, and wait in its backward for those who had not."""
     several.run(sent_before, everybody)
+
+
+async def other_lanes(me: Rank) -> None:
+    n, lane = me.size, current().world.lane()
+    with ac.coalescing():
+        epoch = lane.epoch
+        gathered = ac.all_gather(_full(me.rank, 2))
+        if me.rank == n - 1:
+            with raising(ac.InvalidArgumentError, "timeout"):
+                ac.all_reduce(_full(1, 2), timeout=-1)
+        else:
+            ac.all_reduce(_full(1, 2)).detach()
+        first = ac.all_reduce(_full(me.rank + 1, 3), lane="other")
+        if me.rank == n - 1:
+            until_settled(lane, epoch)  # the others make the next call before that
+        with raising(ac.PeerRefusedError, "refused its side"):
+            await me.get(ac.all_gather(_full(1, 2)))
+        second = ac.all_reduce(_full(me.rank + 2, 5), lane="other")
+    total = float(sum(range(1, n + 1)))
+    oracle.same(await me.get(gathered), torch.cat([_full(rank, 2) for rank in range(n)]))
+    oracle.same(await me.get(first), _full(total, 3))
+    oracle.same(await me.get(second), _full(total + n, 5))
+    assert await me.get(ac.all_reduce(1)) == n
+
+
+def test_other_lanes_travel_together_whenever_a_refusal_is_heard_of(several: World) -> None:
+    """A call whose lane was lost sent them along on the ranks that did not know yet, and on those alone."""
+    several.run(other_lanes)

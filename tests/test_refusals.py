@@ -11,8 +11,10 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import asynccoll as ac
@@ -457,3 +459,37 @@ def test_what_is_held_goes_on_in_order() -> None:
     assert following.place == 7
     went_on = [one.sequence for one in others if one.done() and one.error() is None]
     assert went_on == [3, 5, 6]
+
+
+async def given_up(me: Rank, seen: str) -> None:
+    x, gone = torch.full((1000,), 1.0 + me.rank), Path(seen)
+    if me.rank == 1:
+        with raising(ac.InvalidArgumentError, "timeout"):
+            ac.broadcast(x, src=2, out=x, timeout=-1)
+    elif me.rank == 0:
+        with raising(ac.PeerRefusedError, "refused its side"):
+            await me.get(ac.broadcast(x, src=2, out=x))
+        try:
+            with raising(ac.InvalidArgumentError, "broadcast #", "may still be written to"):
+                ac.all_reduce(x, out=x, lane="other")
+        finally:
+            gone.touch()
+    else:
+        deadline = time.monotonic() + patient(20)
+        while not gone.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        with contextlib.suppress(ac.PeerRefusedError):
+            await me.get(ac.broadcast(x, src=2, out=x))
+    if me.rank:
+        with raising(ac.PeerRefusedError):
+            await me.get(ac.all_reduce(torch.ones(1), lane="other"))
+    fresh = torch.full((3,), 1.0 + me.rank)
+    oracle.same(await me.get(ac.all_reduce(fresh, out=fresh)), torch.full((3,), 6.0))
+    oracle.same(await me.get(ac.all_reduce(x * 0 + 1)), torch.full((1000,), 3.0))
+
+
+@pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one == "gloo"])
+def test_what_a_refused_call_may_still_fill_is_not_sent(backend: str, tmp_path: Path) -> None:
+    """Its source comes late, and has not heard of it: seconds after the error the tensor was overwritten."""
+    worlds.world(backend, 3).run(given_up, str(tmp_path / "seen"))
