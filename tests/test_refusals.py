@@ -489,7 +489,9 @@ async def given_up(me: Rank, seen: str) -> None:
     oracle.same(await me.get(ac.all_reduce(x * 0 + 1)), torch.full((1000,), 3.0))
 
 
-@pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one == "gloo"])
+@pytest.mark.processes
+# Horovod starts nothing, so writes nothing, before every rank has called.
+@pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one != "horovod"] or ["gloo"])
 def test_what_a_refused_call_may_still_fill_is_not_sent(backend: str, tmp_path: Path) -> None:
     """Its source comes late, and has not heard of it: seconds after the error the tensor was overwritten."""
     worlds.world(backend, 3).run(given_up, str(tmp_path / "seen"))
