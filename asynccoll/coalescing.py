@@ -347,7 +347,8 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
 
     ``all_reduce`` and ``broadcast`` of tensors are put off, in any mixture of lanes, reductions, dtypes and
     devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the
-    block, first send what was put off on their lane. Tasks that are started inside send as ever.
+    block, first send what was put off on their lane; ``send`` and ``recv``,
+    which some ranks alone call, do not. Tasks that are started inside send as ever.
 
     The calls travel together, so none may depend on another: one that reads what an earlier one writes to
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until

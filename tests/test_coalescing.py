@@ -386,3 +386,28 @@ async def other_lanes(me: Rank) -> None:
 def test_other_lanes_travel_together_whenever_a_refusal_is_heard_of(several: World) -> None:
     """A call whose lane was lost sent them along on the ranks that did not know yet, and on those alone."""
     several.run(other_lanes)
+
+
+async def messages_between(me: Rank) -> None:
+    n = me.size
+    with ac.coalescing():
+        first = ac.all_reduce(_full(me.rank, 3))
+        if me.lacks("send"):
+            with raising(ac.UnsupportedOpError):
+                ac.send(_full(7, 2), dst=(me.rank + 1) % n)
+        elif me.rank == 0:
+            message = ac.send(_full(7, 2), dst=1)
+        elif me.rank == 1:
+            message = ac.recv(_full(0, 2), src=0)
+        second = ac.all_reduce(_full(me.rank, 5))
+    if me.rank < 2 and not me.lacks("send"):
+        got = await me.get(message)
+        assert me.rank == 0 or torch.equal(got, _full(7, 2))
+    total = float(sum(range(n)))
+    oracle.same(await me.get(first), _full(total, 3))
+    oracle.same(await me.get(second), _full(total, 5))
+
+
+def test_messages_between_two_ranks_change_nothing_of_what_travels_together(several: World) -> None:
+    """On the two ranks they sent what was put off, on a third nobody did."""
+    several.run(messages_between)
