@@ -126,7 +126,7 @@ def _storage_of(x: torch.Tensor) -> int:
     """What two tensors that share memory have in common."""
     try:
         return _storage(x).data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, and others that have none
+    except RuntimeError:  # sparse, and others that have none
         return id(x)
 
 
@@ -223,43 +223,45 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        #: Not looked at yet. To be appended to without a lock: garbage is collected with anybody's held.
-        self.new: list[_Ref] = []
-        self.storages: dict[int, _Storage] = {}
+        # Not looked at yet. Appended to without a lock: garbage is collected with anybody's held.
+        self._new: list[_Ref] = []
+        self._storages: dict[int, _Storage] = {}
         self._most = _FEW
         self._lock = threading.Lock()
         renew(self._lock)
 
     def add(self, claim: Claim) -> None:
         """Until it is over, what it claims is nobody else's."""
-        self.new.append(weakref.ref(claim))
+        self._new.append(weakref.ref(claim))
 
     def _look(self) -> None:
         """Find out where the memory is of those that are new, and not over."""
-        while self.new:
-            ref = self.new.pop()
+        while self._new:
+            ref = self._new.pop()
             claim = ref()
             if claim is not None and claim.claims:
                 for key, extents in _by_storage(claim.out).items():
-                    if (storage := self.storages.get(key)) is None:
-                        storage = self.storages[key] = _Storage()
+                    if (storage := self._storages.get(key)) is None:
+                        storage = self._storages[key] = _Storage()
                     storage.claims.append((ref, extents))
-        if len(self.storages) > self._most:
-            self.storages = {key: storage for key, storage in self.storages.items() if storage.forget()}
-            self._most = max(_FEW, 2 * len(self.storages))
+        if len(self._storages) > self._most:
+            self._storages = {key: storage for key, storage in self._storages.items() if storage.forget()}
+            self._most = max(_FEW, 2 * len(self._storages))
 
     def find(self, xs: Iterable[torch.Tensor]) -> Claim | None:
         """A claim on bytes of ``xs`` that is not over."""
+        if not (self._new or self._storages):
+            return None
         with self._lock:
-            if self.new:
+            if self._new:
                 self._look()
-            for x in xs if self.storages else ():
+            for x in xs if self._storages else ():
                 key = _storage_of(x)
-                storage = self.storages.get(key)
+                storage = self._storages.get(key)
                 if storage is not None:
                     found = storage.find(x)
                     if not storage.claims:
-                        del self.storages[key]
+                        del self._storages[key]
                     if found is not None:
                         return found
         return None

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from asynccoll.aliasing import has_memory
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.unfilled import claims, refuse_unfilled
+from asynccoll.unfilled import refuse_unfilled
 
 __all__ = [
     "overwritten",
@@ -39,8 +39,7 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
         plain = False
     if not plain:
         x = _explained(name, x)
-    if claims.new or claims.storages:
-        refuse_unfilled(name, (x,))
+    refuse_unfilled(name, (x,))
     return x
 
 
@@ -49,8 +48,7 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     if _ORDINARY.issuperset(map(type, xs)):
         try:
             if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
-                if claims.new or claims.storages:
-                    refuse_unfilled(name, xs)
+                refuse_unfilled(name, xs)
                 return xs
         except RuntimeError:
             pass

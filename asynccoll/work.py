@@ -11,7 +11,6 @@ import concurrent.futures
 import logging
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from time import monotonic
@@ -189,7 +188,7 @@ class Work(Generic[T]):
     def fills(self, out: Any) -> None:
         """It fills ``out``, which is nobody else's until somebody has waited."""
         self.out = out
-        claims.new.append(weakref.ref(self))
+        claims.add(self)
 
     @property
     def claims(self) -> bool:
