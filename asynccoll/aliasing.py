@@ -9,6 +9,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,12 +21,8 @@ __all__ = ["Claim", "Claims", "has_memory", "may_overlap", "overlap", "same_memo
 
 #: Of memory that spans more, it is assumed that tensors which lie across each other share some.
 _MOST_COMPARED_BYTES = 256 << 20
-#: So many claims on one storage are compared one by one.
-_MOST_COMPARED = 4
-#: So many storages are kept before it is looked which claims on them are over.
+#: So many claims are kept before it is looked which of them are over.
 _FEW = 64
-
-_storage = torch.Tensor.untyped_storage
 
 
 def has_memory(x: torch.Tensor) -> bool:
@@ -39,8 +36,8 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
-    return has_memory(x) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    """Whether some bytes of one tensor lie between the first and the last of the other."""
+    return has_memory(x) and not _Extent.of(x).is_apart_from(_Extent.of(y))
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -93,9 +90,13 @@ class _Extent(NamedTuple):
         last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
         return cls(start, start + (last + 1) * spread.size, spread)
 
+    def is_apart_from(self, other: _Extent) -> bool:
+        """Whether one ends before the other begins, or has no bytes."""
+        return max(self.start, other.start) >= min(self.end, other.end)
+
     def meets(self, other: _Extent) -> bool:
         """Whether the two have bytes in common, also if they lie across each other, as columns do."""
-        if self.start >= other.end or other.start >= self.end:
+        if self.is_apart_from(other):
             return False
         if self == other or not (self.spread or other.spread):
             return True
@@ -122,35 +123,6 @@ class _Extent(NamedTuple):
         return mask
 
 
-def _storage_of(x: torch.Tensor) -> int:
-    """What two tensors that share memory have in common."""
-    try:
-        return _storage(x).data_ptr()
-    except RuntimeError:  # sparse, and others that have none
-        return id(x)
-
-
-class _Union:
-    """A set of addresses, as intervals that do not meet."""
-
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def meets(self, start: int, end: int) -> bool:
-        """Whether one of ``start`` to ``end`` is among them."""
-        after = bisect_right(self._ends, start)  # the first interval that ends behind `start`
-        return after < len(self._starts) and self._starts[after] < end
-
-    def add(self, start: int, end: int) -> None:
-        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
-        if first < last:
-            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
-        self._starts[first:last], self._ends[first:last] = [start], [end]
-
-
 class Claim(Protocol):
     """Whose memory it is for a while."""
 
@@ -166,58 +138,78 @@ class Claim(Protocol):
 _Ref = Callable[[], Claim | None]
 
 
-class _Storage:
-    """The claims on parts of one piece of memory."""
+class _Stretch:
+    """Bytes from the first to the last of claims that lie across each other; mostly there is one."""
 
-    __slots__ = ("_known", "_spans", "claims")
+    __slots__ = ("claims", "end", "start")
 
-    def __init__(self) -> None:
-        self.claims: list[tuple[_Ref, list[_Extent]]] = []
-        self._spans: _Union | None = None  # of the first so many
-        self._known = 0
+    def __init__(self, extent: _Extent, claim: _Ref) -> None:
+        self.start, self.end = extent.start, extent.end
+        self.claims = [(extent, claim)]
 
-    def find(self, x: torch.Tensor) -> Claim | None:
-        """One that is not over, on bytes of ``x``."""
-        extent = _Extent.of(x)
-        if (len(self.claims) <= _MOST_COMPARED or self._may_meet(extent)) and self.forget():
-            for ref, extents in self.claims:
-                if any(map(extent.meets, extents)):
-                    return ref()
-        return None
+    def join(self, other: _Stretch) -> None:
+        self.start, self.end = min(self.start, other.start), max(self.end, other.end)
+        self.claims += other.claims
 
-    def _may_meet(self, extent: _Extent) -> bool:
-        """No where none does, which is soon seen, however many there are."""
-        spans = self._spans = self._spans or _Union()
-        for _, extents in self.claims[self._known :]:
-            for other in extents:
-                spans.add(other.start, other.end)
-        self._known = len(self.claims)
-        return spans.meets(extent.start, extent.end)
-
-    def forget(self) -> bool:
-        """Forget those that are over; whether any is left."""
-        self.claims = [one for one in self.claims if _is_claimed(one[0])]
-        self._spans, self._known = None, 0
+    def is_claimed(self) -> bool:
+        """Whether a claim is left, once those that are over are forgotten."""
+        self.claims = [one for one in self.claims if _holds(one[1])]
         return bool(self.claims)
 
+    def find(self, extent: _Extent) -> Claim | None:
+        return next((claim() for other, claim in self.claims if _holds(claim) and extent.meets(other)), None)
 
-def _is_claimed(ref: _Ref) -> bool:
+
+def _holds(ref: _Ref) -> bool:
     claim = ref()
     return claim is not None and claim.claims
 
 
-def _by_storage(out: Any) -> dict[int, list[_Extent]]:
-    """Where the tensors of ``out`` lie."""
-    if isinstance(out, torch.Tensor):
-        return {_storage_of(out): [_Extent.of(out)]}
-    found: dict[int, list[_Extent]] = {}
-    for x in flatten(out)[0]:
-        found.setdefault(_storage_of(x), []).append(_Extent.of(x))
-    return found
+class _Memory:
+    """What is claimed of one device's memory: stretches in the order of their addresses, none across another.
+
+    By address, not by storage: memory that came from NumPy or by DLPack has a storage for each view of it.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+        self._most = _FEW
+
+    def _across(self, extent: _Extent | _Stretch) -> slice:
+        """Where the stretches are that have a byte between the first and the last of ``extent``."""
+        first = bisect_right(self._stretches, extent.start, key=_END)
+        return slice(first, bisect_left(self._stretches, extent.end, lo=first, key=_START))
+
+    def add(self, extent: _Extent, claim: _Ref) -> None:
+        if len(self._stretches) >= self._most:
+            self._stretches = [one for one in self._stretches if one.is_claimed()]
+            self._most = max(_FEW, 2 * len(self._stretches))
+        added = _Stretch(extent, claim)
+        across = self._across(added)
+        for other in self._stretches[across]:
+            if other.is_claimed():
+                added.join(other)
+        self._stretches[across] = [added]
+
+    def find(self, extent: _Extent) -> Claim | None:
+        """One that is not over, on bytes of ``extent``."""
+        for stretch in self._stretches[self._across(extent)]:
+            if (found := stretch.find(extent)) is not None:
+                return found
+        return None
+
+    def is_claimed(self) -> bool:
+        """Whether any of it may be: forgets the last stretches that are not, which in time are all."""
+        while self._stretches and not self._stretches[-1].is_claimed():
+            self._stretches.pop()
+        return bool(self._stretches)
+
+
+_START, _END = attrgetter("start"), attrgetter("end")
 
 
 class Claims:
-    """All claims, by the storages of what is claimed. Nothing is kept alive here.
+    """All claims, by the memory that is claimed. Nothing is kept alive here.
 
     Most claims are over before anybody asks. So one is only noted down, and looked at when somebody does.
     """
@@ -225,8 +217,7 @@ class Claims:
     def __init__(self) -> None:
         # Not looked at yet. Appended to without a lock: garbage is collected with anybody's held.
         self._new: list[_Ref] = []
-        self._storages: dict[int, _Storage] = {}
-        self._most = _FEW
+        self._memories: dict[torch.device, _Memory] = {}
         self._lock = threading.Lock()
         renew(self._lock)
 
@@ -239,29 +230,26 @@ class Claims:
         while self._new:
             ref = self._new.pop()
             claim = ref()
-            if claim is not None and claim.claims:
-                for key, extents in _by_storage(claim.out).items():
-                    if (storage := self._storages.get(key)) is None:
-                        storage = self._storages[key] = _Storage()
-                    storage.claims.append((ref, extents))
-        if len(self._storages) > self._most:
-            self._storages = {key: storage for key, storage in self._storages.items() if storage.forget()}
-            self._most = max(_FEW, 2 * len(self._storages))
+            if claim is None or not claim.claims:
+                continue
+            for x in (claim.out,) if isinstance(claim.out, torch.Tensor) else flatten(claim.out)[0]:
+                extent = _Extent.of(x)
+                if extent.start < extent.end:
+                    self._memories.setdefault(x.device, _Memory()).add(extent, ref)
 
     def find(self, xs: Iterable[torch.Tensor]) -> Claim | None:
         """A claim on bytes of ``xs`` that is not over."""
-        if not (self._new or self._storages):
+        if not (self._new or self._memories):
             return None
         with self._lock:
             if self._new:
                 self._look()
-            for x in xs if self._storages else ():
-                key = _storage_of(x)
-                storage = self._storages.get(key)
-                if storage is not None:
-                    found = storage.find(x)
-                    if not storage.claims:
-                        del self._storages[key]
-                    if found is not None:
-                        return found
+            for x in xs if self._memories else ():
+                memory = self._memories.get(x.device)
+                if memory is None:
+                    continue
+                if not memory.is_claimed():
+                    del self._memories[x.device]
+                elif (found := memory.find(_Extent.of(x))) is not None:
+                    return found
         return None

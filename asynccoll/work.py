@@ -285,8 +285,13 @@ class Work(Generic[T]):
                 operation.lane.group.context.watch.add(operation)  # as for whoever waits
 
     def detach(self) -> None:
-        """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do."""
+        """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do.
+
+        An ``out=`` is filled all the same, by whoever ends the operation.
+        """
         self._heard = True
+        if self.out is not None:
+            self.add_done_callback(Work.exception)
 
     def as_future(self) -> asyncio.Future[T]:
         """An ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather`` and ``wait_for``.

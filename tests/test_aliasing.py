@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 
+import numpy as np
 import torch
 
 from asynccoll.aliasing import Claims
@@ -63,6 +64,39 @@ def test_many_columns_are_told_apart() -> None:
     assert claims.find((matrix[7, 40:41],)) is held[40]
     held[40].claims = False
     assert claims.find((matrix[7, 40:41],)) is None
+
+
+def test_views_of_one_memory_that_came_from_elsewhere_share_it() -> None:
+    """Each has a storage of its own, which begins where the view does."""
+    array = np.zeros(100, dtype=np.float32)
+    whole, tail = torch.from_numpy(array), torch.from_numpy(array[10:])
+    inner = torch.frombuffer(memoryview(array), dtype=torch.float32, offset=40, count=5)
+    exported = torch.from_dlpack(whole[20:40])
+    claims = Claims()
+    held = [Held(tail)]
+    claims.add(held[0])
+    assert [claims.find((x,)) for x in (whole, tail, inner, exported)] == held * 4
+    assert [claims.find((x,)) for x in (whole[:10], whole[50:50])] == [None, None]
+
+
+def test_claims_come_and_go() -> None:
+    """Beside a list of what is claimed, byte for byte: many at a time, let go in any order."""
+    draw, base, claims = random.Random(1), torch.zeros(4000), Claims()
+    held: list[tuple[Held, set[int]]] = []
+    for _ in range(5000):
+        start = draw.randrange(3990)
+        step, count = draw.choice([(1, draw.randrange(1, 30)), (draw.randrange(2, 9), draw.randrange(1, 10))])
+        x = base[start : start + step * count : step]
+        taken = set(range(start, min(start + step * count, 4000), step))
+        expected = [one for one, bytes_ in held if bytes_ & taken]
+        found = claims.find((x,))
+        assert found in expected if expected else found is None
+        if not expected:
+            held.append((Held(x), taken))
+            claims.add(held[-1][0])
+        if len(held) > draw.randrange(150):
+            one, _ = held.pop(draw.randrange(len(held)))
+            one.claims = False
 
 
 def test_no_tensor_is_kept_alive() -> None:

@@ -392,6 +392,38 @@ def test_what_nobody_waits_for_is_refused_while_it_is_written(several: World) ->
     several.run(passed_while_at_work)
 
 
+async def detached(me: Rank) -> None:
+    def fresh() -> dict[str, torch.Tensor]:
+        return {"a": _mine(me, 3), "b": torch.zeros(4, 2).t() + me.rank}
+
+    def called(x: dict[str, torch.Tensor]) -> list[ac.Work[Any]]:
+        return [ac.all_reduce(x, out=x)]
+
+    def in_a_block(x: dict[str, torch.Tensor]) -> list[ac.Work[Any]]:
+        with ac.coalescing():
+            return [ac.all_reduce(leaf, out=leaf) for leaf in x.values()]
+
+    def prepared(x: dict[str, torch.Tensor]) -> list[ac.Work[Any]]:
+        x["b"] = x["b"].contiguous()
+        return [ac.prepare("all_reduce", x, out=x).start()]
+
+    for start in (called, in_a_block, prepared):
+        x = fresh()
+        for work in start(x):
+            work.detach()
+            del work
+        with anyio.fail_after(20):
+            while not all(bool((leaf == _total(me)).all()) for leaf in x.values()):
+                await anyio.sleep(0.001)
+        await me.get(ac.barrier())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_what_is_detached_is_filled(several: World, loop: str) -> None:
+    """Though nobody waits: of a tree, and of memory that is no row of bytes, somebody has to copy it."""
+    several.run(detached, runner=loop)
+
+
 # Prepared operations
 
 
