@@ -18,7 +18,10 @@ ARGS   ?=
 # is one. With ASYNCCOLL_TEST_ONCE=1 a test that fails once has failed: a second run would hide leaks and races.
 export ASYNCCOLL_TEST_PATIENCE ?= 4
 TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
-AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) --lf --lfnf=none; }
+AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) -n 0 --lf --lfnf=none; }
+# Two files at a time, each with worlds of its own: one rank often waits for a process that starts. One that
+# aborts or hangs takes the rest of its file along, and no other.
+PYTEST := python -m pytest -q -n $(or $(JOBS),2) --dist loadfile -c $(CURDIR)/pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions training quick lint types docs bench \
@@ -40,7 +43,7 @@ test: lint types docs system ## everything: lint, types, docs, then all tests on
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status
 
 tests:
-	@$(call TWICE,$(WHEEL) python -m pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(ARGS))
+	@$(call TWICE,$(WHEEL) $(PYTEST) $(CURDIR)/tests $(ARGS))
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks compositions \
@@ -49,7 +52,7 @@ EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast che
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mpi mpi_levels mpi_launch \
 	spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
-MPI_CASES := python -m pytest -q -c $(CURDIR)/pyproject.toml -k
+MPI_CASES := $(PYTEST) -k
 # How one waits has nothing to do with how many ranks there are: all ways in pairs, one among more; with five ranks
 # the cases take turns.
 WAYS_IN_PAIRS = not (($(1)-1 or $(1)-3 or $(1)-4) and (trio or blocking))
@@ -76,37 +79,34 @@ HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity
 	five_ranks horovod horovod_launch horovod_wheel sync_horovod)
 HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier broadcast \
 	gather groups objects reduce reduce_scatter scaling scatter)
-ON_HVD := python -m pytest -q -c $(CURDIR)/pyproject.toml
 # The ten training loops take 18 seconds on two ranks, and 100 on three.
 HVD_WAYS := -k "$(call WAYS_IN_PAIRS,horovod) and not (horovod-3 and comes_to_what_one_process_does)"
 
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
-	@$(call TWICE,$(HVD) $(ON_HVD) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(ON_HVD) $(HVD_RUN_TESTS) $(ARGS))
-	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(ON_HVD) -k horovod $(IN_PAIRS) $(ARGS))
+		$(PYTEST) $(HVD_RUN_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) -k horovod $(IN_PAIRS) $(ARGS))
 
-# Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
-APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDIR)/pyproject.toml
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
 # What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway; but
 # for training in ten loops, each step of which is a graph to compile first: ten to twenty seconds for each loop.
 XLA_PAIRS  := compositions refusals training
+ONE_AND_FOUR := ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio
 IN_SECONDS := -k "xla and not comes_to_what_one_process_does"
 XLA_TESTS  := $(XLA_ITSELF) $(filter-out $(XLA_PAIRS) faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled fusion lanes objects overlap runtime work
 
 xla: ## on torch_xla's CPU client: its own tests, and those that run on any backend; gloo on its torch
-	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))
-	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
-	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) $(IN_SECONDS) $(ARGS) $(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS))
-	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
+	@$(call TWICE,$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(PYTEST) $(call TESTS_OF,$(XLA_TESTS)) $(ARGS))
+	@$(call TWICE,$(XLA) $(ON_XLA) $(ONE_AND_FOUR) $(PYTEST) -k "xla-tpu-1 or xla-tpu-4" $(call TESTS_OF,$(XLA_SIZES)) $(ARGS))
+	@$(call TWICE,$(XLA) $(ON_XLA) $(TWO_RANKS) $(PYTEST) $(IN_SECONDS) $(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS)) $(ARGS))
+	@$(call TWICE,$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(PYTEST) -m "not slow" $(call TESTS_OF,$(OLD_TORCH)) $(ARGS))
 
 gpu: ## on a machine with a GPU: nccl in a world of one, gloo on CUDA tensors, the order of streams, figures
 	@$(PYTHON) $(CURDIR)/tools/gpu.py look
@@ -115,7 +115,7 @@ gpu: ## on a machine with a GPU: nccl in a world of one, gloo on CUDA tensors, t
 soak: ## 2,000 mixed collectives on four replicas of torch_xla, five times over
 	@for run in 1 2 3 4 5; do \
 		$(XLA) env ASYNCCOLL_TEST_SOAK=2000 ASYNCCOLL_TEST_SEED=$$run \
-			$(APART) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
+			$(PYTEST) -k 4 $(call TESTS_OF,xla_soak) || exit 1; done
 
 # BACKEND is one of the tests', its environment one of tools/envs.py: make compositions BACKEND=mpi ON=mpich
 BACKEND ?= gloo

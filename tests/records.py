@@ -20,9 +20,10 @@ _NAMES = {"xla-tpu": "xla"}
 
 
 def register(config: pytest.Config) -> None:
-    """Write records of this run, if anybody wants them."""
+    """Write records of this run, if anybody wants them: of several processes, those in which tests run."""
     directory = os.environ.get(DIRECTORY)
-    if directory:
+    hands_out = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+    if directory and not hands_out:
         config.pluginmanager.register(Recorder(Path(directory)))
 
 

@@ -317,11 +317,9 @@ class Layered(Helper):
         """A loop that one rank leaves early; then nobody runs backward."""
         with raising(ZeroDivisionError) if here else contextlib.nullcontext():
             async for layer in self.layers:
-                if here and layer.module is not self.parts[0]:
-                    _raise(x)
                 x = self._through(layer, x)
-            if here:  # of one layer
-                _raise(x)
+                if here:  # in the first, when the second is on its way
+                    _raise(x)
         if here:
             await self.layers.finish_loop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -167,8 +168,20 @@ class Attentive(Small):
         return self.attention(x[None], x[None], x[None], need_weights=False)[0]
 
 
+def hooked_weight_norm(layer: nn.Module) -> nn.Module:
+    """As it was before parametrizations: a hook before the layer's forward reads the parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+def three(changed: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> Stack:
+    """Three layers, the fewest of which a loop that ends early leaves one out; the first is ``changed``."""
+    return Stack(changed(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
 MODELS: dict[str, Callable[[], Small]] = {
-    "plain": lambda: Stack(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+    "plain": three,
     "deep": lambda: Stack(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh()))),
     "LayerDrop": Dropping,
     "tied": Tied,
@@ -179,11 +192,12 @@ MODELS: dict[str, Callable[[], Small]] = {
     "shapes": Shapes,
     "complex": Complex,
     "channels_last": Picture,
-    "weight_norm": lambda: Stack(weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3)),
+    "weight_norm": lambda: three(weight_norm),
+    "weight_norm by hooks": lambda: three(hooked_weight_norm),
     "LSTM": Recurrent,
     "attention": Attentive,
-    "batch norm": lambda: Stack(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)),
-    "bfloat16": lambda: Stack(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+    "batch norm": lambda: three(lambda layer: nn.Sequential(layer, nn.BatchNorm1d(8))),
+    "bfloat16": three,
 }
 
 
