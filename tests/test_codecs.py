@@ -115,7 +115,7 @@ class OwnList(list):
 @pytest.mark.parametrize(
     "value",
     [Stranger(), Stranger, OwnList([1]), len, lambda: 0, iter([1]), [{"deep": Stranger()}], io.StringIO()],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_classes_are_refused_where_they_are_sent(value: Any) -> None:
     """A typed error that names the type and the codec that would carry it."""
