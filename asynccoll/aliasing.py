@@ -136,6 +136,7 @@ class Claim(Protocol):
 
 
 _Ref = Callable[[], Claim | None]
+_Counts = Callable[[Any], bool]
 
 
 class _Stretch:
@@ -156,8 +157,12 @@ class _Stretch:
         self.claims = [one for one in self.claims if _holds(one[1])]
         return bool(self.claims)
 
-    def find(self, extent: _Extent) -> Claim | None:
-        return next((claim() for other, claim in self.claims if _holds(claim) and extent.meets(other)), None)
+    def find(self, extent: _Extent, counts: _Counts) -> Claim | None:
+        for other, ref in self.claims:
+            claim = ref()
+            if claim is not None and claim.claims and counts(claim) and extent.meets(other):
+                return claim
+        return None
 
 
 def _holds(ref: _Ref) -> bool:
@@ -191,10 +196,10 @@ class _Memory:
                 added.join(other)
         self._stretches[across] = [added]
 
-    def find(self, extent: _Extent) -> Claim | None:
+    def find(self, extent: _Extent, counts: _Counts) -> Claim | None:
         """One that is not over, on bytes of ``extent``."""
         for stretch in self._stretches[self._across(extent)]:
-            if (found := stretch.find(extent)) is not None:
+            if (found := stretch.find(extent, counts)) is not None:
                 return found
         return None
 
@@ -237,8 +242,8 @@ class Claims:
                 if extent.start < extent.end:
                     self._memories.setdefault(x.device, _Memory()).add(extent, ref)
 
-    def find(self, xs: Iterable[torch.Tensor]) -> Claim | None:
-        """A claim on bytes of ``xs`` that is not over."""
+    def find(self, xs: Iterable[torch.Tensor], counts: _Counts = lambda _: True) -> Claim | None:
+        """A claim on bytes of ``xs`` that is not over, of those that ``counts`` is true of."""
         if not (self._new or self._memories):
             return None
         with self._lock:
@@ -250,6 +255,6 @@ class Claims:
                     continue
                 if not memory.is_claimed():
                     del self._memories[x.device]
-                elif (found := memory.find(_Extent.of(x))) is not None:
+                elif (found := memory.find(_Extent.of(x), counts)) is not None:
                     return found
         return None

@@ -28,6 +28,7 @@ from asynccoll.modes import Modes, as_called
 from asynccoll.spec import Op, reduce_op
 from asynccoll.started import Started
 from asynccoll.tensors.fusing import Fuse
+from asynccoll.trees import flatten
 from asynccoll.work import Work, handed_out, noted
 
 __all__ = ["coalescing", "own_block"]
@@ -95,6 +96,7 @@ class Deferred(Work[T]):
         self._heard = True
         derived: Deferred[U] = Deferred(self._batch, self._lane)
         derived._finish = as_called(lambda: function(self._outcome()))
+        derived._mapped = self
         self._derived.append(derived)
         return noted(derived)
 
@@ -158,6 +160,8 @@ class _Parts:
         # Each call's work asks this one, which finishes once; nobody is handed it.
         shared = Work(started.operations, started.finish, started.value)
         shared.detach()
+        if outs is not None:
+            shared.fills(outs)  # all of them, when the first of its calls is waited for
         for index, call in enumerate(self.calls):
             result = partial(_result_of, call.modes, call.out, shared, index)
             call.work.sent(Started(started.operations, result))
@@ -238,6 +242,8 @@ class _Batch:
             return put_off
         # What was put off waits until this call is known to be made: the peers' may be one to put off.
         try:
+            if filled.get("out") is not None:
+                self.check_unread(start.__name__, filled["out"])
             with self.place_on(lane), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
         except PeerRefusedError as error:  # as in ``_Parts.send``
@@ -276,7 +282,7 @@ class _Batch:
         if out is not None:
             tensors.check_out(out, x, x.shape)
             autograd.records(fuse.name, (x,), (out,))
-            self._check_unread(fuse.name, out)
+            self.check_unread(fuse.name, out)
         key = (lane, fuse.name, fuse.detail, timeout)
         parts = self._parts.get(key)
         if parts is None:
@@ -289,12 +295,13 @@ class _Batch:
             work.fills(out)
         return noted(work)
 
-    def _check_unread(self, name: str, out: torch.Tensor) -> None:
-        """Refuse to overwrite what an earlier call of the block reads when it is sent.
+    def check_unread(self, name: str, out: Any) -> None:
+        """Refuse to overwrite what an earlier call of the block reads: when it is sent, or still.
 
         Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
         """
-        if self._read.find((out,)) is not None:
+        outs = [out] if isinstance(out, torch.Tensor) else flatten(out)[0]
+        if self._read.find(outs) is not None:
             raise InvalidArgumentError(
                 f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
                 "which has not been waited for; await it first (which sends what was put off), or "

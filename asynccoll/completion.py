@@ -8,7 +8,7 @@ against it alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
 from asynccoll.forks import renew
@@ -92,7 +92,7 @@ READY = Ready()
 class Promise(Completion):
     """Completed by whoever holds it: a program's last step, a waiter thread, the progress thread."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_event", "source")
+    __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
 
     def __init__(self) -> None:
         self._event: threading.Event | None = None  # most promises are never waited for, and it is dear
@@ -101,12 +101,15 @@ class Promise(Completion):
         self._error: BaseException | None = None
         #: the native completion this stands for, once known (for stream ordering)
         self.source: Completion | None = None
+        #: what a program has sent besides the call that it waits for
+        self.sent: Callable[[], Iterable[Completion]] = tuple
 
     def done(self) -> bool:
         return self._done
 
     def writing(self) -> bool:
-        return self.source is not None and self.source.writing()
+        source = self.source
+        return (source is not None and source.writing()) or any(one.writing() for one in self.sent())
 
     def landed(self) -> bool:
         return self._done and (self.source is None or self._error is not None or self.source.landed())

@@ -146,6 +146,10 @@ class Context:
             while not operation.landed() and (left := deadline - monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     sleep(LAND_POLL_SECONDS)
+        # Whom a refusal of ours is still on its way to must not find us gone.
+        lanes = [lane for group in self._sorted_groups() for lane in group.lanes()]
+        while any(lane.is_settling for lane in lanes) and monotonic() < deadline:
+            sleep(LAND_POLL_SECONDS)
         return self.outstanding()
 
     def close(self, *, abort: bool, patience: float = LEAVE_SECONDS) -> None:

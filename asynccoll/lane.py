@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,13 @@ class Job:
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.generator: Generator[Completion, None, Completion] | None = None
         self.step: Completion | None = None
+
+    def abandon(self) -> None:
+        """Nobody goes on with it; what it waits for may still write to its memory."""
+        if self.step is not None:
+            if not self.promise.done():
+                self.promise.source = self.promise.source or self.step
+            self.step.abandon()
 
     def let_go(self) -> None:
         """It is over. Its promise, which others may keep, knows the job, and the job all that was sent."""
@@ -216,10 +223,12 @@ class Lane:
         timeout: float | None = None,
         *,
         awaited_soon: bool = False,
+        sent: Callable[[], Iterable[Completion]] = tuple,
     ) -> Operation:
         """Accept an operation of several native calls.
 
         ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
+        ``sent``: what the program has started so far, and does not wait for before it goes on.
         """
         if self._before is not None:
             self._accept_before()
@@ -230,13 +239,15 @@ class Lane:
             owner = self._admitted_owner(None)
             if awaited_soon and self._is_free():
                 job = Job(None, program, driven_by=self._drive)
+                promise = job.promise  # which the job lets go of when it is over
                 self._begin(job)
                 operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
                 job.place, job.part = operation.sequence, operation.part
             else:
                 job = Job(None, program)
+                promise = job.promise
                 operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
-        promise = job.promise  # which the job lets go of when it is over
+        promise.sent = sent
         if isinstance(promise, Stepping):
             promise.offer()
         else:
@@ -596,6 +607,12 @@ class Lane:
         """Whether a refused call is being settled."""
         return self._cut is not None
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether the ranks do not know yet which of its calls a refusal takes along."""
+        cut = self._cut
+        return cut is not None and cut.verdict is None and self.broken is None
+
     def refuse(
         self, why: str, place: int | None, spare: Completion | None = None, part: int | None = None
     ) -> Cut | None:
@@ -670,8 +687,7 @@ class Lane:
 
     def _give_up(self, active: Job) -> None:
         self._active = None
-        if active.step is not None:
-            active.step.abandon()
+        active.abandon()
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
         """What is out from ``first`` to ``last``, with the error of each."""
@@ -828,8 +844,7 @@ class Lane:
                 queued.append(self._active)
                 self._active = None
         for job in queued:
-            if job.step is not None:
-                job.step.abandon()
+            job.abandon()
             job.promise.settle(error)
         for operation in self.outstanding():
             operation.fail(error)

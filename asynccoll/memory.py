@@ -16,6 +16,7 @@ __all__ = [
     "overwritten",
     "plain_tensor",
     "plain_tensors",
+    "raw",
     "writable",
     "writable_together",
 ]
@@ -129,6 +130,13 @@ def overwritten(*outs: torch.Tensor) -> None:
     for out in outs:
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor; torch's own ``view`` minds the stride of a single element."""
+    if not x.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _folded(x: torch.Tensor) -> bool:

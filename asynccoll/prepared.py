@@ -88,6 +88,7 @@ class Prepared(Generic[T]):
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
         try:
             if (block := own_block()) is not None:
+                block.check_unread(self.name, self._fills)
                 block.flush(self._lane)  # the program's order
             check_untracked(self.name, self._reads)
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
@@ -95,25 +96,29 @@ class Prepared(Generic[T]):
                     f"{self!r} fills an out= that was made in inference mode, and was started outside of it; "
                     "start it in torch.inference_mode(), or prepare it with another out="
                 )
-            unfinished = self._supersede_last()
-            refuse_unfilled(self.name, (*self._reads, *self._fills))
+            self._check_last()
+            refuse_unfilled(self.name, (*self._reads, *self._fills), but=self._last)
             overwritten(*self._fills)
+            unfinished = self._supersede_last()
             self._last = work = handed_out(self._begin(unfinished), self._fills or None)
         except Exception as error:
             self._context.refusals.refuse(self._lane, error)
             raise
         return work
 
+    def _check_last(self) -> None:
+        """Refuse to start while somebody has still to wait for the last work."""
+        if self._last is not None and self._last.pending and not self._last.cut_short:
+            raise InvalidArgumentError(
+                f"{self!r} was started before its last work was awaited, and all starts share their memory: "
+                "await each work before the next start, or prepare a second operation"
+            )
+
     def _supersede_last(self) -> Sequence[Operation]:
         """The operations that still use the memory, because an await of the last work was cut short."""
         last = self._last
         if last is None or not last.pending:
             return ()
-        if not last.cut_short:
-            raise InvalidArgumentError(
-                f"{self!r} was started before its last work was awaited, and all starts share their memory: "
-                "await each work before the next start, or prepare a second operation"
-            )
         last.supersede(
             f"{self!r} was started again, and this start's result overwritten: its await was cut short"
         )

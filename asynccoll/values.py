@@ -18,7 +18,7 @@ import torch
 
 from asynccoll.codecs import Codec
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
-from asynccoll.memory import plain_tensor
+from asynccoll.memory import plain_tensor, raw
 from asynccoll.messages import Message
 from asynccoll.spec import DTYPES_BY_NAME, ReduceOp, dtype_name
 
@@ -138,8 +138,7 @@ def _tensor_message(x: torch.Tensor) -> Message:
         )
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     header = "/".join((dtype_name(x.dtype), x.device.type, ",".join(map(str, x.shape)))).encode()
-    body = x.reshape(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-    return Message(_TENSOR, header, body)
+    return Message(_TENSOR, header, raw(x))
 
 
 def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:

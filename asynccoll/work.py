@@ -80,6 +80,7 @@ class Work(Generic[T]):
         "_error",
         "_finish",
         "_heard",
+        "_mapped",
         "_mark",
         "_operations",
         "_state",
@@ -102,6 +103,7 @@ class Work(Generic[T]):
         self._mark: Mark | None = None  # where what was left to do has been computed
         self._value = value
         self.out: Any = None  # what it fills for its user, if anything
+        self._mapped: Work[Any] | None = None  # the one of whose result this one's is made
 
     # Waiting
 
@@ -258,7 +260,9 @@ class Work(Generic[T]):
     def map(self, function: Callable[[T], U]) -> Work[U]:
         """A work whose result is ``function`` of this one's, applied once, at the waiter."""
         self._heard = True
-        return noted(Work(self._operations, lambda: function(self._outcome())))
+        derived = Work(self._operations, lambda: function(self._outcome()))
+        derived._mapped = self
+        return noted(derived)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """Call ``callback(work)`` once the work is done: at once if it is.
@@ -292,6 +296,8 @@ class Work(Generic[T]):
         self._heard = True
         if self.out is not None:
             self.add_done_callback(Work.exception)
+        elif self._mapped is not None:
+            self._mapped.detach()
 
     def as_future(self) -> asyncio.Future[T]:
         """An ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather`` and ``wait_for``.

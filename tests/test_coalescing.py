@@ -411,3 +411,53 @@ async def messages_between(me: Rank) -> None:
 def test_messages_between_two_ranks_change_nothing_of_what_travels_together(several: World) -> None:
     """On the two ranks they sent what was put off, on a third nobody did."""
     several.run(messages_between)
+
+
+async def filled_beside(me: Rank) -> None:
+    n = me.size
+    total = float(sum(range(1, n + 1)))
+    like = _full(0, n)
+    x = _full(me.rank + 1, n)
+    operation = ac.prepare("all_reduce", like, out=x, lane="b")
+    for fills in (
+        lambda: ac.all_gather(_full(50, 1), out=x, lane="b"),
+        lambda: ac.all_reduce([like, like.int()], out=[x, like.int()], lane="b"),
+        operation.start,
+        *([] if me.lacks("recv") else [lambda: ac.recv(x, src=(me.rank - 1) % n, out=x)]),
+    ):
+        with ac.coalescing():
+            work = ac.all_reduce(x, lane="c")
+            with raising(ac.InvalidArgumentError, "reads, which has not been waited for"):
+                fills()
+        oracle.same(await me.get(work), _full(total, n))
+    with ac.coalescing():  # on its own lane, what is refused takes it along
+        work = ac.all_reduce(x)
+        with raising(ac.InvalidArgumentError, "reads, which has not been waited for"):
+            ac.all_gather(_full(50, 1), out=x)
+    with raising(ac.PeerRefusedError):
+        await me.get(work)
+
+
+def test_what_waits_to_be_sent_is_not_overwritten_by_a_call_that_does_not(several: World) -> None:
+    """On another lane, or between two ranks, or once it is on its way."""
+    several.run(filled_beside)
+
+
+async def one_dropped(me: Rank) -> None:
+    total = float(sum(range(1, me.size + 1)))
+    first, second = _full(me.rank + 1, 3), _full(me.rank + 2, 3)
+    with ac.coalescing():
+        dropped, work = ac.all_reduce(first, out=first), ac.all_reduce(second, out=second)
+    with pytest.warns(ac.UnawaitedWorkWarning):
+        del dropped
+    await me.get(ac.barrier())
+    with raising(ac.InvalidArgumentError, "that one yet; await it first"):
+        ac.all_reduce(first)
+    oracle.same(await me.get(work), _full(total + me.size, 3))
+    oracle.same(first, _full(total, 3))
+    oracle.same(await me.get(ac.all_reduce(first)), _full(total * me.size, 3))
+
+
+def test_whoever_waits_for_one_call_of_a_block_fills_what_others_of_it_were_given(several: World) -> None:
+    """Also that of a work which was dropped: until then it is nobody else's."""
+    several.run(one_dropped)

@@ -407,7 +407,10 @@ async def detached(me: Rank) -> None:
         x["b"] = x["b"].contiguous()
         return [ac.prepare("all_reduce", x, out=x).start()]
 
-    for start in (called, in_a_block, prepared):
+    def mapped(x: dict[str, torch.Tensor]) -> list[ac.Work[Any]]:
+        return [ac.all_reduce(x, out=x).map(len).map(str)]
+
+    for start in (called, in_a_block, prepared, mapped):
         x = fresh()
         for work in start(x):
             work.detach()
@@ -427,12 +430,12 @@ def test_what_is_detached_is_filled(several: World, loop: str) -> None:
 # Prepared operations
 
 
-async def cut_while_out(me: Rank, cut: str) -> None:
+async def cut_while_out(me: Rank, cut: str, filled: bool) -> None:
     n = me.size
     for like in (torch.ones(3), {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64)}):
         leaves = list(like.values()) if isinstance(like, dict) else [like]
-        again = f"again {len(leaves)}"
-        operation = ac.prepare("all_reduce", like)
+        again = f"again {len(leaves)} {filled}"
+        operation = ac.prepare("all_reduce", like, out=oracle.snapshot(like) if filled else None)
         held = None
         if me.rank == 0:  # the others start only once this one has stopped waiting
             held = operation.start()
@@ -470,9 +473,34 @@ async def cut_while_out(me: Rank, cut: str) -> None:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("filled", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("cut", ["timed out", "cancelled"])
-def test_a_prepared_operation_goes_on_after_a_wait_cut_short(several: World, cut: str, loop: str) -> None:
-    several.run(cut_while_out, cut, runner=loop)
+def test_a_prepared_operation_goes_on_after_a_wait_cut_short(
+    several: World, cut: str, filled: bool, loop: str
+) -> None:
+    several.run(cut_while_out, cut, filled, runner=loop)
+
+
+# Strides of a single element
+
+
+async def of_one_element(me: Rank) -> None:
+    n, x = me.size, (torch.arange(6.0).view(2, 3) + me.rank)[:1, 1]
+    assert x.stride() == (3,)
+    for gathered in (ac.all_gather(x, uneven=True), ac.all_gather_object(x)):
+        for rank, got in enumerate(await me.get(gathered)):
+            oracle.same(got, torch.tensor([1.0 + rank]))
+    for sent in (ac.broadcast(x, safe_mode=True), ac.broadcast_object({"x": x}).map(lambda got: got["x"])):
+        oracle.same(await me.get(sent), torch.tensor([1.0]))
+    memory = torch.ones(n)
+    rows, own = memory.as_strided((n, 1), (1, 2)), memory[me.rank : me.rank + 1].view(1, 1)
+    await me.get(ac.reduce_scatter(rows, out=own))
+    oracle.same(own, torch.full((1, 1), float(n)))
+
+
+def test_a_single_element_has_any_stride(several: World) -> None:
+    """Torch does not view it as bytes, and refuses to add to it in another stride, which nobody can see."""
+    several.run(of_one_element)
 
 
 # Averages

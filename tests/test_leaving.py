@@ -149,3 +149,30 @@ def test_a_death_while_a_refusal_is_settled(size: int, victim: int) -> None:
         world.kill()
     for rank, seconds in enumerate(results):
         assert rank == victim or seconds < patient(4), f"rank {rank} heard of it after {seconds} s"
+
+
+async def refuses_twice_and_leaves(me: Rank) -> None:
+    """Of two calls the last rank refuses the first, and all but rank 0 the second, which comes late."""
+    bad = {"op": "nonsense"}
+    await me.get(ac.barrier())
+    if me.rank == 0:
+        for rank in range(1, me.size):
+            me.see(f"{rank} has refused")
+    for number, refuses in enumerate((me.rank == me.size - 1, 0 < me.rank < me.size - 1)):
+        if number and refuses:
+            me.show(f"{me.rank} has refused")
+        expected = ac.InvalidArgumentError if refuses else ac.PeerRefusedError
+        if me.rank == me.size - 1 and number == 0:
+            me.show(f"{me.rank} has refused")
+        with raising(expected):
+            await me.get(ac.all_reduce(torch.ones(3), **(bad if refuses else {})))
+    ac.finalize()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [3, 5])
+def test_nobody_leaves_before_its_refusals_are_known(size: int) -> None:
+    """Who came late was not told of the second: it waited the whole timeout for those that had left."""
+    with worlds.fresh("gloo", size, timeout=300.0) as world:
+        world.run(refuses_twice_and_leaves, runner="blocking", timeout=patient(40))
+        world.kill()

@@ -495,3 +495,37 @@ async def given_up(me: Rank, seen: str) -> None:
 def test_what_a_refused_call_may_still_fill_is_not_sent(backend: str, tmp_path: Path) -> None:
     """Its source comes late, and has not heard of it: seconds after the error the tensor was overwritten."""
     worlds.world(backend, 3).run(given_up, str(tmp_path / "seen"))
+
+
+async def large_tree_given_up(me: Rank) -> None:
+    last, total = me.size - 1, float(sum(range(1, me.size + 1)))
+    x = [torch.full((1 << length,), 1.0 + me.rank) for length in [21, *[17] * 40]]
+    if me.rank == last:
+        with raising(ac.InvalidArgumentError, "timeout"):
+            ac.all_reduce(x, out=x, timeout=-1)
+        me.see("given up")
+    elif me.rank == 0:
+        me.see("given up")
+        with contextlib.suppress(ac.PeerRefusedError):
+            await me.get(ac.all_reduce(x, out=x))
+    else:
+        with raising(ac.PeerRefusedError, "refused its side"):
+            await me.get(ac.all_reduce(x, out=x))
+        me.show("given up")
+    for leaf in x:
+        leaf.fill_(1.0 + me.rank)
+    try:
+        await me.get(ac.all_reduce(x, out=x))
+    except (ac.InvalidArgumentError, ac.PeerRefusedError):
+        return  # some rank may still be writing to it
+    for leaf in x:
+        oracle.same(leaf, torch.full_like(leaf, total))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one != "horovod"] or ["gloo"])
+def test_a_large_tree_that_was_given_up_is_not_sent_while_its_first_part_is_filled(backend: str) -> None:
+    """It is sent in several calls: those before the one that it had come to are still out."""
+    world = worlds.world(backend, 3)
+    for _ in range(3):
+        world.run(large_tree_given_up)

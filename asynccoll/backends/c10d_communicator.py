@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -29,6 +30,10 @@ _REDUCE_OPS: dict[ReduceOp, Any] = {
     ReduceOp.BOR: dist.ReduceOp.BOR,
     ReduceOp.BXOR: dist.ReduceOp.BXOR,
 }
+
+
+#: So long it is waited for the threads of a native group, which end at once if they do.
+_DESTROY_SECONDS = 1.0
 
 
 def _options(kind: Any, **values: Any) -> Any:
@@ -176,7 +181,7 @@ class C10dCommunicator:
         for part in self.parts or ():
             part.retire()
         self._abort_collectives()
-        self._transports, self._only = {}, None
+        self._destroy()
         return True
 
     def inherit(self, previous: C10dCommunicator) -> None:
@@ -188,9 +193,13 @@ class C10dCommunicator:
         for part in self.parts or ():
             part.close()
         self._channels.close(_abort, aborted=self._aborted)
-        for to in self._transports.values():
-            _end(to.native)
+        self._destroy()
+
+    def _destroy(self) -> None:
+        held = list(self._transports.values())
         self._transports, self._only = {}, None
+        _end_all(held)
+        _destroy(held)
 
     def abort(self) -> None:
         self._aborted = True
@@ -205,11 +214,23 @@ class C10dCommunicator:
             _abort(to.native)
 
 
-def _end(native: Any) -> None:
+def _end_all(held: list[Transport]) -> None:
     """Release what needs it said: a group of nccl that is only let go of aborts its kernels."""
-    if native.name() == "nccl":
-        with contextlib.suppress(Exception):
-            native.shutdown()
+    for to in held:
+        if to.native.name() == "nccl":
+            with contextlib.suppress(Exception):
+                to.native.shutdown()
+
+
+def _destroy(held: list[Transport]) -> None:
+    """Let go of native groups, which nobody else may hold; wait a moment for their threads.
+
+    Their destructors join the threads, one of which may never end: gloo does not fail a receive of which the
+    first bytes have come when its connection is closed.
+    """
+    thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
+    thread.start()
+    thread.join(_DESTROY_SECONDS)
 
 
 def _abort(native: Any) -> None:

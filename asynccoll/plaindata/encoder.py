@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asynccoll.errors import PayloadTypeError
-from asynccoll.memory import plain_tensor
+from asynccoll.memory import plain_tensor, raw
 from asynccoll.plaindata import tags
 from asynccoll.plaindata.types import PARTS, UnfitError, class_named, fields_of, plain_hash, scalar_dtype
 from asynccoll.spec import DTYPES_BY_NAME, dtype_name
@@ -338,8 +338,7 @@ def _tensor(to: _Encoder, x: torch.Tensor) -> None:
     to.parts.append(_BYTE[tags.TENSOR])
     to.text(dtype_name(x.dtype))
     to.items(tuple(x.shape))
-    raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
-    to.memory(raw, data.nbytes)
+    to.memory(raw(data).numpy().data if data.numel() else b"", data.nbytes)
     to.remember(given)
 
 

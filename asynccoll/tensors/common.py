@@ -182,9 +182,18 @@ def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, s
     return filled
 
 
+class _InThread(Promise):
+    """The promise of a job that may write to memory for as long as it runs."""
+
+    __slots__ = ()
+
+    def writing(self) -> bool:
+        return not self.done()
+
+
 def in_thread(job: Callable[[], object]) -> Promise:
     """Done, or failed, as ``job`` is, which runs in a thread of its own."""
-    promise = Promise()
+    promise = _InThread()
     job = carried(as_called(job))
 
     def run() -> None:

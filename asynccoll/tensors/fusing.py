@@ -150,7 +150,8 @@ def fused(
     if lane.group.context.policy.check:
         shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
         program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
-    operation = lane.run(fuse.name, program, total_bytes, timeout)
+    sent = lambda: [parcel.started for parcel in parcels if parcel.started is not None]  # noqa: E731
+    operation = lane.run(fuse.name, program, total_bytes, timeout, sent=sent)
     return Started((operation,), lambda: _collected(len(xs), parcels))
 
 

@@ -167,14 +167,15 @@ def _reused(out: torch.Tensor | None, rows: Sequence[torch.Tensor], plan: Plan) 
     """The memory of the caller's ``out`` for the sum of ``rows``, if it may be written while they are read.
 
     The first two rows are read before anything is written: there ``out`` may be one of them. Torch refuses
-    memory that lies across a row.
+    memory that lies across a row, or has other strides, which may be of one element.
     """
     if out is None or plan.wire is not Wire.SAME:
         return None
     shared = [row for row in rows if may_overlap(out, row)]
     if any(not same_memory(out, row) for row in shared) or any(same_memory(out, row) for row in rows[2:]):
         return None
-    return target_for(out, rows[0], rows[0].shape)
+    target = target_for(out, rows[0], rows[0].shape)
+    return None if any(target.stride() != row.stride() for row in shared) else target
 
 
 def _reduce_rows(
