@@ -27,6 +27,7 @@ from asynccoll.autodata import XLA, DistributedProxySampler, auto_dataloader
 from asynccoll.autoplace import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
+from asynccoll.overlap.accepted import ddp_models
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.runtime import current
 
@@ -109,7 +110,9 @@ def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
         kwargs["device_ids"] = [place.device.index]
     else:
         place.log.info("Apply torch DistributedDataParallel on model")
-    return nn.parallel.DistributedDataParallel(model, **kwargs)
+    wrapped = nn.parallel.DistributedDataParallel(model, **kwargs)
+    ddp_models.add(wrapped)
+    return wrapped
 
 
 def auto_optim(optimizer: O, **kwargs: Any) -> O:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 import jobs
 import records
 import worlds
+from asynccoll import runtime
 
 #: Seconds after which a test is stopped where it stands.
 TEST_SECONDS = patient(150)
@@ -60,6 +61,13 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def _as_never_initialized() -> Iterator[None]:
+    """A test that has finalized a world of this process leaves it as it was found."""
+    yield
+    runtime._process.finalized = False
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,14 @@ async def reduced_twice(me: Rank) -> None:
         ac.overlap_gradients(model)
     with raising(ac.InvalidArgumentError, "ddp_hook"):
         ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = ac.auto_model(network())
+    for reduces in (
+        lambda: ac.overlap_gradients(model.parameters()),
+        lambda: ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: ac.overlap.shard_optimizer(model.module, torch.optim.SGD(model.parameters(), lr=0.1)),
+    ):
+        with raising(ac.InvalidArgumentError, "auto_model", "ddp_hook"):
+            reduces()
 
 
 def test_a_model_in_ddp_is_refused_by_what_reduces_itself(pair: World) -> None:

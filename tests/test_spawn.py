@@ -26,7 +26,6 @@ def _as_new() -> Any:
     """No world here before and after."""
     yield
     assert _process.context is None
-    _process.finalized = False
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -345,3 +344,15 @@ def test_two_nodes(tmp_path: Path) -> None:
         (2, 0, 4),
         (3, 1, 4),
     ]
+
+
+async def train(local_rank: int) -> None:
+    """What people type first."""
+
+
+def test_a_coroutine_function_is_refused() -> None:
+    """It was called on every rank, and nobody awaited it: nothing ran, and all was well."""
+    with pytest.raises(ac.InvalidArgumentError, match=r"train.*asyncio\.run"):
+        ac.spawn("gloo", train, nproc_per_node=2)
+    with ac.Parallel() as parallel, pytest.raises(ac.InvalidArgumentError, match=r"train.*asyncio\.run"):
+        parallel.run(train)

@@ -17,7 +17,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch.env import LaunchInfo, detect
 from asynccoll.launch.nodes import Nodes
 from asynccoll.launch.slurm import expand_with_scontrol
-from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
+from asynccoll.launch.spawn import ABOUT_STARTING, check_plain, known_backend, spawn
 from asynccoll.runtime import finalize, get_local_rank, get_world_size, initialize
 
 __all__ = ["Parallel"]
@@ -102,7 +102,9 @@ class Parallel:
 
         Raises:
             SpawnError: a spawned rank failed; the text has its traceback.
+            InvalidArgumentError: ``func`` is a coroutine function.
         """
+        check_plain("Parallel.run", func)
         if self._spawned is None:
             func(self._local_rank(), *args, **kwargs)
             return

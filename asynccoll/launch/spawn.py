@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import os
 import pickle
 import subprocess
@@ -70,13 +71,23 @@ def spawn(
 
     Raises:
         SpawnError: a rank failed; the text has the traceback of the first that did.
-        InvalidArgumentError: values that contradict each other.
+        InvalidArgumentError: values that contradict each other; ``fn`` is a coroutine function.
         BackendNotFoundError: the backend, or what starts its ranks, is not here.
     """
     name = known_backend(backend)
     Nodes(nproc_per_node)  # refuses what is no number of ranks
+    check_plain("spawn", fn)
     task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
     return _STARTERS.get(name, _spawn_processes)(task, nproc_per_node, dict(kwargs))
+
+
+def check_plain(name: str, fn: Callable[..., Any]) -> None:
+    """Refuse a coroutine function: called, it would do nothing."""
+    if inspect.iscoroutinefunction(fn):
+        raise InvalidArgumentError(
+            f"{name} was passed the coroutine function {fn.__qualname__}, which nobody would await on the "
+            "ranks; pass a function that runs it: def main(local_rank): asyncio.run(train(local_rank))"
+        )
 
 
 def known_backend(backend: Any) -> str:

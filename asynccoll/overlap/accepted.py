@@ -5,6 +5,7 @@ Knows nothing of reducers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,17 +18,25 @@ __all__ = [
     "check_arguments",
     "check_not_ddp",
     "check_reduce_dtype",
+    "ddp_models",
     "group_size",
     "module_with_buffers",
     "source_of",
 ]
 
 
-def check_not_ddp(model: object) -> None:
+#: Models whose gradients DDP reduces, as far as they were wrapped by ``auto_model``: torch keeps no list.
+ddp_models: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
+
+
+def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> None:
     """DDP's own reduction and ours would write the same gradients at once."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    ours = {id(parameter) for parameter in parameters}
+    wrapped = any(id(parameter) in ours for ddp in list(ddp_models) for parameter in ddp.parameters())
+    if wrapped or isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise InvalidArgumentError(
-            "DistributedDataParallel reduces the gradients of its model itself: pass the model without it, "
+            "DistributedDataParallel, which auto_model wraps models in, reduces the gradients of its model "
+            "itself: use the model without it (ac.overlap.broadcast_parameters has all ranks start alike), "
             "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
         )
 

@@ -106,9 +106,9 @@ class GradientReducer:
         init_sync: bool = True,
         broadcast_buffers: bool = False,
     ) -> None:
-        check_not_ddp(model)
         self._source = source_of(model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
+        check_not_ddp(model, parameters)
         check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
         check_reduce_dtype(reduce_dtype)
         self._group = group

@@ -380,7 +380,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
 
 def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Refuse what cannot be shared out; the names of the model's parameters."""
-    check_not_ddp(model)
+    check_not_ddp(model, model.parameters())
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, given in enumerate(optimizer.param_groups):
         for parameter in given["params"]:
