@@ -161,10 +161,11 @@ async def refuses_twice_and_leaves(me: Rank) -> None:
     for number, refuses in enumerate((me.rank == me.size - 1, 0 < me.rank < me.size - 1)):
         if number and refuses:
             me.show(f"{me.rank} has refused")
-        expected = ac.InvalidArgumentError if refuses else ac.PeerRefusedError
+        # Those that leave close their connections, which who comes late may see first.
+        expected = ac.InvalidArgumentError if refuses else (ac.PeerRefusedError, ac.PeerLostError)
         if me.rank == me.size - 1 and number == 0:
             me.show(f"{me.rank} has refused")
-        with raising(expected):
+        with pytest.raises(expected):
             await me.get(ac.all_reduce(torch.ones(3), **(bad if refuses else {})))
     ac.finalize()
 

@@ -81,7 +81,7 @@ TIMED = """
     start = time.monotonic()
     ac.initialize("gloo")
     seconds = time.monotonic() - start
-    print("seconds", ac.all_reduce(seconds, op="max").wait())
+    os.write(1, f"seconds {ac.all_reduce(seconds, op='max').wait()}\\n".encode())  # in one piece
     ac.finalize()
 """
 
