@@ -17,7 +17,7 @@ import torch
 from asynccoll.forks import renew
 from asynccoll.trees import flatten
 
-__all__ = ["Claim", "Claims", "has_memory", "may_overlap", "overlap", "same_memory"]
+__all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory"]
 
 #: Of memory that spans more, it is assumed that tensors which lie across each other share some.
 _MOST_COMPARED_BYTES = 256 << 20
@@ -37,13 +37,18 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether some bytes of one tensor lie between the first and the last of the other."""
-    return has_memory(x) and not _Extent.of(x).is_apart_from(_Extent.of(y))
+    if not has_memory(x):
+        return False
+    start, other = x.data_ptr(), y.data_ptr()
+    return max(start, other) < min(start + _span_bytes(x), other + _span_bytes(y))
 
 
-def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two contiguous tensors have bytes in common."""
-    at, other = x.data_ptr(), y.data_ptr()
-    return at < other + y.nbytes and other < at + x.nbytes
+def _span_bytes(x: torch.Tensor) -> int:
+    """How many bytes there are from the first to the last of ``x``."""
+    if x.is_contiguous():
+        return x.nbytes
+    last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
 
 
 class _Spread(NamedTuple):
@@ -84,11 +89,8 @@ class _Extent(NamedTuple):
         if x.layout is not torch.strided or not has_memory(x):
             return cls(id(x), id(x) + 1, None)
         start = x.data_ptr()
-        if x.is_contiguous():
-            return cls(start, start + x.nbytes, None)
-        spread = _Spread(tuple(x.shape), x.stride(), x.element_size())
-        last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
-        return cls(start, start + (last + 1) * spread.size, spread)
+        spread = None if x.is_contiguous() else _Spread(tuple(x.shape), x.stride(), x.element_size())
+        return cls(start, start + _span_bytes(x), spread)
 
     def is_apart_from(self, other: _Extent) -> bool:
         """Whether one ends before the other begins, or has no bytes."""
@@ -136,7 +138,6 @@ class Claim(Protocol):
 
 
 _Ref = Callable[[], Claim | None]
-_Counts = Callable[[Any], bool]
 
 
 class _Stretch:
@@ -157,10 +158,10 @@ class _Stretch:
         self.claims = [one for one in self.claims if _holds(one[1])]
         return bool(self.claims)
 
-    def find(self, extent: _Extent, counts: _Counts) -> Claim | None:
+    def find(self, extent: _Extent, but: Claim | None) -> Claim | None:
         for other, ref in self.claims:
             claim = ref()
-            if claim is not None and claim.claims and counts(claim) and extent.meets(other):
+            if claim is not None and claim is not but and claim.claims and extent.meets(other):
                 return claim
         return None
 
@@ -196,10 +197,10 @@ class _Memory:
                 added.join(other)
         self._stretches[across] = [added]
 
-    def find(self, extent: _Extent, counts: _Counts) -> Claim | None:
-        """One that is not over, on bytes of ``extent``."""
+    def find(self, extent: _Extent, but: Claim | None) -> Claim | None:
+        """One that is not over, on bytes of ``extent``; any ``but`` this."""
         for stretch in self._stretches[self._across(extent)]:
-            if (found := stretch.find(extent, counts)) is not None:
+            if (found := stretch.find(extent, but)) is not None:
                 return found
         return None
 
@@ -237,13 +238,13 @@ class Claims:
             claim = ref()
             if claim is None or not claim.claims:
                 continue
-            for x in (claim.out,) if isinstance(claim.out, torch.Tensor) else flatten(claim.out)[0]:
+            for x in flatten(claim.out)[0]:
                 extent = _Extent.of(x)
                 if extent.start < extent.end:
                     self._memories.setdefault(x.device, _Memory()).add(extent, ref)
 
-    def find(self, xs: Iterable[torch.Tensor], counts: _Counts = lambda _: True) -> Claim | None:
-        """A claim on bytes of ``xs`` that is not over, of those that ``counts`` is true of."""
+    def find(self, xs: Iterable[torch.Tensor], but: Claim | None = None) -> Claim | None:
+        """A claim on bytes of ``xs`` that is not over; any ``but`` this."""
         if not (self._new or self._memories):
             return None
         with self._lock:
@@ -255,6 +256,6 @@ class Claims:
                     continue
                 if not memory.is_claimed():
                     del self._memories[x.device]
-                elif (found := memory.find(_Extent.of(x), counts)) is not None:
+                elif (found := memory.find(_Extent.of(x), but)) is not None:
                     return found
         return None

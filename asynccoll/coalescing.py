@@ -242,8 +242,6 @@ class _Batch:
             return put_off
         # What was put off waits until this call is known to be made: the peers' may be one to put off.
         try:
-            if filled.get("out") is not None:
-                self.check_unread(start.__name__, filled["out"])
             with self.place_on(lane), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
         except PeerRefusedError as error:  # as in ``_Parts.send``
@@ -282,7 +280,6 @@ class _Batch:
         if out is not None:
             tensors.check_out(out, x, x.shape)
             autograd.records(fuse.name, (x,), (out,))
-            self.check_unread(fuse.name, out)
         key = (lane, fuse.name, fuse.detail, timeout)
         parts = self._parts.get(key)
         if parts is None:
@@ -300,8 +297,8 @@ class _Batch:
 
         Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
         """
-        outs = [out] if isinstance(out, torch.Tensor) else flatten(out)[0]
-        if self._read.find(outs) is not None:
+        filled = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+        if self._read.find(filled) is not None:
             raise InvalidArgumentError(
                 f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
                 "which has not been waited for; await it first (which sends what was put off), or "

@@ -95,6 +95,7 @@ class Job:
         program: Program | None,
         *,
         driven_by: Callable[[], object] | None = None,
+        sent: Callable[[], Iterable[Completion]] = tuple,
     ) -> None:
         self.place = 0  # in the lane's order; a message has none
         self.part = 1  # of those at its place
@@ -104,6 +105,7 @@ class Job:
         self.stream = current()  # the input is ready there, whichever thread issues the call
         self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
+        self.promise.sent = sent
         self.generator: Generator[Completion, None, Completion] | None = None
         self.step: Completion | None = None
 
@@ -238,16 +240,14 @@ class Lane:
         with self._lock:
             owner = self._admitted_owner(None)
             if awaited_soon and self._is_free():
-                job = Job(None, program, driven_by=self._drive)
-                promise = job.promise  # which the job lets go of when it is over
+                job = Job(None, program, driven_by=self._drive, sent=sent)
                 self._begin(job)
                 operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
                 job.place, job.part = operation.sequence, operation.part
             else:
-                job = Job(None, program)
-                promise = job.promise
+                job = Job(None, program, sent=sent)
                 operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
-        promise.sent = sent
+            promise = job.promise
         if isinstance(promise, Stepping):
             promise.offer()
         else:

@@ -93,10 +93,10 @@ def _start(
     try:
         if timeout is not None:
             _check_timeout(timeout)
-        if block is not None and start not in _MESSAGES:
-            return block.start(at, start, args, timeout, **filled)
-        if block is not None and filled.get("out") is not None:
-            block.check_unread(start.__name__, filled["out"])
+        if block is not None:
+            block.check_unread(start.__name__, filled.get("out"))
+            if start not in _MESSAGES:
+                return block.start(at, start, args, timeout, **filled)
         return handed_out(start(at, *args, timeout=timeout, **filled), **filled)
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
         if start not in _MESSAGES:

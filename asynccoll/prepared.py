@@ -24,7 +24,7 @@ from asynccoll.runtime import current
 from asynccoll.spec import Op
 from asynccoll.started import Started
 from asynccoll.tensors import Call
-from asynccoll.trees import flatten, is_tree
+from asynccoll.trees import flatten
 from asynccoll.unfilled import refuse_unfilled
 from asynccoll.work import Work, handed_out
 
@@ -62,7 +62,7 @@ class Prepared(Generic[T]):
         self.name = name
         self._lane = lane
         self._context = lane.group.context
-        self._reads = flatten(like)[0] if is_tree(like) else [like]
+        self._reads = flatten(like)[0]
         self._calls = calls
         self._finish = finish
         self._timeout = timeout
@@ -174,8 +174,7 @@ def prepare(
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
     out = call.get("out")
-    leaves = flatten(out)[0] if is_tree(out) else [out]
-    fills = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    fills = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
     # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.
     inferring = torch.is_inference_mode_enabled() and _any_inference(fills)
     modes = Modes(torch.is_grad_enabled(), inferring)

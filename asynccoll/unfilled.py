@@ -52,7 +52,7 @@ def let_go(out: Any, operations: tuple[Operation, ...]) -> None:
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Work[Any] | None = None) -> None:
     """Refuse what an earlier call, ``but`` one, is still to fill, for whoever reads or fills it now."""
-    found = cast("Work[Any] | _Dropped | None", claims.find(xs, lambda claim: claim is not but))
+    found = cast("Work[Any] | _Dropped | None", claims.find(xs, but))
     if found is None:
         return
     first = next(iter(found.operations), None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from asynccoll.aliasing import overlap
+from asynccoll.aliasing import may_overlap
 from asynccoll.backends.mpi_completion import (
     LARGE_BYTES,
     Common,
@@ -111,7 +111,7 @@ class MpiCommunicator:
         return MpiCompletion(request, x, size, common)
 
     def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        if overlap(x, out):
+        if may_overlap(x, out):
             x = out if x.data_ptr() == out.data_ptr() else x.clone()
         return self._all_reduce(out, x, op)
 
@@ -140,7 +140,7 @@ class MpiCommunicator:
         return [_typed(flat[start : start + limit]) for start in range(0, max(1, x.numel()), limit)]
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        if overlap(x, out):
+        if may_overlap(x, out):
             x = x.clone()  # MPI refuses memory that is both read and written
         if x.numel() > self._limit:
             return self._reduce_scatter_by_reduces(out, x, op)
@@ -165,7 +165,7 @@ class MpiCommunicator:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         sent: Any = bytes_of(x, self._limit)
         received = (memory(out), *sent[1:])
-        if overlap(x, out):
+        if may_overlap(x, out):
             in_place = x.data_ptr() == out.data_ptr() + self._rank * x.nbytes
             sent = IN_PLACE if in_place else bytes_of(x := x.clone(), self._limit)
         return self._start(self.native.Iallgather, (sent, received), x, out)
@@ -199,7 +199,7 @@ class MpiCommunicator:
         out_splits: Sequence[int],
         in_splits: Sequence[int],
     ) -> Completion:
-        if overlap(x, out):
+        if may_overlap(x, out):
             x = x.clone()
         row = x.nbytes // x.shape[0] if x.shape[0] else out.nbytes // max(1, out.shape[0])
         arguments = (self._rows(x, in_splits, row), self._rows(out, out_splits, row))

@@ -18,7 +18,7 @@ from asynccoll.messages import (
 )
 from asynccoll.spec import Op, ReduceOp, dtype_name
 from asynccoll.started import Started, together
-from asynccoll.trees import TreeSpec, flatten, is_tree, unflatten
+from asynccoll.trees import TreeSpec, flatten, unflatten
 from asynccoll.values import (
     as_number,
     check_number_reduction,
@@ -223,16 +223,13 @@ def values_of(lane: Lane, rows: Sequence[Message]) -> list[Any]:
 
 def no_gradient(started: Started[Any], x: Any, name: str, instead: str) -> Started[Any]:
     """If autograd is recording ``x``, results whose backward raises instead of being silently wrong."""
-    leaves = flatten(x)[0] if is_tree(x) else [x]
-    if not autograd.any_tracked([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+    if not autograd.any_tracked([leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
         return started
 
     def marked(y: Any) -> Any:
         return autograd.without_gradient(y, name, instead) if isinstance(y, torch.Tensor) else y
 
     def all_marked(y: Any) -> Any:
-        if not is_tree(y):
-            return marked(y)
         found, spec = flatten(y)
         return unflatten(spec, list(map(marked, found)))
 

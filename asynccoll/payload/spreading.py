@@ -81,7 +81,7 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
 
     here = lane.group.rank == src
     x = plain_tensor("broadcast", x) if here and isinstance(x, torch.Tensor) else as_number(x)
-    recorded = (flatten(x)[0] if is_tree(x) else [x]) if here else []  # what the others pass is ignored
+    recorded = flatten(x)[0] if here else []  # what the others pass is ignored
     message = to_message(x, SAFE if is_tree(x) else None) if here else None
     device = lane.group.context.backend.device
     started = broadcast_message(
