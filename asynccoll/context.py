@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,7 @@ class Context:
         with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
             store.set(_farewell(self.rank), json.dumps(made))
 
-    def _farewells(self, ranks: tuple[int, ...]) -> dict[int, dict[str, int]]:
+    def _farewells(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
         """Those of ``ranks`` that have left in order, and how far they were on each lane."""
         said: dict[int, dict[str, int]] = {}
         if self.clients is not None:
@@ -234,7 +234,7 @@ class Context:
 
     def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
         """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
-        if not isinstance(error, PeerLostError):
+        if not isinstance(error, PeerLostError) or error.ranks:
             return error
         lost = self.loss(lane, error)
         if lost is not None:
@@ -253,7 +253,10 @@ class Context:
             if error is None
             else self.liveness.lost(ranks, patience=0.3)
         )
-        left = self._farewells(lost) if lost and self.store_answers() else {}
+        # Rank 0 stays for the store when it has left; and whoever closed a connection may not be out yet.
+        staying = {0}.intersection(ranks) if error is None else ranks if not lost else ()
+        left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
+        lost = tuple(sorted({*lost, *left}))
         if error is None:  # who has left did its part in what it had called: that may end
             key = f"{lane.group.key}/{lane.key}"
             lost = tuple(r for r in lost if r not in left or lane.needs(r, left[r].get(key, 0)))

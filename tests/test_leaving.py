@@ -95,6 +95,36 @@ def test_a_death_while_a_lane_is_opened(size: int, victim: int) -> None:
         assert rank == victim or seconds < patient(4), f"rank {rank} heard of it after {seconds} s"
 
 
+async def leaves_before_others_are_done(me: Rank, leaver: int) -> list[tuple[str, tuple[int, ...], float]]:
+    """What the others are told on an open lane, and on one that they open when it has left."""
+    await me.get(ac.all_reduce(1, lane="open"))
+    if me.rank == leaver:
+        ac.finalize()
+        return []
+    told = []
+    for lane in ("open", "new"):
+        start = time.monotonic()
+        with pytest.raises(ac.PeerLostError) as caught:
+            await me.get(ac.all_reduce(torch.ones(3), lane=lane))
+        told.append((str(caught.value), caught.value.ranks, time.monotonic() - start))
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("size", "leaver"), [(2, 0), (2, 1), (3, 0), (5, 0), (5, 3)])
+def test_who_has_left_is_named(size: int, leaver: int) -> None:
+    """Rank 0, too, whose process stays for the store; once, and on a lane that was never opened."""
+    with worlds.fresh("gloo", size, timeout=300.0) as world:
+        results = world.run(leaves_before_others_are_done, leaver, runner="blocking", timeout=patient(40))
+        world.kill()
+    for rank, told in enumerate(results):
+        assert rank == leaver or len(told) == 2
+        for text, ranks, seconds in told:
+            assert ranks == (leaver,), text
+            assert text.count("has left its world") == 1, text
+            assert seconds < patient(4), f"rank {rank} heard of it after {seconds} s"
+
+
 DIES_IN_INITIALIZE = """
     import os, signal, time
     import asynccoll as ac
