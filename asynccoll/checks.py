@@ -16,7 +16,7 @@ import torch
 from asynccoll.completion import READY, Completion
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.lane import Lane, Program, Start
-from asynccoll.place import caller
+from asynccoll.place import called_at, caller
 from asynccoll.started import Started
 
 __all__ = ["checked", "compare", "mismatch", "signature"]
@@ -58,7 +58,7 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
 
 def _row(text: str) -> torch.Tensor:
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-    shown = f"{text} at {caller().place}".encode()
+    shown = f"{text} at {(called_at.get() or caller()).place}".encode()
     shown = shown[: _ROW_BYTES - _DIGEST_BYTES].ljust(_ROW_BYTES - _DIGEST_BYTES, b"\0")
     return torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
 

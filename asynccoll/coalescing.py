@@ -25,6 +25,7 @@ from asynccoll.errors import CollectiveError, InvalidArgumentError, PeerRefusedE
 from asynccoll.lane import Lane
 from asynccoll.memory import plain_tensor, writable
 from asynccoll.modes import Modes, as_called
+from asynccoll.place import Spot, called_at, caller
 from asynccoll.spec import Op, reduce_op
 from asynccoll.started import Started
 from asynccoll.tensors.fusing import Fuse
@@ -114,6 +115,7 @@ class _Call(NamedTuple):
     x: torch.Tensor
     out: torch.Tensor | None
     modes: Modes
+    spot: Spot
     work: Deferred[Any]
 
 
@@ -138,6 +140,7 @@ class _Parts:
 
     def send(self, batch: _Batch) -> None:
         modes = {call.modes for call in self.calls}
+        before = called_at.set(self.calls[0].spot)
         try:
             with batch.place_on(self.lane):
                 if len(modes) == 1:
@@ -150,6 +153,8 @@ class _Parts:
         except Exception as error:
             self.abandon(batch, error)
             raise
+        finally:
+            called_at.reset(before)
 
     def _send(self, fills: bool) -> None:
         """Start them as one; ``fills``: all results go to their ``out`` at once."""
@@ -285,7 +290,7 @@ class _Batch:
         if parts is None:
             parts = self._parts[key] = _Parts(lane, fuse, timeout)
         work: Deferred[Any] = Deferred(self, lane)
-        parts.calls.append(_Call(x, out, Modes.now(), work))
+        parts.calls.append(_Call(x, out, Modes.now(), caller(), work))
         self._reads.append(read := _Read(x, work))
         self._read.add(read)
         if out is not None:

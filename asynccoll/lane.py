@@ -31,7 +31,7 @@ from asynccoll.errors import (
 )
 from asynccoll.modes import as_called, program_as_called
 from asynccoll.operation import Estimate, Operation
-from asynccoll.place import NOWHERE, Place, Spot, caller
+from asynccoll.place import NOWHERE, Place, Spot, called_at, caller
 from asynccoll.stepping import Stepping, waiting
 from asynccoll.streams import current, on_stream
 
@@ -417,7 +417,7 @@ class Lane:
             self._part += 1
         context = self._context
         limit = context.timeout if timeout is None else timeout
-        operation = Operation(self, estimate, sequence, completion, spot, limit)
+        operation = Operation(self, estimate, sequence, completion, called_at.get() or spot, limit)
         if stream is None:
             operation.part = self._part
             in_flight = self._in_flight

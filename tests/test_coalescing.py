@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -176,6 +177,29 @@ async def mismatched(me: Rank) -> None:
 def test_blocks_that_differ_between_ranks(checked: World) -> None:
     """With ``check="full"`` every work of the block says so, on every rank."""
     checked.run(mismatched)
+
+
+async def at_their_lines(me: Rank) -> None:
+    def first_line() -> int:
+        return sys._getframe(1).f_lineno
+
+    shown = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ac.coalescing())
+        works, line = [ac.all_reduce(_full(1, 2)), ac.all_reduce(_full(1, 2))], first_line()
+    shown.append((works[0].operations[0].place, line))
+    async with ac.coalescing():
+        work, line = ac.all_reduce(_full(1, 2)), first_line()
+        await asyncio.gather(work)  # in a task which has no line of its own
+    shown.append((work.operations[0].place, line))
+    assert [place for place, _ in shown] == [(__file__, line) for _, line in shown]
+    for work in works:
+        oracle.same(await work, _full(me.size, 2))
+
+
+def test_errors_show_the_first_call_of_what_travels_together(pair: World) -> None:
+    """Not where the block ends, nor what ended it."""
+    pair.run(at_their_lines)
 
 
 async def cancelled(me: Rank) -> None:

@@ -194,6 +194,25 @@ def test_a_training_step_may_run_in_a_worker_thread(pair: World, loop: str) -> N
     pair.run(in_to_thread, runner=loop)
 
 
+async def jobs_of_a_pool(me: Rank) -> None:
+    def waits(work: ac.Work[Any]) -> Callable[[], Any]:
+        return work.wait
+
+    for start in (anyio.to_thread.run_sync, asyncio.to_thread):
+        for _ in range(10):  # the thread lets go of its job a moment after it has told of it
+            work = await start(ac.all_reduce, torch.ones(2))
+            oracle.same(await work, torch.full((2,), float(me.size)))
+            with ac.coalescing():
+                late = ac.all_reduce(torch.ones(3))
+                oracle.same(await start(waits(late)), torch.full((3,), float(me.size)))
+                oracle.same(await ac.all_gather(torch.ones(1)), torch.ones(me.size))
+
+
+def test_a_job_that_is_a_function_of_ours(pair: World) -> None:
+    """No line of the user's is on the thread's stack; the lane is free when the job is over, all the same."""
+    pair.run(jobs_of_a_pool)
+
+
 # ---------------------------------------------------------------- task groups
 
 

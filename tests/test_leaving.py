@@ -107,11 +107,12 @@ async def leaves_before_others_are_done(me: Rank, leaver: int) -> list[tuple[str
         with pytest.raises(ac.PeerLostError) as caught:
             await me.get(ac.all_reduce(torch.ones(3), lane=lane))
         told.append((str(caught.value), caught.value.ranks, time.monotonic() - start))
+    ac.finalize()
     return told
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("size", "leaver"), [(2, 0), (2, 1), (3, 0), (5, 0), (5, 3)])
+@pytest.mark.parametrize(("size", "leaver"), [(2, 0), (2, 1), (5, 0)])
 def test_who_has_left_is_named(size: int, leaver: int) -> None:
     """Rank 0, too, whose process stays for the store; once, and on a lane that was never opened."""
     with worlds.fresh("gloo", size, timeout=300.0) as world:
