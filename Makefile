@@ -20,6 +20,9 @@ export ASYNCCOLL_TEST_PATIENCE ?= 4
 TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) -n 0 --lf --lfnf=none; }
 PYTEST := python -m pytest -q -c $(CURDIR)/pyproject.toml
+# Two files at a time, each with worlds of its own: one often waits for processes that start.
+JOBS    ?= 2
+AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions training quick lint types docs bench \
@@ -40,11 +43,8 @@ test: lint types docs system ## everything: lint, types, docs, then all tests on
 	@$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; \
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status
 
-# Two files at a time, each with worlds of its own: one often waits for processes that start. (The other backends
-# run one at a time still: nobody has measured what two gain, or break, there.)
-JOBS ?= 2
 tests:
-	@$(call TWICE,$(WHEEL) $(PYTEST) -n $(JOBS) --dist loadfile $(CURDIR)/tests $(ARGS))
+	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) $(CURDIR)/tests $(ARGS))
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks compositions \
@@ -53,7 +53,7 @@ EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast che
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mpi mpi_levels mpi_launch \
 	spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
-MPI_CASES := $(PYTEST) -k
+MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 # How one waits has nothing to do with how many ranks there are: all ways in pairs, one among more; with five ranks
 # the cases take turns.
 WAYS_IN_PAIRS = not (($(1)-1 or $(1)-3 or $(1)-4) and (trio or blocking))
@@ -86,10 +86,10 @@ HVD_WAYS := -k "$(call WAYS_IN_PAIRS,horovod) and not (horovod-3 and comes_to_wh
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
-	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(PYTEST) $(HVD_RUN_TESTS) $(ARGS))
-	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) -k horovod $(IN_PAIRS) $(ARGS))
+		$(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k horovod $(IN_PAIRS) $(ARGS))
 
 # Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
 APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDIR)/pyproject.toml

@@ -609,9 +609,14 @@ class Lane:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the ranks do not know yet which of its calls a refusal takes along."""
+        """Whether peers may still ask this rank which of its calls a refusal takes along.
+
+        Not where it has calls to make below the refused one: until then it has nothing to say.
+        """
         cut = self._cut
-        return cut is not None and cut.verdict is None and self.broken is None
+        if cut is None or cut.verdict is not None or self.broken is not None:
+            return False
+        return cut.stated or self._has_all_below(cut.refusal)
 
     def refuse(
         self, why: str, place: int | None, spare: Completion | None = None, part: int | None = None

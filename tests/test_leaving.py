@@ -208,3 +208,38 @@ def test_nobody_leaves_before_its_refusals_are_known(size: int) -> None:
     with worlds.fresh("gloo", size, timeout=300.0) as world:
         world.run(refuses_twice_and_leaves, runner="blocking", timeout=patient(40))
         world.kill()
+
+
+async def leaves_with_a_refusal_open(me: Rank) -> float:
+    """Rank 0 refuses the call after one that the others have yet to make, and never will."""
+    await me.get(ac.all_reduce(1, lane="x"))
+    if me.rank == 0:
+        ahead = ac.all_reduce(2, lane="x")
+        with raising(ac.InvalidArgumentError):
+            ac.all_reduce(3, lane="x", op="nonsense")
+        me.show("refused")
+    else:
+        me.see("refused")
+        context = runtime.current()
+        context.refusals.look(context.lanes())  # as whoever waits for something does
+        me.show(f"{me.rank} has heard")
+    for rank in range(1, me.size):
+        me.see(f"{rank} has heard")
+    start = time.monotonic()
+    ac.finalize()
+    if me.rank == 0:
+        with raising((ac.PeerRefusedError, ac.PeerLostError)):
+            await me.get(ahead)
+    return time.monotonic() - start
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
+def test_all_leave_although_a_refusal_cannot_be_settled(backend: str, size: int) -> None:
+    """Who has heard of it, and has calls to make before it, leaves; they waited for each other's word."""
+    with worlds.fresh(backend, size, timeout=300.0) as world:
+        results = world.run(leaves_with_a_refusal_open, runner="blocking", timeout=patient(60))
+        world.kill()
+    for rank, seconds in enumerate(results):
+        assert seconds < patient(8), f"rank {rank} took {seconds} s to leave"
