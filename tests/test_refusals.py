@@ -464,11 +464,14 @@ def test_what_is_held_goes_on_in_order() -> None:
 async def given_up(me: Rank, seen: str) -> None:
     x, gone = torch.full((1000,), 1.0 + me.rank), Path(seen)
     if me.rank == 1:
+        me.see("sent")  # who has heard of a refusal sends nothing, and nothing is written to there
         with raising(ac.InvalidArgumentError, "timeout"):
             ac.broadcast(x, src=2, out=x, timeout=-1)
     elif me.rank == 0:
+        work = ac.broadcast(x, src=2, out=x)
+        me.show("sent")
         with raising(ac.PeerRefusedError, "refused its side"):
-            await me.get(ac.broadcast(x, src=2, out=x))
+            await me.get(work)
         try:
             with raising(ac.InvalidArgumentError, "broadcast #", "may still be written to"):
                 ac.all_reduce(x, out=x, lane="other")
