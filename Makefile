@@ -140,9 +140,10 @@ quick: export ASYNCCOLL_TEST_PATIENCE = 1
 quick: ## the inner loop: what is quick, on two ranks and asyncio; two minutes (or all of ARGS=tests/test_x.py)
 	@$(TEST) $(if $(ARGS),,env $(TWO_RANKS)) python -m pytest -q $(or $(ARGS),$(INNER))
 
-lint: ## formatting and lint rules
+lint: ## formatting, lint rules, and who may import whom
 	@$(TEST) ruff format --check --output-format concise
 	@$(TEST) ruff check --output-format concise
+	@$(TEST) lint-imports --no-cache | tail -6
 
 fix: ## let the formatter and the linter repair what they can
 	@$(TEST) ruff format

@@ -9,7 +9,7 @@ grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
 from asynccoll import elastic, overlap, trace
-from asynccoll.auto import (
+from asynccoll.auto.models import (
     AsyncOptimizer,
     DistributedProxySampler,
     async_optim,
@@ -17,9 +17,6 @@ from asynccoll.auto import (
     auto_model,
     auto_optim,
 )
-from asynccoll.coalescing import coalescing
-from asynccoll.codecs import Codec
-from asynccoll.completed import as_completed
 from asynccoll.errors import (
     AbortedError,
     AsyncCollError,
@@ -41,12 +38,11 @@ from asynccoll.errors import (
     UnsupportedOpError,
     WorkNotDoneError,
 )
-from asynccoll.group import Group
-from asynccoll.isolation import isolated
-from asynccoll.lanes import TaskGroup, backward_lane, close_lane, create_task_group, lane, scope
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
-from asynccoll.ops import (
+from asynccoll.modes.isolation import isolated
+from asynccoll.ops.coalescing import coalescing
+from asynccoll.ops.collectives import (
     all_gather,
     all_gather_object,
     all_reduce,
@@ -66,9 +62,12 @@ from asynccoll.ops import (
     scatter_object,
     send,
 )
+from asynccoll.ops.prepared import Prepared, prepare
+from asynccoll.ops.scopes import TaskGroup, backward_lane, close_lane, create_task_group, lane, scope
 from asynccoll.overlap import overlap_gradients
-from asynccoll.prepared import Prepared, prepare
-from asynccoll.runtime import (
+from asynccoll.payload.codecs import Codec
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.runtime.process import (
     available_backends,
     backend,
     device,
@@ -84,8 +83,9 @@ from asynccoll.runtime import (
     is_initialized,
     new_group,
 )
-from asynccoll.spec import ReduceOp
-from asynccoll.work import Work, wait_all
+from asynccoll.waiting.arriving import as_completed
+from asynccoll.waiting.work import Work, wait_all
+from asynccoll.world.group import Group
 
 __version__ = "0.1.0"
 
@@ -170,3 +170,8 @@ __all__ = (
     "trace",
     "wait_all",
 )
+
+
+def __dir__() -> list[str]:
+    """The public names; what the package is made of is found by its path."""
+    return [*__all__, "__doc__", "__version__"]

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from asynccoll.backends.horovod_library import load, start
+from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
-from asynccoll.runtime import finalize, initialize
+from asynccoll.runtime.process import finalize, initialize
 
 __all__ = ["run", "state"]
 

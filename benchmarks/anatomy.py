@@ -26,15 +26,15 @@ import torch.distributed as dist
 from growth import join_simulated
 
 import asynccoll as ac
-from asynccoll.backends.c10d_communicator import _ALL_REDUCE
-from asynccoll.backends.c10d_completion import MILLISECOND, HostCompletion
-from asynccoll.lanes import current_lane
-from asynccoll.operation import Operation
-from asynccoll.place import caller
-from asynccoll.runtime import current
-from asynccoll.spec import Op, ReduceOp
+from asynccoll.backends.c10d.communicator import _ALL_REDUCE
+from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
+from asynccoll.host.call_site import caller
+from asynccoll.ops.scopes import current_lane
+from asynccoll.order.operation import Operation
+from asynccoll.plan.spec import Op, ReduceOp
+from asynccoll.runtime.process import current
 from asynccoll.tensors.common import route_for
-from asynccoll.work import Work
+from asynccoll.waiting.work import Work
 
 CALLS = 5_000
 NATIVE, WAITED = "native: ProcessGroup.allreduce", "native: Work.wait, bounded"

@@ -21,8 +21,8 @@ import torch
 from sidebyside import Peer, side_by_side
 
 import asynccoll as ac
-from asynccoll.runtime import current
-from asynccoll.spec import Policy
+from asynccoll.plan.spec import Policy
+from asynccoll.runtime.process import current
 
 EACH = 2
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from asynccoll.backends.xla_threads import environment, run_replicas
+from asynccoll.backends.xla.threads import environment, run_replicas
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 IN_FLIGHT = 8

@@ -27,7 +27,7 @@ from anyio.lowlevel import checkpoint
 import asynccoll as ac
 import compositions_expected as expected
 import oracle
-from asynccoll.lanes import current_lane
+from asynccoll.ops.scopes import current_lane
 from compositions import MODES, Call, Program, Task, from_json
 from compositions_called import issue
 from compositions_compared import Record, backward, compare, raised, unchanged

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 import jobs
 import records
 import worlds
-from asynccoll import runtime
+from asynccoll.runtime import process as runtime
 
 #: Seconds after which a test is stopped where it stands.
 TEST_SECONDS = patient(150)

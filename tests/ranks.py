@@ -35,8 +35,10 @@ import torch
 import asynccoll as ac
 import oracle
 import starters_horovod
-from asynccoll import group, runtime, watch
+from asynccoll.health import watchdog as watch
 from asynccoll.launch import child
+from asynccoll.runtime import process as runtime
+from asynccoll.world import group
 from patience import patient
 
 Report = Callable[..., None]

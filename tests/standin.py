@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asynccoll import runtime
-from asynccoll.backends.c10d_communicator import C10dCommunicator, Transport, _abort
-from asynccoll.backends.c10d_completion import StreamCompletion
+from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport, _abort
+from asynccoll.backends.c10d.completion import StreamCompletion
+from asynccoll.runtime import process as runtime
+from asynccoll.transport.communicator import Opening
 from patience import patient
 
 Kernel = Callable[[], bool]
@@ -272,9 +273,9 @@ def device() -> Iterator[Device]:
     open_real = backend.open
     lanes: list[Any] = []
 
-    def open_here(*args: Any) -> C10dCommunicator:
-        communicator: Any = open_real(*args)
-        lanes.append(args[0].known_by(args[1]))
+    def open_here(opening: Opening) -> C10dCommunicator:
+        communicator: Any = open_real(opening)
+        lanes.append(runtime.current().groups[opening.ranks].known_by(opening.lane))
         native = communicator._transports["cpu"].native
         communicator._only = Transport(Group(one, native), StreamCompletion)
         communicator._transports = {"cpu": communicator._only}

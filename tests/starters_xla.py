@@ -59,7 +59,7 @@ def main(address: str, backend: str, directory: str) -> None:
     import torch
 
     import ranks
-    from asynccoll.backends.xla_threads import run_replicas
+    from asynccoll.backends.xla.threads import run_replicas
 
     torch.set_num_threads(1)
     stacks = Path(directory, "stacks-0").open("w")  # noqa: SIM115  (held open for the signal handler)

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import torch
 
-from asynccoll.aliasing import Claims
+from asynccoll.memory.aliasing import Claims
 
 
 class Held:

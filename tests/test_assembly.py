@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from asynccoll.backends.assembly import Member, assemble
+from asynccoll.backends.c10d.assembly import Member, assemble
+from asynccoll.environment import host
 from asynccoll.errors import CollectiveTimeoutError
-from asynccoll.launch import host
-from asynccoll.store import Clients, Exchange
+from asynccoll.host.store import Clients, Exchange
 from patience import patient
 
 SECONDS = patient(20)

@@ -24,8 +24,8 @@ from torch.utils.data.sampler import BatchSampler
 import asynccoll as ac
 import parity
 import worlds
-from asynccoll.auto import optim_for
-from asynccoll.autoplace import here
+from asynccoll.auto.models import optim_for
+from asynccoll.auto.place import here
 from ranks import raising
 
 DATA = TensorDataset(torch.arange(50.0).view(50, 1))

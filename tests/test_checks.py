@@ -13,7 +13,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
-from asynccoll import runtime
+from asynccoll.runtime import process as runtime
 from ranks import Rank, raising
 from worlds import World
 

@@ -13,7 +13,7 @@ import torch
 
 import asynccoll as ac
 import worlds
-from asynccoll.backends import horovod_library
+from asynccoll.backends.horovod import library as horovod_library
 from patience import patient
 from ranks import Rank, raising
 

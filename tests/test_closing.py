@@ -9,8 +9,8 @@ import pytest
 
 import asynccoll as ac
 import oracle
-from asynccoll.children import MANY_NAMES
-from asynccoll.runtime import current
+from asynccoll.runtime.process import current
+from asynccoll.waiting.children import MANY_NAMES
 from patience import patient
 from ranks import LANES, Rank, raising
 from worlds import World

@@ -16,8 +16,8 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
-from asynccoll.lane import Lane
-from asynccoll.runtime import current
+from asynccoll.order.lane import Lane
+from asynccoll.runtime.process import current
 from patience import patient
 from ranks import Rank, raising
 from worlds import World

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 import asynccoll as ac
 import oracle
 import payloads
-from asynccoll.codecs import PICKLE, SAFE, get_codec
-from asynccoll.plaindata import tags
+from asynccoll.payload.codecs import PICKLE, SAFE, get_codec
+from asynccoll.payload.plaindata import tags
 
 ATOMS = st.one_of(
     st.none(),

@@ -16,7 +16,7 @@ import asynccoll.sync as idist
 import oracle
 import scripts
 import worlds
-from asynccoll import compiled
+from asynccoll.ops import compiled
 from ranks import Rank
 from worlds import World
 

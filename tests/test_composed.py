@@ -74,7 +74,7 @@ def test_what_a_scope_ends_after_stays_as_it_was_got(world: World, runner: str) 
 
 
 async def counted(me: Rank) -> None:
-    from asynccoll.work import scope_members
+    from asynccoll.waiting.work import scope_members
 
     async with _scope(me):
         members = scope_members.get()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import asynccoll as ac
 import oracle
-from asynccoll import dispatch
-from asynccoll.spec import (
+from asynccoll.plan import dispatch
+from asynccoll.plan.spec import (
     Capabilities,
     Op,
     Plan,
@@ -214,11 +214,11 @@ def test_all_questions_have_an_answer() -> None:
 
 def test_sources_import_no_moving_part() -> None:
     """dispatch.py and spec.py import only each other and the errors."""
-    for module in (dispatch, sys.modules["asynccoll.spec"]):
+    for module in (dispatch, sys.modules["asynccoll.plan.spec"]):
         source = Path(str(module.__file__)).read_text()
         imported = {
             line.split()[1]
             for line in source.splitlines()
             if line.startswith(("from asynccoll", "import asynccoll"))
         }
-        assert imported <= {"asynccoll.errors", "asynccoll.spec"}, imported
+        assert imported <= {"asynccoll.errors", "asynccoll.plan.spec"}, imported

@@ -16,7 +16,7 @@ import pytest
 
 import asynccoll
 import asynccoll.sync
-from asynccoll import cli
+from asynccoll.cli import commands as cli
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"

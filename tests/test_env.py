@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccoll import backends
-from asynccoll.errors import AsyncCollError, LaunchEnvironmentError
-from asynccoll.launch import LaunchInfo, detect
-from asynccoll.launch.slurm import (
+from asynccoll.backends import table
+from asynccoll.environment.slurm import (
     MAX_HOSTS,
     expand_hostlist,
     expand_tasks_per_node,
     expand_with_scontrol,
 )
+from asynccoll.errors import AsyncCollError, LaunchEnvironmentError
+from asynccoll.launch import LaunchInfo, detect
 
 TORCHRUN = {
     "RANK": "5",
@@ -476,7 +476,7 @@ def test_nccl_is_chosen_where_each_rank_has_a_gpu(monkeypatch, launch, gpus, bac
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert backends._choose(launch) == backend
+    assert table._choose(launch) == backend
 
 
 def test_detection_leaves_the_environment_alone_and_asks_the_given_expander():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import scripts
-from asynccoll.exiting import EXIT_SECONDS
+from asynccoll.host.exits import EXIT_SECONDS
 
 ENDS_IN_FLIGHT = """
     import torch, asynccoll as ac
@@ -266,7 +266,7 @@ def test_rank_0_waits_for_no_dead_rank(tmp_path: Path) -> None:
 
 POOL_WAITS = """
     import contextlib, os, threading, time, torch, asynccoll as ac
-    from asynccoll import exiting
+    from asynccoll.host import exits as exiting
     from concurrent.futures import ThreadPoolExecutor
     exiting.EXIT_SECONDS = 1.0
     ac.initialize("gloo")
@@ -294,7 +294,7 @@ def test_a_script_that_ends_while_another_thread_waits(tmp_path: Path, started: 
 
 POOL_WORKS = """
     import asyncio, asynccoll as ac
-    from asynccoll import exiting
+    from asynccoll.host import exits as exiting
     from concurrent.futures import ThreadPoolExecutor
     exiting.EXIT_SECONDS = 1.0
     ac.initialize("gloo")

@@ -17,7 +17,10 @@ import asynccoll as ac
 import asynccoll.sync as idist
 import scripts
 import worlds
-from asynccoll import completion, operation, runtime, work
+from asynccoll.order import operation
+from asynccoll.runtime import process as runtime
+from asynccoll.transport import completion
+from asynccoll.waiting import work
 from patience import patient
 from ranks import Rank
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
-from asynccoll.costs import Cost
-from asynccoll.fusion import buckets, pack, unpack
-from asynccoll.runtime import current
+from asynccoll.plan.cost import Cost
+from asynccoll.runtime.process import current
 from asynccoll.tensors import fusing
 from asynccoll.tensors.fusing import DIRECT_BYTES
+from asynccoll.tensors.fusion import buckets, pack, unpack
 from ranks import Rank, raising
 from worlds import World
 

@@ -18,7 +18,7 @@ import asynccoll as ac
 import needs
 import oracle
 import worlds
-from asynccoll.runtime import current
+from asynccoll.runtime.process import current
 from patience import patient
 from ranks import Rank
 
@@ -66,7 +66,7 @@ def test_hundreds_in_flight(pair: worlds.World, runner: str) -> None:
 
 async def of_all_sizes(me: Rank) -> None:
     """More than there are names, so that each is used again for tensors of other shapes and dtypes."""
-    from asynccoll.backends.horovod_communicator import RING
+    from asynccoll.backends.horovod.communicator import RING
 
     for step in range(3):
         xs = [torch.full((1 + (index + step) % 7,), float(index)) for index in range(RING + 10)]
@@ -238,7 +238,10 @@ async def sets(me: Rank) -> None:
     group = ac.new_group([2, 0])
     if me.rank in (0, 2):
         await me.check("ours", ac.all_reduce, 10**me.rank, group=group, expect=101)
-        native = current().backend.native_group(group)
+        context = current()
+        made = context.add_group((0, 2))
+        opening = made.opening("default", 0, lambda: False)
+        native = context.backend.native_group(opening, made.lane().communicator)
         got = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="theirs", process_set=native)
         oracle.same(got, torch.full((1,), 2.0))
         assert native.process_set_id == theirs.process_set_id

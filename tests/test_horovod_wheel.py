@@ -11,8 +11,8 @@ import pytest
 
 import asynccoll as ac
 import horovod_wheel
-from asynccoll.explaining import explain_offline
 from asynccoll.launch import horovodrun
+from asynccoll.ops.explaining import explain_offline
 
 PATCH = horovod_wheel.Patch("a.txt", "old\n", "new\n", "to see it done")
 

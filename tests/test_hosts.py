@@ -154,7 +154,7 @@ def test_by_address(hosts: netns.Hosts, tmp_path: Path) -> None:
 LATE = """
     import sys, time
     import asynccoll as ac
-    from asynccoll import watch
+    from asynccoll.health import watchdog as watch
     watch.PATIENCE_SECONDS = 0.1  # after which the others ask whether it is still there
     ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=30)
     total = [ac.all_reduce(1).wait()]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from asynccoll.backends import interface
+from asynccoll.host import network as interface
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of interfaces")
 

@@ -15,10 +15,10 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
-from asynccoll.progress import progress
-from asynccoll.runtime import current
-from asynccoll.spec import ReduceOp
-from asynccoll.work import Work
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.runtime.process import current
+from asynccoll.transport.progress import progress
+from asynccoll.waiting.work import Work
 from ranks import Rank, raising
 from worlds import World
 

@@ -13,8 +13,8 @@ import torch
 import asynccoll as ac
 import scripts
 import worlds
-from asynccoll import runtime
-from asynccoll.liveness import Liveness
+from asynccoll.health.liveness import Liveness
+from asynccoll.runtime import process as runtime
 from patience import patient
 from ranks import Rank, raising
 
@@ -129,7 +129,7 @@ def test_who_has_left_is_named(size: int, leaver: int) -> None:
 DIES_IN_INITIALIZE = """
     import os, signal, time
     import asynccoll as ac
-    from asynccoll.lane import Lane
+    from asynccoll.order.lane import Lane
 
     if os.environ["RANK"] == "1":
         Lane.open = lambda self: os.kill(os.getpid(), signal.SIGKILL)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynccoll import liveness
-from asynccoll.liveness import Liveness
+from asynccoll.health import liveness
+from asynccoll.health.liveness import Liveness
 
 RANK = 1
 

@@ -33,7 +33,7 @@ async def _count_turns(me: Rank, sign: str) -> None:
 def _guard() -> BlockBuster:
     """What raises at blocking calls in a loop, but for the bounded inline wait, at most 1 ms a turn."""
     guard = BlockBuster()
-    guard.functions["threading.Lock.acquire"].can_block_in("asynccoll/completion.py", "wait")
+    guard.functions["threading.Lock.acquire"].can_block_in("asynccoll/transport/completion.py", "wait")
     return guard
 
 

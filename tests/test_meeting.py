@@ -73,7 +73,7 @@ def told(directory: Path, source: str, nodes: str) -> list[list[int]]:
 TIMED = """
     import os, sys, time
     import asynccoll as ac
-    import asynccoll.backends.c10d
+    import asynccoll.backends.c10d.backend
     here, size = sys.argv[1], int(os.environ["WORLD_SIZE"])
     open(f"{here}/{os.environ['RANK']}", "w").close()
     while len(os.listdir(here)) < size:  # what imports take is not counted

@@ -16,7 +16,7 @@ import asynccoll as ac
 import needs
 import oracle
 import worlds
-from asynccoll import progress
+from asynccoll.transport import progress
 from patience import patient
 from ranks import Rank
 
@@ -37,7 +37,7 @@ def four() -> worlds.World:
 
 def communicator(lane: str = "default") -> Any:
     """What is under a lane of the world."""
-    from asynccoll.runtime import current
+    from asynccoll.runtime.process import current
 
     return current().world.lane(lane).communicator
 

@@ -41,7 +41,7 @@ def test_the_error_has_the_line_to_type() -> None:
 
 def test_a_missing_library_is_told_like_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpi4py is there and cannot load a libmpi: the same line."""
-    from asynccoll.backends import mpi_library
+    from asynccoll.backends.mpi import library as mpi_library
 
     class Broken:
         def __getattr__(self, name: str) -> Any:

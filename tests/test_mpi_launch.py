@@ -284,7 +284,7 @@ DEVICE_MEMORY = """
     import torch
     torch.cuda.is_available = lambda: True
     from mpi4py import MPI
-    from asynccoll.backends import mpi_library
+    from asynccoll.backends.mpi import library as mpi_library
     print(mpi_library._path_of_library())
     print(mpi_library._cuda_aware(MPI))
 """

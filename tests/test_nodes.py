@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 import asynccoll as ac
 import oracle
 import worlds
-from asynccoll import dispatch
-from asynccoll.backends import capabilities_of
-from asynccoll.backends.assembly import Member
-from asynccoll.backends.rendezvous import nodes_of
-from asynccoll.explaining import explain_offline
-from asynccoll.runtime import current
-from asynccoll.spec import (
+from asynccoll.backends.c10d.assembly import Member
+from asynccoll.backends.c10d.rendezvous import nodes_of
+from asynccoll.backends.table import capabilities_of
+from asynccoll.ops.explaining import explain_offline
+from asynccoll.plan import dispatch
+from asynccoll.plan.spec import (
     Capabilities,
     Op,
     Plan,
@@ -38,6 +37,7 @@ from asynccoll.spec import (
     equal_nodes,
     place_of,
 )
+from asynccoll.runtime.process import current
 from ranks import Rank, raising
 from test_lanes import bad_avg, opposite
 from worlds import World

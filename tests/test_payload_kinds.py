@@ -17,7 +17,7 @@ import torch
 
 import asynccoll as ac
 import oracle
-from asynccoll.trees import flatten, unflatten
+from asynccoll.plan.trees import flatten, unflatten
 from ranks import Rank, raising
 from worlds import World
 

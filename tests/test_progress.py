@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from asynccoll.progress import (
+from asynccoll.transport.progress import (
     GRACE_SECONDS,
     LONG_SECONDS,
     LONGEST_CALM_SECONDS,
@@ -176,7 +176,7 @@ def test_a_stopped_thread_is_not_started_again() -> None:
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
     """The parent's thread is not in the child, and the child's first operation starts one."""
-    from asynccoll.progress import progress
+    from asynccoll.transport.progress import progress
 
     first = Item(1)
     progress.watch(first)

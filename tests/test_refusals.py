@@ -18,15 +18,15 @@ import pytest
 import torch
 
 import asynccoll as ac
-import asynccoll.messages
+import asynccoll.payload.messages
 import oracle
 import worlds
-from asynccoll import runtime
-from asynccoll.backends.serial import SerialBackend
-from asynccoll.completion import READY, Completion, Promise
-from asynccoll.context import Context, Identity
-from asynccoll.cut import Refusal, Verdict
-from asynccoll.operation import Estimate
+from asynccoll.backends.serial.backend import SerialBackend
+from asynccoll.order.cut import Refusal, Verdict
+from asynccoll.order.operation import Estimate
+from asynccoll.runtime import process as runtime
+from asynccoll.transport.completion import READY, Completion, Promise
+from asynccoll.world.context import Context, Identity
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -297,7 +297,7 @@ def test_random_refusals(several: World) -> None:
 async def breaks_off(me: Rank, name: str) -> None:
     """Rank 0 runs out of memory between the two rounds of a program."""
     await me.get(ac.all_reduce(1, lane=name))
-    real = asynccoll.messages._padded
+    real = asynccoll.payload.messages._padded
     text = f"of rank {me.rank}: " + "x" * 2000
 
     def padded(message: Any, *rest: Any) -> Any:
@@ -306,14 +306,14 @@ async def breaks_off(me: Rank, name: str) -> None:
         return real(message, *rest)
 
     if me.rank == 0:  # alone: where ranks are threads, they share the module
-        asynccoll.messages._padded = padded
+        asynccoll.payload.messages._padded = padded
     try:
         work = ac.all_gather_object(text, lane=name)
         with raising(ac.CollectiveError if me.rank == 0 else ac.PeerRefusedError, "no room"):
             await me.get(work)
     finally:
         if me.rank == 0:
-            asynccoll.messages._padded = real
+            asynccoll.payload.messages._padded = real
     await me.check("afterwards", ac.all_gather_object, me.rank, lane=name, expect=list(range(me.size)))
     texts = [text.replace(str(me.rank), str(rank), 1) for rank in range(me.size)]
     await me.check("as long", ac.all_gather_object, text, lane=name, expect=texts)

@@ -18,7 +18,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
-from asynccoll.store import Exchange
+from asynccoll.host.store import Exchange
 from ranks import Rank, raising
 from worlds import World
 

@@ -17,9 +17,9 @@ import pytest
 
 import needs
 import training
+from asynccoll.environment.slurm import expand_hostlist, expand_with_scontrol
 from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.launch import detect
-from asynccoll.launch.slurm import expand_hostlist, expand_with_scontrol
 from patience import patient
 from slurm_cluster import NODES, Cluster
 from test_env import HOSTLISTS

@@ -16,7 +16,7 @@ import pytest
 
 import asynccoll as ac
 import spawned
-from asynccoll.runtime import _process
+from asynccoll.runtime.process import _process
 from patience import patient
 from worlds import BACKENDS, free_port
 

@@ -21,7 +21,7 @@ import torch
 import asynccoll as ac
 import standin
 import worlds
-from asynccoll import runtime
+from asynccoll.runtime import process as runtime
 from ranks import Rank, raising
 from worlds import World
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll import traceplot
-from asynccoll.runtime import current
-from asynccoll.trace import Span, covered, intersection, stack
+from asynccoll.runtime.process import current
+from asynccoll.trace import plot
+from asynccoll.trace import timeline as timeline_module
+from asynccoll.trace.spans import Span, covered, intersection, stack
 from ranks import Rank, raising
 from worlds import World
 
@@ -214,7 +215,7 @@ def _add(
 ) -> None:
     """A span of known times."""
     row = "default" if is_operation else "training"
-    entry = ac.trace._Entry(name, row, timeline._began + start, operation=is_operation)
+    entry = timeline_module._Entry(name, row, timeline._began + start, operation=is_operation)
     entry.end = timeline._began + end
     entry.size_bytes = size
     timeline._entries.append(entry)
@@ -286,7 +287,7 @@ def test_plot_of_hundreds_in_flight(tmp_path: Path) -> None:
     [(8, "8 B"), (1000, "1000 B"), (1024, "1.0 KiB"), (3 << 19, "1.5 MiB"), (25 << 20, "25 MiB")],
 )
 def test_sizes_in_words(size: int, text: str) -> None:
-    assert traceplot._bytes(size) == text
+    assert plot._bytes(size) == text
 
 
 def test_plot_of_nothing(tmp_path: Path) -> None:

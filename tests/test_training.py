@@ -13,8 +13,8 @@ from torch import nn
 
 import asynccoll as ac
 import worlds
-from asynccoll.auto import optim_for
-from asynccoll.autoplace import here
+from asynccoll.auto.models import optim_for
+from asynccoll.auto.place import here
 from programs import LOOPS, Alone, Program, differing, makes_sense, trained
 from ranks import Rank, raising
 from training_helpers import Auto as Reducing

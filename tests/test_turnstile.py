@@ -6,7 +6,7 @@ import anyio
 import torch
 
 import asynccoll as ac
-from asynccoll import runtime
+from asynccoll.runtime import process as runtime
 from ranks import Rank
 from worlds import World, fresh
 

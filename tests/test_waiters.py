@@ -10,7 +10,7 @@ import pytest
 
 import asynccoll as ac
 import worlds
-from asynccoll import watch
+from asynccoll.health import watchdog as watch
 from patience import patient
 from ranks import Rank
 
@@ -111,8 +111,7 @@ def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(24, "Too many open files")
         asked_again.set()
 
-    backend = SimpleNamespace(ends_alone=False)
-    parts = {"store": object(), "loss": loss, "store_answers": lambda: False, "backend": backend}
+    parts = {"has_peers": True, "loss": loss, "store_answers": lambda: False, "ends_alone": False}
     context = cast("Any", SimpleNamespace(**parts))
     lane = SimpleNamespace(group=SimpleNamespace(ranks=(0, 1)))
 
@@ -137,9 +136,8 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
     """A rank that waits for a moment at a time, again and again, must hear of a refusal, too."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked = threading.Event()
-    backend = SimpleNamespace(ends_alone=False)
-    parts = {"store": object(), "loss": lambda lane: asked.set(), "store_answers": lambda: False}
-    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, backend=backend)))
+    parts = {"has_peers": True, "loss": lambda lane: asked.set(), "store_answers": lambda: False}
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False)))
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
 
     class InFlight:

@@ -605,7 +605,7 @@ def test_wait_bounds_all_operations_together(monkeypatch: pytest.MonkeyPatch) ->
         if len(given) == 2:
             raise ac.CollectiveTimeoutError("late")
 
-    monkeypatch.setattr("asynccoll.work.block", slow)
+    monkeypatch.setattr("asynccoll.waiting.work.block", slow)
     two: Any = (SimpleNamespace(over=True), SimpleNamespace(over=True))
     with pytest.raises(ac.CollectiveTimeoutError):
         ac.Work(two, None).wait(timeout=5.0)

@@ -12,7 +12,8 @@ import pytest
 import asynccoll as ac
 import needs
 import spawned
-from asynccoll.launch.commands import RunRequest, run
+from asynccoll.launch.commands import run
+from asynccoll.launch.request import RunRequest
 from patience import patient
 from worlds import rank_environment
 
@@ -129,7 +130,7 @@ def test_too_few_threads_of_the_runtime_are_refused() -> None:
     """Three replicas on two threads would wait for each other for ever."""
     code = """
         import asynccoll as ac
-        from asynccoll.backends.xla_threads import run_replicas
+        from asynccoll.backends.xla.threads import run_replicas
 
         def one(rank):
             try:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.backends import xla_replicas
-from asynccoll.backends.xla import ON_CPU, ON_TPU
-from asynccoll.backends.xla_progress import Progress
-from asynccoll.backends.xla_replicas import Room, join
-from asynccoll.dispatch import plan
-from asynccoll.spec import Op, ReduceOp, TensorSpec, Topology, Wire
+from asynccoll.backends.xla import replicas as xla_replicas
+from asynccoll.backends.xla.backend import ON_CPU, ON_TPU
+from asynccoll.backends.xla.progress import Progress
+from asynccoll.backends.xla.replicas import Room, join
+from asynccoll.plan.dispatch import plan
+from asynccoll.plan.spec import Op, ReduceOp, TensorSpec, Topology, Wire
 
 
 class Call:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import asynccoll as ac
-from asynccoll.auto import optim_for
-from asynccoll.autoplace import here
+from asynccoll.auto.models import optim_for
+from asynccoll.auto.place import here
 from overlapping import SMALL
 from ranks import raising
 from training_models import Dropping, Small, Stack

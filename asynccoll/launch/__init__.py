@@ -6,6 +6,6 @@ Nothing here knows about collectives.
 
 from __future__ import annotations
 
-from asynccoll.launch.env import LaunchInfo, detect
+from asynccoll.environment.detection import LaunchInfo, detect
 
 __all__ = ["LaunchInfo", "detect"]

@@ -6,23 +6,12 @@ like is in ``asynccoll.cli``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from asynccoll.errors import UnsupportedOpError
+from asynccoll.launch.request import RunRequest
 
-__all__ = ["RunRequest", "run"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """What to start: a program, its arguments, and options under torchrun's names."""
-
-    program: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    backend: str | None = None
-    options: Mapping[str, str | bool] = field(default_factory=dict)
+__all__ = ["run"]
 
 
 def _run_elastic(request: RunRequest) -> int:

@@ -9,23 +9,23 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from asynccoll.environment.detection import detect
+from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import LaunchEnvironmentError
-from asynccoll.launch.env import detect
-from asynccoll.launch.slurm import expand_with_scontrol
 
 __all__ = ["collect"]
 
-_PACKAGES = ("asynccoll", "torch", "anyio", "trio", "numpy", "mpi4py", "horovod", "torch_xla")
+_PACKAGES = ("torch", "anyio", "trio", "numpy", "mpi4py", "horovod", "torch_xla")
 
 
-def collect() -> dict[str, str]:
+def collect(own_version: str, backends: Callable[[], Iterable[str]]) -> dict[str, str]:
     """Everything, as short texts by name."""
     found = {"python": f"{platform.python_version()} on {platform.platform(terse=True)}"}
-    found |= {name: _version(name) for name in _PACKAGES}
+    found |= {"asynccoll": own_version} | {name: _version(name) for name in _PACKAGES}
     found |= {
-        "backends": _or_why_not(_backends),
+        "backends": _or_why_not(lambda: ", ".join(backends())),
         "launcher": _launcher(),
         "host": f"{socket.gethostname()}, {os.cpu_count()} CPUs",
         "devices": _or_why_not(_devices),
@@ -37,10 +37,6 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        if package == "asynccoll":  # on the path, but not installed
-            import asynccoll
-
-            return asynccoll.__version__
         return "not installed"
 
 
@@ -49,12 +45,6 @@ def _or_why_not(ask: Callable[[], str]) -> str:
         return ask()
     except Exception as error:  # a broken driver is news, not a reason to stop
         return f"unknown ({type(error).__name__}: {error})"
-
-
-def _backends() -> str:
-    import asynccoll
-
-    return ", ".join(asynccoll.available_backends())
 
 
 def _launcher() -> str:

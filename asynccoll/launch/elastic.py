@@ -26,11 +26,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from asynccoll.cores import usable_cores
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, loopback, processes
-from asynccoll.launch.commands import RunRequest
 from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
+from asynccoll.launch.request import RunRequest
 
 __all__ = ["run"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asynccoll.backends.horovod_library import INSTALL
+from asynccoll.backends.horovod.library import INSTALL
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.launch import horovodrun_quiet
 

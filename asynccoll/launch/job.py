@@ -38,7 +38,7 @@ class Job:
 
     def carry_out(self, rank: int, local_rank: int, /, **place: Any) -> None:
         """Join the world, call the function, leave; in the process of ``rank``."""
-        from asynccoll.runtime import finalize, initialize
+        from asynccoll.runtime.process import finalize, initialize
 
         try:
             initialize(self.backend, **{**self.options, **place})

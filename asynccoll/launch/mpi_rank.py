@@ -32,7 +32,7 @@ def main(plan: bytes) -> None:
 
 def _place() -> tuple[int, int]:
     """Rank and local rank, as the launcher says."""
-    from asynccoll.launch.env import detect
+    from asynccoll.environment.detection import detect
 
     info = detect(os.environ)
     return info.rank, info.local_rank

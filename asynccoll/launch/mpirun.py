@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asynccoll.cores import usable_cores
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, horovodrun, mpiexec, processes
-from asynccoll.launch.commands import RunRequest
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.report import Failure, read_failure, report
+from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
 __all__ = ["run_horovod", "run_mpi"]

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from asynccoll.environment.detection import LaunchInfo, detect
+from asynccoll.environment.nodes import Nodes
+from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.launch.env import LaunchInfo, detect
-from asynccoll.launch.nodes import Nodes
-from asynccoll.launch.slurm import expand_with_scontrol
 from asynccoll.launch.spawn import ABOUT_STARTING, check_plain, known_backend, spawn
-from asynccoll.runtime import finalize, get_local_rank, get_world_size, initialize
+from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
 
 __all__ = ["Parallel"]
 

@@ -25,13 +25,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from asynccoll.backends import check_usable, xla_threads
+from asynccoll.backends.table import check_usable
+from asynccoll.backends.xla import threads as xla_threads
+from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.launch import child, horovodrun, mpi_rank, mpiexec, xla_rank
 from asynccoll.launch.job import Job, failed, portable
-from asynccoll.launch.nodes import Nodes
 from asynccoll.launch.processes import end
-from asynccoll.runtime import finalize, initialize
+from asynccoll.runtime.process import finalize, initialize
 
 __all__ = ["ABOUT_STARTING", "known_backend", "spawn"]
 

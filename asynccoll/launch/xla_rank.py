@@ -25,7 +25,7 @@ def main(plan: str) -> None:
 
             torch_xla.launch(_tpu_rank, (plan,))
         else:
-            from asynccoll.backends.xla_threads import run_replicas
+            from asynccoll.backends.xla.threads import run_replicas
 
             run_replicas(lambda rank: _carry_out(plan, rank, rank))
     except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.runtime import get_rank, get_world_size
+from asynccoll.runtime.process import get_rank, get_world_size
 
 __all__ = [
     "check_arguments",

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.lanes import backward_lane
-from asynccoll.ops import all_reduce
-from asynccoll.work import Work
+from asynccoll.ops.collectives import all_reduce
+from asynccoll.ops.scopes import backward_lane
+from asynccoll.waiting.work import Work
 
 __all__ = ["ParameterAverager", "average_parameters"]
 

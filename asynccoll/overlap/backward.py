@@ -17,7 +17,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.gradients import GradientReducer, living
-from asynccoll.runtime import get_world_size
+from asynccoll.runtime.process import get_world_size
 
 __all__ = ["BackwardReducer"]
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.lanes import backward_lane
-from asynccoll.ops import all_reduce
-from asynccoll.runtime import get_world_size
-from asynccoll.work import Work
+from asynccoll.ops.collectives import all_reduce
+from asynccoll.ops.scopes import backward_lane
+from asynccoll.runtime.process import get_world_size
+from asynccoll.waiting.work import Work
 
 __all__ = ["DDPState", "ddp_hook"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.ops import all_gather
+from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.parameters import named_tensors
-from asynccoll.work import Work
+from asynccoll.waiting.work import Work
 
 __all__ = ["ParameterChecker", "check_parameters"]
 

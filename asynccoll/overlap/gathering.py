@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from asynccoll.errors import CollectiveMismatchError
-from asynccoll.ops import all_gather, reduce_scatter
-from asynccoll.work import Work
+from asynccoll.ops.collectives import all_gather, reduce_scatter
+from asynccoll.waiting.work import Work
 
 __all__ = ["GatheredLayer", "Layer", "Pass", "Scattering", "Shard"]
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.lanes import backward_lane
-from asynccoll.ops import all_reduce
+from asynccoll.ops.collectives import all_reduce
+from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_arguments,
     check_not_ddp,
@@ -45,8 +45,8 @@ from asynccoll.overlap.hooks import after_accumulation, before_accumulation, rem
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
 from asynccoll.overlap.window import InFlight
-from asynccoll.runtime import get_rank
-from asynccoll.work import Work, wait_all
+from asynccoll.runtime.process import get_rank
+from asynccoll.waiting.work import Work, wait_all
 
 __all__ = ["GradientReducer", "overlap_gradients"]
 

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.lanes import backward_lane
+from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.steps import Steps, run, run_blocking
-from asynccoll.runtime import get_rank, get_world_size
-from asynccoll.work import Work
+from asynccoll.runtime.process import get_rank, get_world_size
+from asynccoll.waiting.work import Work
 
 __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops import all_gather
+from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.gathering import Layer, Shard
 from asynccoll.overlap.states import State, parts_of, whole_of
 from asynccoll.overlap.steps import Steps

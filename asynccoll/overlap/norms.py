@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops import all_reduce
+from asynccoll.ops.collectives import all_reduce
 from asynccoll.overlap.steps import Steps
 
 __all__ = ["agree_on_overflow", "clip"]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
-from asynccoll.ops import all_gather, broadcast
-from asynccoll.runtime import get_rank, get_world_size
-from asynccoll.work import Work
+from asynccoll.ops.collectives import all_gather, broadcast
+from asynccoll.runtime.process import get_rank, get_world_size
+from asynccoll.waiting.work import Work
 
 __all__ = ["broadcast_buffers", "broadcast_parameters", "first_rank", "named_tensors", "start_alike"]
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.work import Work
+from asynccoll.waiting.work import Work
 
 __all__ = ["prefetch"]
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
-from asynccoll.lanes import backward_lane
+from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
 from asynccoll.overlap.accepted import check_not_ddp
 from asynccoll.overlap.elementwise import check_elementwise

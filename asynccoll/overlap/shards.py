@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops import all_gather, reduce_scatter
+from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.steps import Steps
-from asynccoll.runtime import get_rank, get_world_size
-from asynccoll.work import Work
+from asynccoll.runtime.process import get_rank, get_world_size
+from asynccoll.waiting.work import Work
 
 __all__ = ["Arrival", "ShardBucket", "ShardReducer", "waiting_hooks"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.ops import all_gather
+from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.steps import Steps
 
 __all__ = ["State", "parts_of", "whole_of"]

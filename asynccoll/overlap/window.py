@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.work import Work
+from asynccoll.waiting.work import Work
 
 __all__ = ["InFlight"]
 

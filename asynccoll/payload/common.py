@@ -7,19 +7,15 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd, tensors
-from asynccoll.checks import compare, signature
+from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.fusion import kind_of
-from asynccoll.lane import Lane
-from asynccoll.memory import plain_tensor, plain_tensors, writable, writable_together
-from asynccoll.messages import (
+from asynccoll.health.checks import compare, signature
+from asynccoll.memory.plain import plain_tensor, plain_tensors, writable, writable_together
+from asynccoll.order.lane import Lane
+from asynccoll.payload.messages import (
     Message,
 )
-from asynccoll.spec import Op, ReduceOp, dtype_name
-from asynccoll.started import Started, together
-from asynccoll.trees import TreeSpec, flatten, unflatten
-from asynccoll.values import (
+from asynccoll.payload.values import (
     as_number,
     check_number_reduction,
     from_message,
@@ -27,6 +23,11 @@ from asynccoll.values import (
     is_value,
     to_message,
 )
+from asynccoll.plan.spec import Op, ReduceOp, dtype_name
+from asynccoll.plan.trees import TreeSpec, flatten, unflatten
+from asynccoll.tensors import autograd
+from asynccoll.tensors.fusion import kind_of
+from asynccoll.waiting.started import Started, together
 
 _EXPECTED = (
     "a tensor, a number, a str, a pathlib.Path, or a dict, list, tuple or dataclass of these; other "
@@ -217,7 +218,7 @@ def message_kind(name: str, x: Any) -> str:
 
 
 def values_of(lane: Lane, rows: Sequence[Message]) -> list[Any]:
-    device = lane.group.context.backend.device
+    device = lane.world.device
     return [from_message(row, device) for row in rows]
 
 

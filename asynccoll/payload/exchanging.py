@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd, tensors
+from asynccoll import tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
-from asynccoll.group import Group
-from asynccoll.lane import Lane
+from asynccoll.order.lane import Lane
+from asynccoll.order.needs import Members
 from asynccoll.payload.common import (
     check_filled,
     no_out,
@@ -18,9 +18,10 @@ from asynccoll.payload.common import (
     over_tree,
     require_tensor,
 )
-from asynccoll.spec import Op
-from asynccoll.started import Started
-from asynccoll.trees import is_tree
+from asynccoll.plan.spec import Op
+from asynccoll.plan.trees import is_tree
+from asynccoll.tensors import autograd
+from asynccoll.waiting.started import Started
 
 
 def all_to_all(
@@ -97,7 +98,7 @@ def _check_permuted(lane: Lane, x: Any) -> torch.Tensor:
     return tensor
 
 
-def check_pairs(group: Group, pairs: Any) -> list[tuple[int, int]]:
+def check_pairs(group: Members, pairs: Any) -> list[tuple[int, int]]:
     """Pairs of (source, destination), each end of them in the group and used once."""
     try:
         listed = [(source, destination) for source, destination in pairs]

@@ -6,14 +6,10 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd, tensors
-from asynccoll.lane import Lane
-from asynccoll.memory import plain_tensor
-from asynccoll.messages import (
-    all_gather_messages,
-    gather_messages,
-)
-from asynccoll.modes import uncast
+from asynccoll import tensors
+from asynccoll.memory.plain import plain_tensor
+from asynccoll.modes.captured import uncast
+from asynccoll.order.lane import Lane
 from asynccoll.payload.common import (
     check_filled,
     check_sendable,
@@ -25,13 +21,18 @@ from asynccoll.payload.common import (
     over_tree,
     values_of,
 )
-from asynccoll.spec import Op
-from asynccoll.started import Started
-from asynccoll.trees import is_tree
-from asynccoll.values import (
+from asynccoll.payload.messages import (
+    all_gather_messages,
+    gather_messages,
+)
+from asynccoll.payload.values import (
     as_number,
     to_message,
 )
+from asynccoll.plan.spec import Op
+from asynccoll.plan.trees import is_tree
+from asynccoll.tensors import autograd
+from asynccoll.waiting.started import Started
 
 
 def all_gather(

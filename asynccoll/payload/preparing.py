@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd, tensors
+from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.fusion import buckets
-from asynccoll.lane import Lane
+from asynccoll.order.lane import Lane
 from asynccoll.payload.common import check_filled, leaves_of, normal_dim, refuse, require_tensor, tree_out
 from asynccoll.payload.exchanging import check_splits
 from asynccoll.payload.reducing import split_rows
-from asynccoll.spec import Op, reduce_op
-from asynccoll.tensors import Call, check_out
+from asynccoll.plan.spec import Op, reduce_op
+from asynccoll.plan.trees import is_tree, unflatten
+from asynccoll.tensors import Call, autograd, check_out
 from asynccoll.tensors.fusing import Fuse, Parcel
-from asynccoll.trees import is_tree, unflatten
+from asynccoll.tensors.fusion import buckets
 
 __all__ = ["PREPARES", "check_untracked", "prepared_calls"]
 

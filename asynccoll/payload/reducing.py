@@ -6,15 +6,11 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd, tensors
+from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.lane import Lane
-from asynccoll.memory import plain_tensor
-from asynccoll.messages import (
-    all_gather_rows,
-    gather_messages,
-)
-from asynccoll.modes import uncast
+from asynccoll.memory.plain import plain_tensor
+from asynccoll.modes.captured import uncast
+from asynccoll.order.lane import Lane
 from asynccoll.payload.common import (
     check_filled,
     check_number,
@@ -27,16 +23,21 @@ from asynccoll.payload.common import (
     require_tensor,
     values_of,
 )
-from asynccoll.spec import Op, ReduceOp, dtype_name, reduce_op
-from asynccoll.started import Started
-from asynccoll.trees import is_tree
-from asynccoll.values import (
+from asynccoll.payload.messages import (
+    all_gather_rows,
+    gather_messages,
+)
+from asynccoll.payload.values import (
     as_number,
     number_row,
     numbers_of,
     reduce_numbers,
     to_message,
 )
+from asynccoll.plan.spec import Op, ReduceOp, dtype_name, reduce_op
+from asynccoll.plan.trees import is_tree
+from asynccoll.tensors import autograd
+from asynccoll.waiting.started import Started
 
 
 def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Started[Any]:

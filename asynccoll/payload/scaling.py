@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.lane import Lane
-from asynccoll.memory import plain_tensor
+from asynccoll.memory.plain import plain_tensor
+from asynccoll.order.lane import Lane
 from asynccoll.payload.common import check_filled, leaves_of, no_out
 from asynccoll.payload.reducing import all_reduce
-from asynccoll.spec import ReduceOp, dtype_name, reduce_op
-from asynccoll.started import Started
-from asynccoll.tensors import check_out, deliver
-from asynccoll.trees import flatten, is_tree, unflatten
+from asynccoll.plan.spec import ReduceOp, dtype_name, reduce_op
+from asynccoll.plan.trees import flatten, is_tree, unflatten
+from asynccoll.tensors import autograd, check_out, deliver
+from asynccoll.waiting.started import Started
 
 #: What travels instead of wider floats, by the name that Horovod has for it.
 _COMPRESSIONS = {"fp16": torch.float16}

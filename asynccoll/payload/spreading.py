@@ -6,14 +6,10 @@ from typing import Any
 
 import torch
 
-from asynccoll import autograd, tensors
+from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.lane import Lane
-from asynccoll.memory import plain_tensor
-from asynccoll.messages import (
-    broadcast_message,
-    scatter_messages,
-)
+from asynccoll.memory.plain import plain_tensor
+from asynccoll.order.lane import Lane
 from asynccoll.payload.common import (
     check_filled,
     check_sendable,
@@ -22,14 +18,19 @@ from asynccoll.payload.common import (
     no_out,
     over_tree,
 )
-from asynccoll.spec import Op
-from asynccoll.started import Started
-from asynccoll.trees import flatten, is_tree
-from asynccoll.values import (
+from asynccoll.payload.messages import (
+    broadcast_message,
+    scatter_messages,
+)
+from asynccoll.payload.values import (
     as_number,
     from_message,
     to_message,
 )
+from asynccoll.plan.spec import Op
+from asynccoll.plan.trees import flatten, is_tree
+from asynccoll.tensors import autograd
+from asynccoll.waiting.started import Started
 
 
 def broadcast(
@@ -63,7 +64,7 @@ def broadcast(
     no_out("broadcast", out)
     kind = message_kind("broadcast", x)
     message = to_message(x) if lane.group.rank == index else None
-    device = lane.group.context.backend.device
+    device = lane.world.device
     return broadcast_message(
         lane,
         "broadcast",
@@ -77,13 +78,13 @@ def broadcast(
 
 def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> Started[Any]:
     """Others may pass anything: what is sent describes itself, also the shape of a tree."""
-    from asynccoll.codecs import SAFE
+    from asynccoll.payload.codecs import SAFE
 
     here = lane.group.rank == src
     x = plain_tensor("broadcast", x) if here and isinstance(x, torch.Tensor) else as_number(x)
     recorded = flatten(x)[0] if here else []  # what the others pass is ignored
     message = to_message(x, SAFE if is_tree(x) else None) if here else None
-    device = lane.group.context.backend.device
+    device = lane.world.device
     started = broadcast_message(
         lane,
         "broadcast",
@@ -113,7 +114,7 @@ def scatter(
         )
     if out is not None:
         autograd.records("scatter", parts, (out,))
-    device = lane.group.context.backend.device
+    device = lane.world.device
     received: Started[Any] = scatter_messages(
         lane,
         "scatter",

@@ -1,4 +1,4 @@
-"""``ignite.distributed.auto``: the helpers of ``asynccoll.auto`` for the world as ``sync`` sees it."""
+"""``ignite.distributed.auto``: the helpers of ``asynccoll.auto.models`` for the world as ``sync`` sees it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from asynccoll.auto import model_for, optim_for
-from asynccoll.autodata import DistributedProxySampler, dataloader_for
-from asynccoll.autoplace import Place
+from asynccoll.auto.data import DistributedProxySampler, dataloader_for
+from asynccoll.auto.models import model_for, optim_for
+from asynccoll.auto.place import Place
 from asynccoll.sync import utils as idist
 from asynccoll.sync.logs import setup_logger
 

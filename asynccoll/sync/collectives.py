@@ -7,10 +7,10 @@ call get an error instead of waiting for ever.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Number
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch.compiler import is_compiling
 
 import asynccoll as ac
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
-from asynccoll.ops import refuse
-from asynccoll.stepping import waited_for
+from asynccoll.ops.collectives import refuse
+from asynccoll.order.stepping import waiting
 from asynccoll.sync import compiled, horovod
 from asynccoll.sync.models import HOROVOD, NATIVE, SERIAL
 from asynccoll.sync.world import model
@@ -33,7 +33,18 @@ __all__ = [
     "new_group",
 ]
 
+T = TypeVar("T")
+
 _NUMBERS = (int, float, complex, Number)
+
+
+def _waited_for(start: Callable[..., ac.Work[T]], *args: object, **kwargs: object) -> T:
+    """``start(*args, **kwargs).wait()``, by the shorter way."""
+    before = waiting.set(True)
+    try:
+        return start(*args, **kwargs).wait()
+    finally:
+        waiting.reset(before)
 
 
 def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[int] | None = None) -> Any:
@@ -72,13 +83,13 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[
         return horovod.adasum(tensor)
     if isinstance(tensor, torch.Tensor):
         return _all_reduce_tensor(tensor, ours, group, in_place=now.in_place)
-    result = waited_for(ac.all_reduce, tensor, op=ours, group=group)
+    result = _waited_for(ac.all_reduce, tensor, op=ours, group=group)
     return bool(result) if isinstance(tensor, bool) else result
 
 
 def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: Any, *, in_place: bool) -> torch.Tensor:
     plain = tensor.detach() if tensor.requires_grad else tensor
-    result: torch.Tensor = waited_for(
+    result: torch.Tensor = _waited_for(
         ac.all_reduce, plain, op=op, group=group, out=plain if in_place else None
     )
     return tensor if in_place else result
@@ -100,10 +111,10 @@ def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] 
         if _outside(group):
             return [tensor] if isinstance(tensor, str) else _plain(tensor)
     if isinstance(tensor, torch.Tensor):
-        return waited_for(ac.all_gather, tensor.detach() if tensor.requires_grad else tensor, group=group)
+        return _waited_for(ac.all_gather, tensor.detach() if tensor.requires_grad else tensor, group=group)
     if isinstance(tensor, (str, *_NUMBERS)):
-        return waited_for(ac.all_gather, tensor, group=group)
-    return waited_for(ac.all_gather_object, tensor, codec="pickle", group=group)
+        return _waited_for(ac.all_gather, tensor, group=group)
+    return _waited_for(ac.all_gather_object, tensor, codec="pickle", group=group)
 
 
 def all_gather_tensors_with_shapes(
@@ -172,15 +183,15 @@ def broadcast(
         return tensor
     _check_broadcast(tensor, src, safe_mode)
     if safe_mode:
-        received = waited_for(ac.broadcast, tensor, src=src, safe_mode=True)
+        received = _waited_for(ac.broadcast, tensor, src=src, safe_mode=True)
         return tensor if isinstance(tensor, torch.Tensor) and ac.get_rank() == src else received
     if not isinstance(tensor, torch.Tensor):
-        return waited_for(ac.broadcast, tensor, src=src)
+        return _waited_for(ac.broadcast, tensor, src=src)
     plain = tensor.detach()
     if now.in_place:  # also of parameters, as torch does
-        waited_for(ac.broadcast, plain, src=src, out=plain)
+        _waited_for(ac.broadcast, plain, src=src, out=plain)
         return tensor
-    return waited_for(ac.broadcast, plain, src=src)
+    return _waited_for(ac.broadcast, plain, src=src)
 
 
 def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
@@ -198,7 +209,7 @@ def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
 def barrier() -> None:
     """Return once every rank has called it."""
     if model() is not SERIAL:
-        waited_for(ac.barrier)
+        _waited_for(ac.barrier)
 
 
 def new_group(ranks: list[int], **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import asynccoll as ac
-from asynccoll.compiled import constant_in_graphs
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops.compiled import constant_in_graphs
 from asynccoll.sync.models import SERIAL
 from asynccoll.sync.world import model
 

@@ -10,9 +10,9 @@ import os
 import warnings
 from collections.abc import Mapping
 
+from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.launch import detect
-from asynccoll.launch.slurm import expand_with_scontrol
 
 __all__ = ["Environment"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 import asynccoll as ac
-from asynccoll.launch.host import node_name
-from asynccoll.runtime import forked
+from asynccoll.environment.host import node_name
+from asynccoll.runtime.process import forked
 
 __all__ = ["Layout", "announce", "hint", "layout"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 import asynccoll as ac
-from asynccoll.backends import others
+from asynccoll.backends.table import others
 
 __all__ = ["MODELS", "Model", "by_backend", "registered_computation_models"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.runtime import forked, refresh
+from asynccoll.runtime.process import forked, refresh
 from asynccoll.sync import horovod
 from asynccoll.sync import layout as _layout
 from asynccoll.sync.environment import Environment

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from asynccoll import dispatch
-from asynccoll.aliasing import has_memory, may_overlap, same_memory
-from asynccoll.backends.waiters import Waiters
-from asynccoll.checks import checked, signature
-from asynccoll.completion import Completion, Promise
-from asynccoll.encoding import decode, encode
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
-from asynccoll.lane import Lane, Program, Start
-from asynccoll.modes import as_called
-from asynccoll.operation import Operation
-from asynccoll.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
-from asynccoll.started import Started
-from asynccoll.streams import carried
-from asynccoll.waiting import in_loop
+from asynccoll.health.checks import checked, signature
+from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
+from asynccoll.modes.captured import as_called
+from asynccoll.order.job import Program, Start
+from asynccoll.order.lane import Lane
+from asynccoll.order.operation import Operation
+from asynccoll.plan import dispatch
+from asynccoll.plan.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
+from asynccoll.tensors.encoding import decode, encode
+from asynccoll.transport.completion import Completion, Promise
+from asynccoll.transport.streams import carried
+from asynccoll.transport.waiters import Waiters
+from asynccoll.waiting.started import Started
+from asynccoll.waiting.suspending import in_loop
 
 #: Above this size the copy that a functional result needs would hold the event loop for more than a
 #: millisecond (64 MiB: some 50 ms of page faults), so a thread makes it, while the operation keeps its place
@@ -41,7 +42,7 @@ class Route:
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
         topology = lane.group.topology(spec.device)
-        self.plan = dispatch.plan(op, spec, topology, lane.group.context.policy, reduce)
+        self.plan = dispatch.plan(op, spec, topology, lane.world.policy, reduce)
         #: the native call leaves its input as it is
         self.keeps_input = op in topology.capabilities.keeps_input
         #: its elements lie in memory in the order of their indices
@@ -135,7 +136,7 @@ class Call:
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
             fill = None
-        if fill is not None or self.program is not None or lane.group.context.policy.check:
+        if fill is not None or self.program is not None or lane.world.policy.check:
             return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
         assert self.start is not None
         operation = lane.issue(lane.estimate(self.plan.name, size_bytes), self.start, size_bytes, timeout)
@@ -143,7 +144,7 @@ class Call:
 
     def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
         name, wire = self.plan.name, self.wire
-        if lane.group.context.policy.check:
+        if lane.world.policy.check:
             detail = "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
             text = signature(name, dtype_name(wire.dtype), self.shape, detail)
             program = checked(lane, text, program=program)
@@ -222,7 +223,7 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
     The graph runs here, in the user's thread, where no other touches it. No memory is copied yet.
     """
-    from asynccoll.backends import xla_device
+    from asynccoll.backends.xla import device as xla_device
 
     try:
         xla_device.compute(x)
@@ -233,7 +234,7 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
 def _twin(x: torch.Tensor) -> torch.Tensor:
     """``_computed``, ready to travel as it is."""
-    from asynccoll.backends import xla_device
+    from asynccoll.backends.xla import device as xla_device
 
     return xla_device.settled(physical(x))
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from asynccoll.aliasing import may_overlap
-from asynccoll.completion import Completion
-from asynccoll.encoding import decode
-from asynccoll.lane import Lane
-from asynccoll.spec import Op
+from asynccoll.memory.aliasing import may_overlap
+from asynccoll.order.lane import Lane
+from asynccoll.plan.spec import Op
 from asynccoll.tensors.common import (
     Call,
     Route,
@@ -24,6 +22,8 @@ from asynccoll.tensors.common import (
     sent_as,
     target_for,
 )
+from asynccoll.tensors.encoding import decode
+from asynccoll.transport.completion import Completion
 
 
 def all_to_all_call(

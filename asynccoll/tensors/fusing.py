@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asynccoll import costs
-from asynccoll.checks import checked, signature
-from asynccoll.completion import AllOf, Completion
-from asynccoll.fusion import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
-from asynccoll.lane import Lane
-from asynccoll.spec import ReduceOp, dtype_name
-from asynccoll.started import Started
+from asynccoll.health.checks import checked, signature
+from asynccoll.order import costs
+from asynccoll.order.lane import Lane
+from asynccoll.plan.spec import ReduceOp, dtype_name
 from asynccoll.tensors.common import Call, deliver, in_thread, kept
+from asynccoll.tensors.fusion import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
+from asynccoll.transport.completion import AllOf, Completion
+from asynccoll.waiting.started import Started
 
 __all__ = ["DIRECT_BYTES", "Fuse", "MakeCall", "Parcel", "fused"]
 
@@ -147,7 +147,7 @@ def fused(
     parcels = []
     total_bytes = sum(x.nbytes for x in xs)
     program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
-    if lane.group.context.policy.check:
+    if lane.world.policy.check:
         shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
         program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
     sent = lambda: [parcel.started for parcel in parcels if parcel.started is not None]  # noqa: E731
@@ -160,7 +160,7 @@ def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:
 
     On a device packing holds nobody, and what is staged there has to be so in its user's thread.
     """
-    if lane.group.context.backend.device.type != "cpu" or not all(map(_is_cpu, xs)):
+    if lane.world.device.type != "cpu" or not all(map(_is_cpu, xs)):
         return buckets(xs)
     made = buckets(xs, DIRECT_BYTES)
     firsts = [xs[bucket.indices[0]] for bucket in made]

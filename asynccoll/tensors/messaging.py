@@ -6,14 +6,14 @@ import contextlib
 
 import torch
 
-from asynccoll.backends.base import Communicator
-from asynccoll.completion import READY, Completion
-from asynccoll.encoding import decode, encode
 from asynccoll.errors import AsyncCollError
-from asynccoll.lane import Lane
-from asynccoll.spec import Op
-from asynccoll.started import Started
+from asynccoll.order.lane import Lane
+from asynccoll.plan.spec import Op
 from asynccoll.tensors.common import check_out, deliver, physical, plan_for, target_for
+from asynccoll.tensors.encoding import decode, encode
+from asynccoll.transport.communicator import Communicator
+from asynccoll.transport.completion import READY, Completion
+from asynccoll.waiting.started import Started
 
 
 def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Started[None]:
@@ -61,7 +61,7 @@ def start_recv(
 
 def refuse_message(lane: Lane, role: str, peer: int, tag: int, error: AsyncCollError) -> None:
     """In place of a send or recv that was refused: let the peer's side of it end, where it can be told."""
-    why = f"rank {lane.group.context.rank} refused its side, a {role}: {type(error).__name__}: {error}"
+    why = f"rank {lane.world.rank} refused its side, a {role}: {type(error).__name__}: {error}"
 
     def start(communicator: Communicator) -> Completion:
         communicator.refuse(role, peer, tag, why)

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from asynccoll import dispatch
-from asynccoll.completion import READY, Completion
-from asynccoll.encoding import decode
 from asynccoll.errors import UnsupportedOpError
-from asynccoll.lane import Lane
-from asynccoll.spec import Op, Plan, TensorSpec
-from asynccoll.started import Started
+from asynccoll.order.lane import Lane
+from asynccoll.plan import dispatch
+from asynccoll.plan.spec import Op, Plan, TensorSpec
 from asynccoll.tensors.common import (
     Call,
     check_out,
@@ -26,7 +23,10 @@ from asynccoll.tensors.common import (
     target_for,
     wire_like,
 )
+from asynccoll.tensors.encoding import decode
 from asynccoll.tensors.fusing import Fuse, MakeCall
+from asynccoll.transport.completion import READY, Completion
+from asynccoll.waiting.started import Started
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -109,14 +109,14 @@ def gather_call(lane: Lane, x: torch.Tensor, dst: int) -> Call:
 def start_join(lane: Lane, timeout: float | None) -> Started[int]:
     """The rank that called it last; until then the others' reductions go on with zeros of this one."""
     group = lane.group
-    backend = group.context.backend
+    backend = lane.world.backend
     if group.size > 1 and not (getattr(backend, "joins", False) and group.is_world):
         where = f"on {backend.name}" if group.is_world else f"in the group of ranks {list(group.ranks)}"
         raise UnsupportedOpError(
             f"join is not supported {where}; horovod has it, in the world. Elsewhere agree on the number "
             "of steps first: await ac.all_reduce(len(batches), op='min')"
         )
-    last = torch.full((), group.context.rank, dtype=torch.int32, device="cpu")
+    last = torch.full((), lane.world.rank, dtype=torch.int32, device="cpu")
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         if group.size > 1:
@@ -134,6 +134,6 @@ def start_barrier(lane: Lane, timeout: float | None) -> Started[None]:
     plan: Plan | None = lane.routes.get(Op.BARRIER)
     if plan is None:
         spec = TensorSpec(torch.uint8)
-        plan = dispatch.plan(Op.BARRIER, spec, lane.group.topology("cpu"), lane.group.context.policy)
+        plan = dispatch.plan(Op.BARRIER, spec, lane.group.topology("cpu"), lane.world.policy)
         lane.routes[Op.BARRIER] = plan
     return Call(plan, lambda communicator: communicator.barrier(), _NOTHING, None).begin(lane, timeout)

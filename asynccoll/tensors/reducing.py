@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from asynccoll.aliasing import may_overlap, same_memory
-from asynccoll.encoding import reduce_chunks
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.lane import Lane, Start
-from asynccoll.spec import Op, Plan, ReduceOp, Wire
+from asynccoll.memory.aliasing import may_overlap, same_memory
+from asynccoll.order.job import Start
+from asynccoll.order.lane import Lane
+from asynccoll.plan.spec import Op, Plan, ReduceOp, Wire
 from asynccoll.tensors.common import (
     Call,
     Route,
@@ -26,6 +26,7 @@ from asynccoll.tensors.common import (
     sent_as,
     target_for,
 )
+from asynccoll.tensors.encoding import reduce_chunks
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.tensors.nodes import nodes_first
 

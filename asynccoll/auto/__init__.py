@@ -1,0 +1,16 @@
+"""One line for model, optimizer and data: what ignite calls ``auto``.
+
+A user could have written it: it takes public names only.
+"""
+
+from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
+from asynccoll.auto.models import AsyncOptimizer, async_optim, auto_model, auto_optim
+
+__all__ = [
+    "AsyncOptimizer",
+    "DistributedProxySampler",
+    "async_optim",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
+]

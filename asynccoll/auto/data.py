@@ -1,0 +1,144 @@
+"""Data for one rank of many: ``auto_dataloader`` and ``DistributedProxySampler``, by ignite's rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import Sampler
+
+from asynccoll.auto.place import Place, here
+
+__all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
+
+XLA = "xla-tpu"
+
+
+class DistributedProxySampler(DistributedSampler[Any]):
+    """This rank's share of what another sampler draws, the same draw on every rank.
+
+    The order of an epoch is that of ``sampler`` under a seed which is the epoch's number
+    (``set_epoch``); what does not divide evenly is filled up from another draw. Sets torch's global
+    seed, as ignite's does: samplers draw from it.
+
+    Args:
+        sampler: any sampler of a constant length.
+        num_replicas, rank: the number of shares and which one; of torch's default group if not given.
+    """
+
+    def __init__(
+        self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        if not isinstance(sampler, Sampler):
+            raise TypeError(
+                f"Argument sampler should be instance of torch Sampler, but given: {type(sampler)}"
+            )
+        if isinstance(sampler, DistributedSampler):
+            raise TypeError("Argument sampler must not be a distributed sampler already")
+        if not hasattr(sampler, "__len__"):
+            raise TypeError("Argument sampler should have length")
+        super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.manual_seed(self.epoch)
+        drawn: list[Any] = []
+        while len(drawn) < self.total_size:
+            before = len(drawn)
+            drawn += list(self.sampler)
+            if len(drawn) == before:
+                raise RuntimeError(f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}")
+        mine = drawn[self.rank : self.total_size : self.num_replicas]
+        if len(mine) != self.num_samples:
+            raise RuntimeError(f"{len(mine)} vs {self.num_samples}")
+        return iter(mine)
+
+
+def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
+    """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
+
+    - ``batch_size`` is divided by the number of ranks (where it is at least that), ``num_workers`` by the
+      number of ranks on the node.
+    - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise); one
+      that is given is used; any other is wrapped in a ``DistributedProxySampler``.
+    - An iterable dataset is used as it is: it must produce other data on other ranks itself. So must a
+      ``batch_sampler``, of which a warning says so.
+    - ``pin_memory`` is True where the device is a GPU, unless said otherwise. On xla-tpu the loader is
+      wrapped in torch_xla's ``MpDeviceLoader``.
+    """
+    return dataloader_for(here(), dataset, kwargs)
+
+
+def dataloader_for(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> Any:
+    """The same for a given place."""
+    if place.world_size > 1:
+        _share(place, dataset, kwargs)
+    on_xla = place.backend == XLA
+    if on_xla and kwargs.get("pin_memory", False):
+        warnings.warn(
+            "Found incompatible options: xla support and pin_memory args equal True. "
+            "Argument `pin_memory=False` will be used to construct data loader.",
+            stacklevel=3,
+        )
+        kwargs["pin_memory"] = False
+    else:
+        kwargs["pin_memory"] = kwargs.get("pin_memory", place.device.type == "cuda")
+    place.log.info("Use data loader kwargs for dataset '%s': \n\t%s", repr(dataset)[:20].strip(), kwargs)
+    loader = DataLoader(dataset, **kwargs)
+    return _on_device(place, loader) if on_xla and place.world_size > 1 else loader
+
+
+def _share(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
+    """Change ``kwargs`` to this rank's part of them."""
+    if kwargs.get("batch_size") is not None and kwargs["batch_size"] >= place.world_size:
+        kwargs["batch_size"] //= place.world_size
+    nproc = place.nproc_per_node
+    if "num_workers" in kwargs and kwargs["num_workers"] >= nproc:
+        kwargs["num_workers"] = (kwargs["num_workers"] + nproc - 1) // nproc
+    if kwargs.get("batch_sampler") is not None:
+        warnings.warn(
+            "Found batch_sampler in provided kwargs. Please, make sure that it is compatible "
+            "with distributed configuration",
+            stacklevel=4,
+        )
+    elif isinstance(dataset, IterableDataset):
+        place.log.info(
+            "Found iterable dataset, dataloader will be created without any distributed sampling. "
+            "Please, make sure that the dataset itself produces different data on different ranks."
+        )
+    else:
+        kwargs["sampler"] = _sampler(place, dataset, kwargs)
+
+
+def _sampler(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> Sampler[Any]:
+    sampler = kwargs.get("sampler")
+    if sampler is None:
+        shuffle = kwargs.pop("shuffle", True)  # the loader refuses it beside a sampler
+        return DistributedSampler(dataset, num_replicas=place.world_size, rank=place.rank, shuffle=shuffle)
+    if not isinstance(sampler, DistributedSampler):
+        return DistributedProxySampler(sampler, num_replicas=place.world_size, rank=place.rank)
+    if sampler.rank != place.rank:
+        warnings.warn(
+            f"Found distributed sampler with rank={sampler.rank}, but process rank is {place.rank}",
+            stacklevel=5,
+        )
+    if sampler.num_replicas != place.world_size:
+        warnings.warn(
+            f"Found distributed sampler with num_replicas={sampler.num_replicas}, "
+            f"but world size is {place.world_size}",
+            stacklevel=5,
+        )
+    return sampler
+
+
+def _on_device(place: Place, loader: DataLoader[Any]) -> Any:
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    place.log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
+    wrapped = MpDeviceLoader(loader, place.device)
+    wrapped.sampler = loader.sampler
+    return wrapped

@@ -1,0 +1,348 @@
+"""A model and its optimizer for one rank of many: ``auto_model``, ``auto_optim``, ``async_optim``.
+
+``auto_model`` and ``auto_optim`` follow ignite's rules: on torch's backends DDP reduces the gradients.
+Elsewhere (mpi, horovod, xla-tpu) ``auto_optim`` has them averaged when ``backward`` returns, as DDP does,
+so that clipping, scalers and accumulation are the same everywhere. ``async_optim`` averages them while other
+tasks run, on every backend, and its step is awaited.
+
+Built on the public operations alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from asynccoll.auto.data import XLA, DistributedProxySampler, auto_dataloader
+from asynccoll.auto.place import Place, here
+from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
+from asynccoll.overlap.accepted import ddp_models
+from asynccoll.overlap.backward import BackwardReducer
+from asynccoll.runtime.process import current
+
+__all__ = [
+    "AsyncOptimizer",
+    "DistributedProxySampler",
+    "async_optim",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
+]
+
+HOROVOD = "horovod"
+#: Backends that DDP does not serve. (torch_xla's own ``optimizer_step`` reduces outside of our order, and
+#: aborts where replicas are threads; Horovod's optimizer has its gradients in flight until ``step``.)
+_WITHOUT_DDP = frozenset({"mpi", HOROVOD, XLA})
+#: How many optimizers have been given a lane, in each context: all ranks make them in one order.
+_lanes_given: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
+
+
+def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Module:
+    """The model on this rank's device, ready to be trained by all ranks together.
+
+    - gloo, nccl: ``DistributedDataParallel`` around it, after ``SyncBatchNorm`` conversion with
+      ``sync_bn=True``.
+    - horovod, mpi, xla-tpu: parameters and buffers become those of rank 0; the gradients are
+      ``auto_optim``'s matter.
+    - a world of one with several GPUs: ``DataParallel``.
+    - otherwise the model itself.
+
+    Mixed precision is torch's: run the forward pass under ``torch.autocast``. Models of apex are refused.
+
+    Args:
+        model: any module.
+        sync_bn: batch norm over the batches of all ranks; on torch's backends only (elsewhere a warning).
+        kwargs: for the class that wraps the model.
+
+    Raises:
+        ValueError: ``device_ids`` among ``kwargs`` where this rank's device is a GPU.
+        UnsupportedOpError: apex is in the model.
+    """
+    return model_for(here(), model, sync_bn, kwargs)
+
+
+def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """The same for a given place."""
+    _refuse_apex(model)
+    if not all(parameter.device == place.device for parameter in model.parameters()):
+        model.to(place.device)
+    if place.world_size == 1:
+        if torch.cuda.device_count() > 1 and place.device.type == "cuda":
+            place.log.info("Apply torch DataParallel on model")
+            return nn.DataParallel(model, **kwargs)
+        return model
+    if place.backend in _WITHOUT_DDP:
+        if sync_bn and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+            warnings.warn(
+                f"sync_bn=True has no effect on {place.backend}: SyncBatchNorm needs DistributedDataParallel "
+                "on a torch backend (gloo, nccl); each rank normalises by its own batches",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        place.log.info("Broadcast the initial variable states from rank 0 to all other processes")
+        broadcast_parameters(model).wait()
+        return model
+    return _parallel(place, model, sync_bn, kwargs)
+
+
+def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """The model in torch's DistributedDataParallel."""
+    if sync_bn:
+        place.log.info("Convert batch norm to sync batch norm")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
+    if place.device.type == "cuda":
+        if "device_ids" in kwargs:
+            raise InvalidArgumentError(f"Argument kwargs should not contain 'device_ids', but got {kwargs}")
+        place.log.info("Apply torch DistributedDataParallel on model, device id: %s", place.device.index)
+        kwargs["device_ids"] = [place.device.index]
+    else:
+        place.log.info("Apply torch DistributedDataParallel on model")
+    wrapped = nn.parallel.DistributedDataParallel(model, **kwargs)
+    ddp_models.add(wrapped)
+    return wrapped
+
+
+def auto_optim(optimizer: O, **kwargs: Any) -> O:
+    """The optimizer, ready to step on gradients of all ranks.
+
+    - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
+    - mpi, horovod, xla-tpu: buckets of gradients leave while backward runs, and when ``backward`` returns
+      every ``.grad`` is the average of all ranks', as with DDP (``kwargs`` are those of
+      ``ac.overlap_gradients``). On xla-tpu the step then executes what was recorded; on horovod the
+      optimizer's state becomes that of rank 0.
+    - horovod, with options of Horovod's (``compression``, ``backward_passes_per_step``, ...): its
+      ``DistributedOptimizer`` around it, by Horovod's rules: gradients are averaged in ``step``, or by
+      ``optimizer.synchronize()`` before they are read.
+
+    Where the optimizer has the gradients averaged, it has two methods more: ``no_sync()``, a block in which
+    backward accumulates on this rank only, and ``synchronize()``, which takes part in a step's average on a
+    rank whose backward has not: for want of data, or because it raised. ``step`` does so by itself. Every
+    optimizer has a lane of its own; ranks make their optimizers in the same order.
+
+    Raises:
+        UnsupportedOpError: an optimizer of apex.
+        InvalidArgumentError: another optimizer has some of the parameters (of one that has all of them this
+            one takes over).
+        CollectiveMismatchError: the ranks have not the same parameters; from backward, a rank has run more
+            backwards for a step than others.
+    """
+    return optim_for(here(), optimizer, kwargs)
+
+
+def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
+    """The same for a given place."""
+    _refuse_apex(optimizer)
+    if place.backend == HOROVOD:
+        if _for_horovod(kwargs):
+            return _of_horovod(optimizer, kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "named_parameters"}
+        _start_as_rank_0(optimizer)
+    if place.backend in _WITHOUT_DDP and place.world_size > 1:
+        _average_in_backward(optimizer, kwargs)
+    if place.backend == XLA:
+        optimizer.register_step_post_hook(_execute)
+    return optimizer
+
+
+def _execute(*_: Any) -> None:
+    """Have XLA run what the step has recorded, as its own ``optimizer_step`` does."""
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def _for_horovod(kwargs: dict[str, Any]) -> bool:
+    """Whether there are options of Horovod's optimizer alone; parameters' names are for its messages."""
+    ours = {*inspect.signature(overlap_gradients).parameters, "named_parameters"}
+    return not ours.issuperset(kwargs)
+
+
+def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
+    import horovod.torch as hvd
+
+    distributed: O = hvd.DistributedOptimizer(optimizer, **kwargs)
+    _start_as_rank_0(distributed)
+    return distributed
+
+
+def _start_as_rank_0(optimizer: Optimizer) -> None:
+    import horovod.torch as hvd
+
+    if optimizer.state or not isinstance(
+        optimizer, torch.optim.LBFGS
+    ):  # which Horovod cannot send; it has none
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+    """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
+    kwargs = {"lane": _next_lane("auto_optim"), **kwargs}
+    gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
+
+    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The arguments of ``step`` with the optimizer before them, as torch hands them to a hook.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            gradients.synchronize()
+            return None
+
+        def averaged() -> Any:
+            loss = closure()
+            gradients.synchronize()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], averaged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": averaged}
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: gradients.stepped())
+    # Horovod's ``skip_synchronize`` is for programs that were written for its optimizer.
+    methods = {"no_sync": gradients.no_sync, "synchronize": gradients.synchronize}
+    vars(optimizer).update(methods, skip_synchronize=nullcontext)
+
+
+def _next_lane(kind: str) -> str:
+    """A lane for one more optimizer: the same on every rank that makes its optimizers in the same order."""
+    given = _lanes_given.setdefault(current(), Counter())
+    given[kind] += 1
+    return f"{kind} {given[kind]}"
+
+
+def _parameters_of(optimizer: Optimizer) -> Callable[[], list[torch.Tensor]]:
+    """What tells the parameters that the optimizer has by now (``add_param_group``), while there is one."""
+    alive = weakref.ref(optimizer)
+
+    def parameters() -> list[torch.Tensor]:
+        found = alive()
+        return [x for given in found.param_groups for x in given["params"]] if found is not None else []
+
+    return parameters
+
+
+# Awaited
+
+
+class AsyncOptimizer:
+    """An optimizer whose step awaits gradients that leave while backward runs; ``async_optim`` makes it.
+
+    ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``, ``state_dict``,
+    ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` or
+    ``async with`` block) takes the hooks away. To read gradients before the step, as clipping does,
+    ``await optimizer.reduced()``.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: GradientReducer) -> None:
+        self.wrapped = optimizer
+        self.gradients = gradients
+
+    def __repr__(self) -> str:
+        return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    async def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once the gradients of all ranks are averaged.
+
+        ``closure`` makes the gradients anew and returns the loss, which is returned.
+
+        Raises:
+            UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
+                would have to be awaited. ``ac.auto_optim`` takes those.
+        """
+        loss = None
+        if closure is not None:
+            _refuse_many_closures(self.wrapped)
+            with torch.enable_grad():
+                loss = closure()
+        await self.reduced()
+        self.wrapped.step()
+        self.gradients.stepped()
+        return loss
+
+    async def reduced(self) -> None:
+        """Wait until the gradients are the average of all ranks'; ``step`` then need not."""
+        if self.gradients.is_due():
+            await self.gradients
+
+    def no_sync(self) -> Any:
+        """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
+        return self.gradients.no_sync()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.gradients.close()
+
+    def __enter__(self) -> AsyncOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> AsyncOptimizer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
+    """An optimizer whose ``step`` is awaited: it updates with the average of all ranks' gradients.
+
+    >>> model = Net()
+    >>> optimizer = ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> loss_fn(model(x), y).backward()     # buckets of gradients leave meanwhile
+    >>> await optimizer.step()              # other tasks run until they are here
+
+    For a plain model, on any backend; not for one that ``auto_model`` wrapped in DDP, which reduces the
+    gradients itself.
+
+    Args:
+        optimizer: an optimizer of torch; its parameters' gradients are reduced.
+        kwargs: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
+            Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
+    """
+    _refuse_apex(optimizer)
+    kwargs = {"lane": _next_lane("async_optim"), **kwargs}
+    return AsyncOptimizer(optimizer, GradientReducer(_parameters_of(optimizer), **kwargs))
+
+
+def _refuse_many_closures(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOpError(
+            "LBFGS calls its closure several times a step, and each call's gradients would have to be "
+            "awaited: use DDP, or ac.auto_optim, whose backward waits (on mpi, horovod and xla-tpu)"
+        )
+
+
+# apex
+
+
+def _refuse_apex(subject: nn.Module | Optimizer) -> None:
+    """apex patches models and optimizers in ways that fit none of these wrappers: say so at once."""
+    parts = [subject, *(subject.modules() if isinstance(subject, nn.Module) else ())]
+    found = next((type(part) for part in parts if type(part).__module__.partition(".")[0] == "apex"), None)
+    state = getattr(sys.modules.get("apex.amp._amp_state"), "_amp_state", None)
+    active = getattr(getattr(state, "opt_properties", None), "enabled", False)
+    if found is None and not active and not hasattr(subject, "_amp_stash"):
+        return
+    what = f"{found.__module__}.{found.__qualname__}" if found is not None else "apex.amp"
+    raise UnsupportedOpError(
+        f"{what} is not supported: apex's mixed precision and wrappers are given up upstream. Use "
+        "torch.autocast around the forward pass and torch.amp.GradScaler (CUDA), torch.nn.SyncBatchNorm "
+        "by auto_model(model, sync_bn=True), and torch's own optimizers"
+    )

@@ -1,0 +1,1 @@
+"""torch's process groups: gloo, nccl, and whatever is registered with torch."""

@@ -1,0 +1,84 @@
+"""Where the ranks of one torch elastic agent meet without asking the agent.
+
+Its store has one thread, which asks a name server about every connection that is made to it: where the
+server is slow, so is the start of a job. Ranks that all have the same agent share a host, and a directory
+that the agent makes for each attempt: rank 0 serves a store of its own on the loopback address and leaves
+the port there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+
+import torch.distributed as dist
+
+from asynccoll.backends.common.resolver import names_are_quick
+from asynccoll.backends.common.tcpstore import LOOPBACK, connect
+
+__all__ = ["is_agents", "meet_under_one_agent"]
+
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.02
+
+
+def is_agents(host: str, port: int) -> bool:
+    """Whether torch elastic's agent serves the store at this address."""
+    environ = os.environ
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
+        (host, str(port)) == (environ.get("MASTER_ADDR"), environ.get("MASTER_PORT"))
+    )
+
+
+def meet_under_one_agent(rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore | None:
+    """A store of the ranks' own; None where several agents have started them, or the directory is not there.
+
+    Raises:
+        OSError: rank 0 did not come within ``timeout``.
+    """
+    note = _note(world_size)
+    if note is None:
+        return None
+    if rank > 0:
+        names_are_quick(LOOPBACK[0])  # to be known when connecting: found out while rank 0 does the same
+        return connect(LOOPBACK[0], _await(note, timeout.total_seconds()), serve=False, timeout=timeout)
+    earlier = _read(note)
+    port = earlier["port"] if earlier is not None and earlier["pid"] == os.getpid() else 0
+    store = connect(LOOPBACK[0], port, serve=True, timeout=timeout)
+    if store.port != port:
+        unfinished = note.with_suffix(".made")
+        unfinished.write_text(json.dumps({"pid": os.getpid(), "port": store.port}))
+        unfinished.replace(note)
+    return store
+
+
+def _note(world_size: int) -> Path | None:
+    """The file for the port, in the directory of this attempt."""
+    file, here = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if not file or here != str(world_size):
+        return None
+    directory = Path(file).parent.parent
+    # The agent's port: ranks may be agents themselves, and those of each are a world of their own.
+    return directory / f"asynccoll-{os.environ['MASTER_PORT']}" if directory.is_dir() else None
+
+
+def _await(note: Path, seconds: float) -> int:
+    deadline = monotonic() + seconds
+    pause = _FIRST_PAUSE_SECONDS
+    while (found := _read(note)) is None:
+        if monotonic() >= deadline:
+            raise TimeoutError(f"rank 0 did not leave the port of its store in {note}")
+        sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return found["port"]
+
+
+def _read(note: Path) -> dict[str, int] | None:
+    with contextlib.suppress(OSError):
+        found: dict[str, int] = json.loads(note.read_text())
+        return found
+    return None

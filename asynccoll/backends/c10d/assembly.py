@@ -1,0 +1,151 @@
+"""How the ranks of a world come together at a meeting point, which earlier worlds may have used.
+
+Each rank writes that it is here, with a word of its own for this one time; rank 0 reads what all have
+written, numbers the world, and tells each the number under its word. A rank that finds its word agrees to
+that number, and when all have agreed, rank 0 lets them go. So it does not matter what earlier worlds left
+in the store, how many ranks they had, or how often each process has been here: an entry that nobody stands
+behind any more is never agreed to, and is written over by the rank that takes its place.
+
+Whoever waits asks again and again instead of waiting inside the store, so that Ctrl-C is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from time import monotonic, sleep
+
+import torch.distributed as dist
+
+from asynccoll.errors import CollectiveTimeoutError, PeerLostError
+from asynccoll.host.store import values
+
+__all__ = ["Member", "assemble"]
+
+_FIRST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.02
+_GO = "go"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What each rank tells the others: its node, the node that its launcher says, what its user wishes."""
+
+    host: str
+    node: int | None = None
+    by_node: bool | None = None
+
+
+def assemble(
+    store: dist.Store, rank: int, world_size: int, me: Member, seconds: float
+) -> tuple[dist.Store, list[Member]]:
+    """The part of ``store`` for this world, in which nothing is yet, and what each rank said of itself.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not come within ``seconds``; says which.
+        PeerLostError: the process that serves the store has ended.
+    """
+    word = secrets.token_hex(8)
+    assembly = _Assembly(dist.PrefixStore("asynccoll", store), rank, world_size, monotonic() + seconds)
+    try:
+        assembly.set({f"here/{rank}": json.dumps([word, asdict(me)])})
+        world = assembly.lead() if rank == 0 else assembly.follow(word)
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"rank {rank} of {world_size} lost the place where they meet while it waited for the others: "
+            f"{error}"
+        ) from error
+    part = dist.PrefixStore(world, assembly.store)
+    return part, [Member(**told) for told in json.loads(part.get("members"))]
+
+
+class _Assembly:
+    """One rank's side of it."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, deadline: float) -> None:
+        self.store = store
+        self._rank = rank
+        self._size = world_size
+        self._deadline = deadline
+        self._here = [f"here/{index}" for index in range(world_size)]
+
+    def set(self, entries: Mapping[str, str]) -> None:
+        """Write, in one request where the store can."""
+        if self.store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
+            self.store.multi_set(list(entries), list(entries.values()))  # type: ignore[attr-defined]  # as above
+            return
+        for key, value in entries.items():
+            self.store.set(key, value)
+
+    def follow(self, word: str) -> str:
+        """Agree to what rank 0 says until it says go; the part of the store."""
+        world = ""
+        for number in range(1 << 30):
+            key = f"{word}/{number}"
+            for _ in self._looks(lambda: self._absent() or [0]):
+                if self.store.check([key]):
+                    break
+            said = self.store.get(key).decode()
+            if said == _GO:
+                return world
+            world = said
+            self.store.set(f"{world}/agreed/{self._rank}", "")
+        raise AssertionError("rank 0 never stops")
+
+    def lead(self) -> str:
+        """Number worlds until one is agreed to by all; the part of the store."""
+        told: dict[str, int] = {}  # by word, how often it was told something
+        for _ in self._looks(self._absent):
+            if self.store.check(self._here):
+                break
+        while True:
+            entries = values(self.store, self._here)
+            words = [json.loads(entry)[0] for entry in entries]
+            world = f"world/{self.store.add('worlds', 1)}"
+            members = json.dumps([json.loads(entry)[1] for entry in entries])
+            self.store.set(f"{world}/members", members)
+            self._tell(told, words, world)
+            if self._agreed(world, entries):
+                for key in self._here:  # so that who does not come next time is missed
+                    with contextlib.suppress(RuntimeError):  # a store that cannot
+                        self.store.delete_key(key)
+                self._tell(told, words, _GO)
+                return world
+
+    def _tell(self, told: dict[str, int], words: list[str], what: str) -> None:
+        self.set({f"{word}/{told.get(word, 0)}": what for word in words[1:]})
+        told.update({word: told.get(word, 0) + 1 for word in words})
+
+    def _agreed(self, world: str, entries: list[bytes]) -> bool:
+        """Whether all agree, before somebody else takes the place of one of them."""
+        agreed = [f"{world}/agreed/{index}" for index in range(1, self._size)]
+
+        def absent() -> list[int]:
+            return [index for index, key in enumerate(agreed, 1) if not self.store.check([key])]
+
+        for _ in self._looks(absent):
+            if not agreed or self.store.check(agreed):
+                return True
+            if values(self.store, self._here) != entries:
+                return False
+        raise AssertionError("looking ends with an error")
+
+    def _absent(self) -> list[int]:
+        return [index for index, key in enumerate(self._here) if not self.store.check([key])]
+
+    def _looks(self, absent: Callable[[], list[int]]) -> Iterator[None]:
+        """Come back now and then until the deadline, and then say who is absent."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            yield
+            if monotonic() >= self._deadline:
+                missing = absent()
+                who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank} waited in vain for {who} of {self._size} to come"
+                )
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

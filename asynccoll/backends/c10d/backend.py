@@ -1,0 +1,426 @@
+"""gloo, nccl and any other backend of c10d: the native ProcessGroup methods, called directly.
+
+Communicators are our own: each (group, lane, epoch) is a ProcessGroup made on a prefix of the store,
+which meets its peers by name. The user's ``dist.*`` calls and DDP run on other groups and never
+interleave with ours.
+
+Tensors on the CPU go through gloo in every case, also beside nccl: objects, numbers and lengths are
+then awaited for real instead of synchronising the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._C._distributed_c10d as _native
+import torch.distributed as dist
+
+from asynccoll.backends.c10d.channels import Channels
+from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport
+from asynccoll.backends.c10d.completion import NEVER, HostCompletion, StreamCompletion
+from asynccoll.backends.c10d.published import publish, withdraw
+from asynccoll.backends.c10d.rendezvous import (
+    LOOPBACK,
+    come_together,
+    locate,
+    matching_launch,
+    nodes_of,
+    not_met,
+    own_part,
+    rendezvous,
+)
+from asynccoll.backends.c10d.tables import GLOO, NCCL, OTHER
+from asynccoll.backends.common.gpu import own_device
+from asynccoll.backends.request import of_torch
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.host import network as own_interface
+from asynccoll.host.store import Exchange, Waiting, host_of
+from asynccoll.plan.spec import Capabilities
+from asynccoll.transport.waiters import InProgress
+
+if TYPE_CHECKING:
+    from asynccoll.backends.request import Request
+    from asynccoll.transport.communicator import Opening
+    from asynccoll.world.context import Context
+
+__all__ = ["C10dBackend"]
+
+#: How long closing waits for lanes that are being opened; they are told to give up.
+_OPENING_SECONDS = 2.0
+#: How long who leaves waits for those that have not connected to all others yet.
+_CONNECTING_SECONDS = 5.0
+#: Without its types: the stubs leave out half of it.
+_Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+
+
+def _connected(name: str, rank: int) -> str:
+    return f"{name}/connected/{rank}"
+
+
+def _await_others(opening: Opening, names: list[str], size: int) -> None:
+    """Return once all have connected to each other: whoever is about to would see this rank as lost."""
+    keys = [_connected(name, rank) for name in names for rank in range(size)]
+    clients = opening.clients
+    if keys and clients is not None and opening.store_answers():
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever is late
+            clients.await_keys(keys, _CONNECTING_SECONDS, lambda: False)
+
+
+class C10dBackend:
+    """c10d for one rank: which native backend serves which device, over which store."""
+
+    open_waits = True
+    ends_alone = False
+    ad_hoc_groups = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout: float,
+        device: torch.device,
+        by_device: dict[str, str],
+        interface: str | None = None,
+        address: str | None = None,
+        exported: str | None = None,
+        owns_default_group: bool = False,
+        default_group: weakref.ref[Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.by_device = by_device
+        self.stream_ordered = device.type != "cpu"
+        self.orders_lanes = "nccl" in by_device.values()
+        self._timeout = timedelta(seconds=timeout)
+        self._interface = interface or os.environ.get(own_interface.VARIABLE)
+        self._address = address
+        self._exported = exported
+        self._owns_default_group = owns_default_group
+        self._default_group = default_group
+        self._opening = InProgress()
+        self._devices: list[Any] = []
+        self._published: dict[str, dist.ProcessGroup] = {}
+        self._lock = threading.Lock()
+
+    def capabilities(self, device: str) -> Capabilities:
+        return _row(self.by_device, device)
+
+    def open(self, opening: Opening) -> C10dCommunicator:
+        name, lasting, rank = opening.name, opening.lasting, opening.rank
+
+        def open_pair(peer: int) -> Any:  # of messages, which meet whatever epoch their ranks are in
+            low, high = sorted((rank, peer))
+            pair = f"{lasting}/p2p/{low}-{high}"
+            native = self._lasting_native("gloo", opening, pair, int(rank > peer), 2)
+            pairs.append(pair)
+            return native
+
+        pairs: list[str] = []
+        channels = Channels(open_pair, rank, partial(_await_others, opening, pairs, 2))
+        opened = self._communicator(opening, name, rank, opening.size, self.by_device, channels)
+
+        def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:
+            node, index = opening.place
+            each, on_host = opening.size // opening.nodes, {"cpu": "gloo"}
+            within = self._communicator(opening, f"{name}/node/{node}", index, each, on_host, channels)
+            across = self._communicator(
+                opening, f"{name}/across/{index}", node, opening.nodes, on_host, channels
+            )
+            return within, across
+
+        opened.open_parts_with(open_parts)
+        return opened
+
+    def _communicator(
+        self,
+        opening: Opening,
+        name: str,
+        rank: int,
+        size: int,
+        by_device: dict[str, str],
+        channels: Channels,
+    ) -> C10dCommunicator:
+        """The communicator of those who meet under ``name``."""
+        transports = {
+            device: _transport(native, self._lasting_native(native, opening, f"{name}/{device}", rank, size))
+            for device, native in by_device.items()
+        }
+        met = [f"{name}/{device}" for device, native in by_device.items() if native == "gloo"]
+        others = partial(_await_others, opening, met, size)
+        return C10dCommunicator(transports, channels, size, others)
+
+    def _lasting_native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> Any:
+        """One of a lane's: its members have met, and from now on each operation's deadline decides."""
+        made = self._native(native, opening, name, rank, size)
+        if native == "gloo":
+            made._set_default_timeout(NEVER)
+        return made
+
+    def _native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> Any:
+        """A native group that meets its members under ``name``."""
+        clients = opening.clients
+        assert clients is not None
+        with self._opening:
+            clients.meet(name, rank, size, opening.meeting, opening.given_up)
+            if native != "gloo":  # may ask the store again, whenever it likes
+                create = _CREATE.get(native, _create_other(native))
+                return create(self, dist.PrefixStore(name, clients.take()), rank, size)
+            exchange = Exchange(clients, opening.timeout, opening.given_up, size)
+            made = self.create_gloo(dist.PrefixStore(name, exchange), rank, size)
+            with clients.borrow() as client:
+                client.set(_connected(name, rank), "")
+            return made
+
+    def native_group(self, opening: Opening, communicator: Any) -> Any:
+        """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
+        known = self._published.get(opening.group)
+        if known is not None:
+            return known
+        clients = opening.clients
+        assert clients is not None
+        # Compiled graphs keep the name: one made for a world of another size must not find this one.
+        name = f"asynccoll_{opening.group}_{opening.size}"
+        # torch's own calls run there, which have no deadline of ours: the context's is their native one.
+        natives = {
+            device: (native, self._native(native, opening, f"{name}/{device}", opening.rank, opening.size))
+            for device, native in self.by_device.items()
+        }
+        store = dist.PrefixStore(name, Waiting(clients, opening.timeout, opening.given_up))
+        made = publish(name, opening.ranks, opening.rank, store, natives)
+        self._published[opening.group] = made
+        return made
+
+    def close(self, *, abort: bool) -> None:
+        # A helper thread in gloo's constructor must be out of it before the interpreter may end.
+        self._opening.wait(_OPENING_SECONDS)
+        self._devices = []
+        for published in self._published.values():
+            withdraw(published)
+        self._published.clear()
+        if self._owns_default_group and not self.orphaned():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        self._default_group = None
+        own_interface.take_back(self._exported)
+
+    def orphaned(self) -> bool:
+        """Whether torch's default group, which this world came with, has been destroyed or replaced."""
+        if self._default_group is None:
+            return False
+        native = self._default_group()
+        return native is None or native is not dist.distributed_c10d.GroupMember.WORLD
+
+    def create_gloo(self, store: dist.Store, rank: int, size: int) -> Any:
+        """A bare gloo group on the chosen interface."""
+        options = _Gloo._Options()
+        options._devices = self._gloo_devices()
+        options._timeout = self._timeout
+        options._threads = 2
+        return _Gloo(store, rank, size, options)
+
+    def _gloo_devices(self) -> list[Any]:
+        """What gloo listens on: one thread and one socket for all lanes of this world."""
+        with self._lock:
+            if not self._devices:
+                if self._interface:
+                    names = self._interface.split(",")
+                    self._devices = [_Gloo.create_device(interface=name) for name in names]
+                elif self._address:
+                    self._devices = [_Gloo.create_device(hostname=self._address)]
+                else:
+                    self._devices = [_Gloo.create_default_device()]
+            return self._devices
+
+    def create_nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+        """A bare nccl group on this rank's device."""
+        nccl = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = self._timeout
+        native = nccl(store, rank, size, options)
+        if size > 1 and hasattr(native, "eager_connect_single_device"):
+            native.eager_connect_single_device(self.device)
+        return native
+
+    def create_other(self, native: str, store: dist.Store, rank: int, size: int) -> Any:
+        """A backend that was registered with ``torch.distributed.Backend.register_backend``."""
+        plugin = dist.Backend._plugins.get(native.upper())
+        if plugin is None:
+            raise BackendNotFoundError(
+                f"torch.distributed has no backend {native!r} in this build; available: "
+                f"{', '.join(sorted(dist.Backend.backend_list))}"
+            )
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, self._timeout)
+        described: Any = _native._DistributedBackendOptions()
+        described.store, described.timeout = store, self._timeout
+        described.group_rank, described.group_size = rank, size
+        described.global_ranks_in_group = []  # as for torch's default group: a world of its own
+        return plugin.creator_fn(described, None)
+
+
+def _transport(native: str, group: Any) -> Transport:
+    return Transport(
+        group,
+        StreamCompletion if native == "nccl" else HostCompletion,
+        GLOO.exchange_bytes if native == "gloo" else 0,
+    )
+
+
+def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], Any]:
+    return lambda backend, store, rank, size: backend.create_other(native, store, rank, size)
+
+
+_CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], Any]] = {
+    "gloo": C10dBackend.create_gloo,
+    "nccl": C10dBackend.create_nccl,
+}
+
+
+#: What the native backends can do; others are taken to do what gloo does.
+_ROWS = {"gloo": GLOO, "nccl": NCCL}
+
+
+def _row(by_device: dict[str, str], device: str) -> Capabilities:
+    return _ROWS.get(by_device.get(device, "gloo"), OTHER)
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The row for backend ``name`` and tensors on ``device``."""
+    return _row(parse_backend(name), device)
+
+
+# Making one
+
+
+def create(request: Request) -> Context:
+    """Join the world over c10d: torch's default group for everybody else, our own beside it."""
+    from asynccoll.world.context import Context
+
+    options = request.take_options("interface", "by_node")
+    by_node = _wish(options.get("by_node"))
+    native = _default_group() if request.store is None and request.init_method is None else None
+    if native is not None:
+        if by_node is not None:
+            raise InvalidArgumentError(
+                "by_node is for a world that ac.initialize makes, but torch's default group is already there;"
+                " call ac.initialize instead of torch.distributed.init_process_group"
+            )
+        return adopt(*native, request.timeout, request.check)
+    by_device = parse_backend(request.backend)
+    store, rank, world_size = rendezvous(request)
+    threads = isinstance(store, dist.HashStore) and world_size > 1
+    meeting_host = host_of(store)
+    store, members = come_together(store, rank, world_size, request, by_node)
+    identity = locate(request.launch, rank, world_size, members)
+    device = pick_device(by_device, identity.local_rank)
+    # Where ranks are threads there can be no default group: torch has one a process.
+    owns_default = not threads and not dist.is_initialized()
+    # One host needs no more than its loopback, and a host without a network has no more.
+    address = "127.0.0.1" if identity.nnodes == 1 else own_interface.own_address(meeting_host)
+    exported = own_interface.use_for_torch(address) if address and identity.nnodes > 1 else None
+    try:
+        if owns_default:
+            dist.init_process_group(
+                request.backend,
+                store=dist.PrefixStore("default", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=request.timeout),
+            )
+    except RuntimeError as error:  # from torch's store, or from gloo
+        own_interface.take_back(exported)
+        raise not_met(error, rank, world_size) from error
+    backend = C10dBackend(
+        request.backend,
+        timeout=request.timeout,
+        device=device,
+        by_device=by_device,
+        interface=options.get("interface"),
+        address=address,
+        exported=exported,
+        owns_default_group=owns_default,
+        default_group=_default_group_ref() if owns_default else None,
+    )
+    context = Context(
+        backend,
+        identity,
+        store=store,
+        timeout=request.timeout,
+        check=request.check,
+        thread_rank=threads,
+        nodes=nodes_of(members),
+        by_node=members[0].by_node,
+    )
+    context.world.lane().open()
+    return context
+
+
+def _wish(by_node: object) -> bool | None:
+    """Whether all_reduces are to sum up nodes first, as ``initialize`` was told. The first rank's counts."""
+    if by_node is None or isinstance(by_node, bool):
+        return by_node
+    raise InvalidArgumentError(
+        "by_node must be True (all_reduces sum up each node first), False (never), or None (where that is "
+        f"expected to be faster), got {by_node!r}"
+    )
+
+
+def _default_group_ref() -> weakref.ref[Any]:
+    """Weak, so that the connections of a group that the user destroys are closed."""
+    return weakref.ref(dist.distributed_c10d.GroupMember.WORLD)
+
+
+def _default_group() -> tuple[str, dist.Store, int, int] | None:
+    """The default group that the user made with torch before ``initialize``, if there is one."""
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    return of_torch(), store, dist.get_rank(), dist.get_world_size()
+
+
+def adopt(
+    name: str, store: dist.Store | None, rank: int, world_size: int, timeout: float, check: str
+) -> Context:
+    """A context beside the user's default group. Opens nothing until an operation needs it.
+
+    Without a store, as in a forked child, it can be asked for the rank's place, and no more.
+    """
+    from asynccoll.world.context import Context
+
+    by_device = parse_backend(name)
+    identity = locate(matching_launch(rank, world_size), rank, world_size, [])
+    backend = C10dBackend(
+        name,
+        timeout=timeout,
+        device=pick_device(by_device, identity.local_rank),
+        by_device=by_device,
+        address="127.0.0.1" if identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK else None,
+        default_group=_default_group_ref(),
+    )
+    return Context(backend, identity, store=store and own_part(store, rank), timeout=timeout, check=check)
+
+
+def parse_backend(name: str) -> dict[str, str]:
+    """``"nccl"`` -> ``{"cpu": "gloo", "cuda": "nccl"}``; also torch's ``"cpu:gloo,cuda:nccl"``."""
+    if ":" not in name:
+        if name == "gloo":
+            return {"cpu": "gloo"}
+        if name == "nccl":
+            return {"cpu": "gloo", "cuda": "nccl"}
+        return {"cpu": name}
+    by_device = dict(part.strip().split(":", 1) for part in name.split(",") if ":" in part)
+    by_device.setdefault("cpu", "gloo")
+    return by_device
+
+
+def pick_device(by_device: dict[str, str], local_rank: int) -> torch.device:
+    """The device of this rank's tensors; with nccl also the current one."""
+    return own_device(local_rank) if "cuda" in by_device else torch.device("cpu")

@@ -1,0 +1,246 @@
+"""One lane's native process groups, and how each collective is started on them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
+import torch.distributed as dist
+
+from asynccoll.backends.c10d.channels import Channels
+from asynccoll.backends.c10d.completion import MILLISECOND
+from asynccoll.modes.captured import uncast
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.transport.completion import Completion
+
+__all__ = ["C10dCommunicator", "Transport"]
+
+_REDUCE_OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.AVG,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+
+
+#: So long it is waited for the threads of a native group, which end at once if they do.
+_DESTROY_SECONDS = 1.0
+
+
+def _options(kind: Any, **values: Any) -> Any:
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True  # else nccl would run on the current stream and hide nothing
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+_ALL_REDUCE = {op: _options(_native.AllreduceOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()}
+_REDUCE_SCATTER = {
+    op: _options(_native.ReduceScatterOptions, reduceOp=op_) for op, op_ in _REDUCE_OPS.items()
+}
+_ALL_GATHER = _options(_native.AllgatherOptions)
+_ALL_TO_ALL = _options(_native.AllToAllOptions)
+_BARRIER = _options(_native.BarrierOptions)
+
+
+@cache
+def _broadcast_from(root: int) -> Any:
+    return _options(_native.BroadcastOptions, rootRank=root)
+
+
+class Transport:
+    """One native process group and what its works are to us."""
+
+    def __init__(self, native: Any, complete: Callable[[Any], Completion], exchange_bytes: int = 0) -> None:
+        self.native = native
+        self.complete = complete
+        self.exchange_bytes = exchange_bytes
+
+
+#: The communicators within the node and across nodes, and how they are opened.
+Parts = tuple["C10dCommunicator", "C10dCommunicator"]
+OpenParts = Callable[[], Parts]
+
+
+class C10dCommunicator:
+    """The native groups of one (group, lane): one per device type."""
+
+    def __init__(
+        self,
+        transports: dict[str, Transport],
+        channels: Channels,
+        size: int,
+        await_others: Callable[[], object],
+    ) -> None:
+        """``await_others`` returns when closing it harms nobody who is still opening it."""
+        self._transports = transports
+        self._await_others = await_others
+        self._aborted = False
+        self._size = size
+        self._channels = channels
+        # The common case, one transport, needs no look at the tensor's device.
+        self._only = next(iter(transports.values())) if len(transports) == 1 else None
+        self._open_parts: OpenParts | None = None
+        self.parts: Parts | None = None
+
+    def open_parts_with(self, how: OpenParts) -> None:
+        """``open_parts`` will call ``how``."""
+        self._open_parts = how
+
+    def open_parts(self) -> None:
+        """Open ``parts``: one communicator of the ranks of this node, one across nodes. Waits for them."""
+        assert self._open_parts is not None
+        self.parts = self._open_parts()
+        if not self._transports:  # closed meanwhile
+            for part in self.parts:
+                part.abort()
+                part.close()
+
+    def _for(self, x: torch.Tensor) -> Transport:
+        return self._only or self._transports[x.device.type]
+
+    def native(self, device: str) -> Any:
+        return self._transports[device].native
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        to = self._only or self._transports[x.device.type]
+        return to.complete(to.native.allreduce([x], _ALL_REDUCE[op]))
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        to = self._for(x)
+        options = _options(_native.ReduceOptions, reduceOp=_REDUCE_OPS[op], rootRank=dst)
+        return to.complete(to.native.reduce([x], options))
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native.broadcast([x], _broadcast_from(src)))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        to = self._for(x)
+        if 0 < x.nbytes * (self._size - 1) <= to.exchange_bytes:  # a ring, too: see ``exchange_bytes``
+            copies, even = uncast(torch.cat, [x] * self._size), [x.numel()] * self._size
+            return to.complete(to.native.alltoall_base(out, copies, even, even, _ALL_TO_ALL))
+        return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        to = self._for(x)
+        options = _options(_native.GatherOptions, rootRank=dst)
+        return to.complete(to.native.gather([list(out)] if out is not None else [], [x], options))
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        to = self._for(out)
+        options = _options(_native.ScatterOptions, rootRank=src)
+        return to.complete(to.native.scatter([out], [list(x)] if x is not None else [], options))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native._reduce_scatter_base(out, x, _REDUCE_SCATTER[op]))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        to = self._for(x)
+        return to.complete(to.native.alltoall_base(out, x, out_splits, in_splits, _ALL_TO_ALL))
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        if x.device.type == "cpu":
+            return self._channels.send(x, dst, tag)
+        to = self._for(x)
+        return to.complete(to.native.send([x], dst, tag))
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        if x.device.type == "cpu":
+            return self._channels.recv(x, src, tag)
+        to = self._for(x)
+        return to.complete(to.native.recv([x], src, tag))
+
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        if "cpu" in self._transports and self._only:  # else the peer's tensor may be anywhere
+            self._channels.refuse(role, peer, tag, why)
+
+    def barrier(self) -> Completion:
+        to = self._transports.get("cpu") or next(iter(self._transports.values()))
+        return to.complete(to.native.barrier(_BARRIER))
+
+    def retire(self) -> bool:
+        for part in self.parts or ():
+            part.retire()
+        self._abort_collectives()
+        self._destroy()
+        return True
+
+    def inherit(self, previous: C10dCommunicator) -> None:
+        self._channels = previous._channels
+
+    def close(self) -> None:
+        if not self._aborted:
+            self._await_others()
+        for part in self.parts or ():
+            part.close()
+        self._channels.close(_abort, aborted=self._aborted)
+        self._destroy()
+
+    def _destroy(self) -> None:
+        held = list(self._transports.values())
+        self._transports, self._only = {}, None
+        _end_all(held)
+        _destroy(held)
+
+    def abort(self) -> None:
+        self._aborted = True
+        for part in self.parts or ():
+            part.abort()
+        for pair in self._channels.natives():
+            _abort(pair)
+        self._abort_collectives()
+
+    def _abort_collectives(self) -> None:
+        for to in list(self._transports.values()):
+            _abort(to.native)
+
+
+def _end_all(held: list[Transport]) -> None:
+    """Release what needs it said: a group of nccl that is only let go of aborts its kernels."""
+    for to in held:
+        if to.native.name() == "nccl":
+            with contextlib.suppress(Exception):
+                to.native.shutdown()
+
+
+def _destroy(held: list[Transport]) -> None:
+    """Let go of native groups, which nobody else may hold; wait a moment for their threads.
+
+    Their destructors join the threads, one of which may never end: gloo does not fail a receive of which the
+    first bytes have come when its connection is closed.
+    """
+    thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
+    thread.start()
+    thread.join(_DESTROY_SECONDS)
+
+
+def _abort(native: Any) -> None:
+    """Fail what is in flight on a native group: on gloo a receive that times out tears it down."""
+    with contextlib.suppress(Exception):
+        if native.name() != "gloo":
+            native.abort()
+            return
+    # A peer that is gone fails at once and closes nothing: ask each.
+    for peer in range(native.size()):
+        if peer != native.rank():
+            with contextlib.suppress(RuntimeError):
+                native.recv([torch.empty(1, device="cpu")], peer, 2**31 - 1).wait(MILLISECOND)

@@ -1,0 +1,121 @@
+"""What a started operation of c10d is to its waiters: seen by the host, or ordered by a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from asynccoll.transport.completion import Completion
+
+__all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
+
+MILLISECOND = timedelta(milliseconds=1)
+#: As good as no bound: a native call without one takes that of the time when its group was made.
+NEVER = timedelta(days=3650)
+#: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
+_LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
+
+
+def _over() -> bool:
+    return True
+
+
+class HostCompletion(Completion):
+    """A c10d work whose end the host can see (gloo)."""
+
+    __slots__ = ("_future", "_work", "done", "fine")
+
+    def __init__(self, work: Any) -> None:
+        self._work = work  # until it has ended well: it holds the tensors, and a lane holds this for longer
+        self._future: Any = None
+        self.fine = False
+        self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
+
+    def writing(self) -> bool:
+        return not self.done()
+
+    def wait(self, seconds: float) -> bool:
+        limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
+        work = self._work
+        if work is None:
+            return True
+        try:
+            work.wait(limit)
+        except RuntimeError:  # either its failure, which error() gives, or this bound
+            return bool(self.done())
+        self.fine = True
+        self.done = _over  # type: ignore[method-assign]  # which not every backend's work says of itself
+        self._work = self._future = None
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        work = self._work
+        if work is None:
+            callback()
+            return
+        future = work.get_future()
+
+        def fired(_: Any) -> None:
+            # The work says that it is done only after its future's callbacks have run.
+            if not self.fine:
+                self._future = future
+                self.done = future.done  # type: ignore[method-assign]  # see above
+            callback()
+
+        future.add_done_callback(fired)
+
+    def error(self) -> BaseException | None:
+        future, work = self._future, self._work
+        if self.fine or work is None:
+            return None
+        try:
+            if future is not None:
+                future.value()
+            else:
+                work.wait(MILLISECOND)
+        except RuntimeError as error:
+            return error
+        self.fine = True
+        self.done = _over  # type: ignore[method-assign]  # as in wait
+        self._work = self._future = None
+        return None
+
+
+class StreamCompletion(Completion):
+    """A c10d work that is ordered by the device's stream (nccl): ready when issued.
+
+    ``synchronize`` makes the current stream wait for it; the host does not, unless the library is told to
+    (``TORCH_NCCL_BLOCKING_WAIT``).
+    """
+
+    __slots__ = ("_captured", "work")
+
+    stream_ordered = True
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+        self._captured = torch.cuda.is_current_stream_capturing()  # it runs when the graph does, if ever
+
+    def done(self) -> bool:
+        return True
+
+    def landed(self) -> bool:
+        if self._captured:
+            return True
+        # CUDA must not be asked while a graph is captured: that would end the capture.
+        return not torch.cuda.is_current_stream_capturing() and bool(self.work.is_completed())
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        callback()
+
+    def error(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        self.work.wait()

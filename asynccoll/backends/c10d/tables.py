@@ -1,0 +1,52 @@
+"""What gloo, nccl and others can do, as rows for the dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from asynccoll.plan.spec import Capabilities, Op, ReduceOp
+
+__all__ = ["GLOO", "NCCL", "OTHER"]
+
+_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+#: A sum of half precision overflows where its average would not: gloo and the like divide afterwards.
+_AVERAGED = frozenset({torch.float32, torch.float64})
+#: gloo averages since 2.11; before, a sum is divided.
+_GLOO_AVERAGES = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
+
+GLOO = Capabilities(
+    backend="gloo",
+    ops=frozenset(Op),
+    reduce=(
+        *((dtype, _ARITHMETIC | _BITWISE) for dtype in (*_INTEGERS, torch.bool)),
+        *(
+            (d, _ARITHMETIC | ({ReduceOp.AVG} if _GLOO_AVERAGES and d in _AVERAGED else set()))
+            for d in _FLOATS
+        ),
+    ),
+    move=frozenset((*_INTEGERS, *_FLOATS, torch.bool)),
+    sparse=True,
+    # Its reduce_scatter is built of all_reduces, has no future, and is slower than an exchange.
+    compose=frozenset({Op.REDUCE_SCATTER}),
+    # Its all_reduce is a ring of 2(n-1) hops, each of which costs more than 100 KiB do.
+    exchange_bytes=128 << 10,
+    hop_bytes=128 << 10,
+    steps_hops=8,
+)
+#: Any other backend of torch's: as gloo, but it may know nodes itself.
+OTHER = replace(GLOO, hop_bytes=0)
+NCCL = Capabilities(
+    backend="nccl",
+    ops=frozenset(Op),
+    reduce=(
+        *((dtype, _ARITHMETIC) for dtype in _INTEGERS),
+        *((dtype, _ARITHMETIC | {ReduceOp.AVG}) for dtype in _FLOATS),
+    ),
+    move=frozenset((*_INTEGERS, *_FLOATS)),
+    devices=frozenset({"cuda"}),
+)

@@ -1,0 +1,53 @@
+"""What stands beside a world of mpi or horovod: a store, and torch's default group over gloo.
+
+The library carries the data, the store what must not wait inside it: refusals, beacons, the opening of
+lanes. Rank 0 serves it, at an address that it tells the others through the library; so nothing has
+to be configured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from asynccoll.backends.common.tcpstore import connect
+from asynccoll.host.network import own_address
+
+if TYPE_CHECKING:
+    from asynccoll.world.context import Identity
+
+__all__ = ["agree_on_store", "make_default_group"]
+
+
+def agree_on_store(
+    rank: int, broadcast: Callable[[str | None], str], timeout: timedelta, *, one_host: bool
+) -> dist.Store:
+    """The store that rank 0 serves; ``broadcast`` gives every rank the text of rank 0."""
+    if rank > 0:
+        host, port = json.loads(broadcast(None))
+        return connect(host, port, serve=False, timeout=timeout)
+    where = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    host = "127.0.0.1" if one_host else own_address(where) or "127.0.0.1"
+    store = connect(host, 0, serve=True, timeout=timeout)
+    broadcast(json.dumps([host, store.port]))
+    return store
+
+
+def make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
+    """torch's default group over gloo, for DDP, meshes and ``dist.*`` beside us; whether it is ours."""
+    if dist.is_initialized() or not dist.is_gloo_available():
+        return False
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("default", dist.HashStore() if store is None else store),
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timeout,
+    )
+    return True

@@ -1,0 +1,1 @@
+"""Horovod: its controller, its fusion, its process sets."""

@@ -1,0 +1,254 @@
+"""Horovod: the same API on clusters that run it, through its asynchronous calls and its process sets.
+
+This module says what the backend can do and joins the world that ``horovodrun`` has made; it loads
+Horovod only when asked to. Groups are process sets, which every rank has to register.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections import deque
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.backends.common.gpu import own_device
+from asynccoll.backends.common.meeting import agree_on_store, make_default_group
+from asynccoll.backends.horovod.library import load, start
+from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError, collective_error
+from asynccoll.plan.spec import Capabilities, Op, ReduceOp
+from asynccoll.transport.completion import Promise
+
+if TYPE_CHECKING:
+    from asynccoll.backends.horovod.communicator import HorovodCommunicator
+    from asynccoll.backends.request import Request
+    from asynccoll.transport.communicator import Opening
+    from asynccoll.world.context import Context, Identity
+
+__all__ = ["HorovodBackend"]
+
+_ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.float32, torch.float64)
+
+HOROVOD = Capabilities(
+    backend="horovod",
+    ops=frozenset(Op) - {Op.SEND, Op.RECV},
+    reduce=(
+        *((dtype, _ORDERED) for dtype in _INTEGERS),
+        (torch.float16, _ORDERED),  # its average is divided afterwards, when the sum may have overflowed
+        *((dtype, _ORDERED | {ReduceOp.AVG}) for dtype in (torch.float32, torch.float64)),
+    ),
+    move=frozenset({torch.uint8, torch.int8, torch.int16, *_INTEGERS, *_FLOATS}),
+    sparse=True,
+    # Its own takes sums and averages only, and copies the whole tensor first.
+    compose=frozenset({Op.REDUCE_SCATTER}),
+)
+
+_ADASUM = tuple(
+    (dtype, ops | {ReduceOp.ADASUM} if dtype in _FLOATS else ops) for dtype, ops in HOROVOD.reduce
+)
+WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
+
+#: How long a rank that leaves waits for the others to have finished what they do.
+_LEAVE_SECONDS = 30.0
+
+
+class HorovodBackend:
+    """Horovod for one rank."""
+
+    name = "horovod"
+    open_waits = True
+    ends_alone = False
+    ad_hoc_groups = False
+    stream_ordered = False
+    orders_lanes = False
+    #: ranks that have run out of data can take part with zeros (``join``)
+    joins = True
+
+    def __init__(self, hvd: Any, token: str, device: torch.device, *, owns_default_group: bool) -> None:
+        from asynccoll.backends.horovod.communicator import Rounds
+
+        self.hvd = hvd
+        self._row = WITH_ADASUM if hvd.mpi_built() or hvd.nccl_built() else HOROVOD
+        self.device = device
+        self._token = token
+        self._owns_default_group = owns_default_group
+        self._sets = ProcessSets(hvd)
+        self._rounds = Rounds()
+
+    def capabilities(self, device: str) -> Capabilities:
+        return self._row
+
+    def prepare_group(self, ranks: tuple[int, ...]) -> None:
+        """Register their process set, which every rank does; members wait for it when they use it."""
+        if len(ranks) < self.hvd.size():
+            self._sets.register(ranks)
+
+    def open(self, opening: Opening) -> HorovodCommunicator:
+        prefix = f"{self._token}/{opening.lane}@{opening.epoch}"
+        if opening.is_world:
+            communicator = self._in_world(prefix)
+        else:
+            from asynccoll.backends.horovod.communicator import HorovodCommunicator, Rounds
+
+            native = self._sets.wait(opening.ranks)
+            communicator = HorovodCommunicator(native, opening.ranks, opening.rank, prefix, Rounds())
+        return communicator
+
+    def _in_world(self, prefix: str) -> HorovodCommunicator:
+        from asynccoll.backends.horovod.communicator import HorovodCommunicator
+
+        hvd = self.hvd
+        ranks = range(hvd.size())
+        return HorovodCommunicator(hvd.global_process_set, ranks, hvd.rank(), prefix, self._rounds)
+
+    def native_group(self, opening: Opening, communicator: Any) -> Any:
+        """The process set, for ``horovod.torch``'s own functions."""
+        return communicator.process_set
+
+    def close(self, *, abort: bool) -> None:
+        """Leave together: the first rank to end shuts Horovod down for all of them."""
+        if not abort and self.hvd.size() > 1 and self.hvd.is_initialized():
+            with contextlib.suppress(Exception):  # a peer that has failed does not come
+                self._in_world(f"{self._token} leaves").barrier().wait(_LEAVE_SECONDS)
+        if self._owns_default_group and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+
+class ProcessSets:
+    """Process sets by their ranks, registered one after the other by a thread of their own.
+
+    Registering waits for all ranks; whoever calls ``new_group`` does not.
+    """
+
+    def __init__(self, hvd: Any) -> None:
+        self._hvd = hvd
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, ...], Promise] = {}
+        self._sets: dict[tuple[int, ...], Any] = {}
+        self._queue: deque[tuple[int, ...]] = deque()
+        self._busy = False
+
+    def register(self, ranks: tuple[int, ...]) -> None:
+        """Have the process set of ``ranks`` made, after those that were asked for before."""
+        with self._lock:
+            if ranks in self._made:
+                return
+            self._made[ranks] = Promise()
+            self._queue.append(ranks)
+            if self._busy:
+                return
+            self._busy = True
+        threading.Thread(target=self._run, name="asynccoll-groups", daemon=True).start()
+
+    def wait(self, ranks: tuple[int, ...]) -> Any:
+        """The process set, once every rank has asked for it."""
+        made = self._made[ranks]
+        while not made.wait(1.0):
+            pass
+        error = made.error()
+        if error is not None:
+            raise error
+        return self._sets[ranks]
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._busy = False
+                    return
+                ranks = self._queue.popleft()
+            try:
+                self._sets[ranks] = self._known(ranks) or self._hvd.add_process_set(list(ranks))
+            except Exception as error:
+                self._made[ranks].settle(collective_error(error, f"making the process set {list(ranks)}"))
+            else:
+                self._made[ranks].settle()
+
+    def _known(self, ranks: tuple[int, ...]) -> Any:
+        """The process set of these ranks, if the user has made one: Horovod refuses a second."""
+        from horovod.common import process_sets
+
+        for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
+            if tuple(members) == ranks and number:
+                found = process_sets.ProcessSet(list(ranks))
+                found.process_set_id = number
+                return found
+        return None
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The row of the table that ``create`` would take."""
+    return HOROVOD
+
+
+# Making one
+
+
+def create(request: Request) -> Context:
+    """Join the world that horovodrun made, or that the user has joined with ``hvd.init()``."""
+    from asynccoll.world.context import Context
+
+    options = request.take_options("torch_group", "comm")
+    if request.store is not None or request.init_method not in (None, "env://"):
+        raise InvalidArgumentError(
+            "backend 'horovod' meets through Horovod: start the ranks with horovodrun or `asynccoll run "
+            "--backend horovod`, and pass neither store= nor init_method="
+        )
+    hvd = load()
+    start(hvd, request.launch, options.get("comm"), request.timeout)
+    identity = _locate(hvd)
+    _check_place(request, identity)
+    timeout = timedelta(seconds=request.timeout)
+    store, token = _meet(hvd, identity, timeout)
+    owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
+    device = own_device(identity.local_rank)  # as Horovod's programs do, whether tensors are staged or not
+    backend = HorovodBackend(hvd, token, device, owns_default_group=owns_default)
+    context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
+    if identity.world_size > 1:
+        # When all have come, all beacons are in the store: from now on the dead can be named.
+        hvd.barrier()
+        context.liveness.learn(context.world.ranks)
+    context.world.lane().open()
+    return context
+
+
+def _locate(hvd: Any) -> Identity:
+    from asynccoll.world.context import Identity
+
+    return Identity(
+        hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+    )
+
+
+def _check_place(request: Request, identity: Identity) -> None:
+    """What the caller says must be what Horovod says."""
+    said = (request.rank, request.world_size)
+    found = (identity.rank, identity.world_size)
+    if request.rank is not None and said != found:
+        raise LaunchEnvironmentError(
+            f"the call says rank {said[0]} of {said[1]}, but Horovod says rank {found[0]} of {found[1]}; "
+            "start the ranks with horovodrun or `asynccoll run --backend horovod`"
+        )
+
+
+def _meet(hvd: Any, identity: Identity, timeout: timedelta) -> tuple[dist.Store | None, str]:
+    """A store that rank 0 serves, and a word that no earlier world of this job has used in its names."""
+
+    def broadcast(text: str | None) -> str:
+        told: str = hvd.broadcast_object(text, root_rank=0, name="asynccoll meets")
+        return told
+
+    token = secrets.token_hex(4)
+    if identity.world_size == 1:
+        return None, token
+    token = broadcast(token)
+    store = agree_on_store(identity.rank, broadcast, timeout, one_host=identity.nnodes == 1)
+    return store, token

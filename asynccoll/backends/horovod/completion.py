@@ -1,0 +1,185 @@
+"""When an operation of Horovod's is over: asked of ``poll``, by whoever waits or by the progress thread.
+
+Horovod moves the data in a thread of its own. Nobody has to look before somebody wants to know.
+
+What Horovod's ``synchronize`` calls spins until the end, so it is called only once ``poll`` has said that
+it is there; it then forgets the handle, or raises. Horovod's errors become ours here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from time import monotonic
+
+from horovod.torch.mpi_ops import mpi_lib
+
+from asynccoll.errors import (
+    AbortedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    PeerLostError,
+    collective_error,
+)
+from asynccoll.transport.completion import Callback, Completion
+from asynccoll.transport.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, progress
+
+__all__ = ["Common", "HorovodCompletion", "typed"]
+
+poll = mpi_lib.horovod_torch_poll
+clear = mpi_lib.horovod_torch_wait_and_clear
+
+
+class Common:
+    """What the operations of one communicator have in common."""
+
+    __slots__ = ("abandoned",)
+
+    def __init__(self) -> None:
+        #: it is of no use any more; what is in flight there may never end
+        self.abandoned = False
+
+
+class HorovodCompletion(Completion):
+    """One handle of Horovod's, and what is to be done with its result.
+
+    Made for every operation, so what most never change is the class's, not the instance's.
+    """
+
+    finished = False
+    attended = False
+    urgent = True
+    #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
+    lateness: float | None = 1 / 32
+    _watched = False
+    _callbacks: list[Callback] | None = None
+    _error: CollectiveError | None = None
+
+    def __init__(
+        self, handle: int, buffers: object, common: Common, finish: Callable[[], object] | None = None
+    ) -> None:
+        self._handle = handle
+        self._buffers = buffers
+        self._common = common
+        self._finish = finish
+        self._started = monotonic()
+        self._lock = threading.Lock()
+
+    def expected(self) -> float:
+        return 0.0
+
+    def done(self) -> bool:
+        # Callbacks may take locks that the caller holds: with any, only poll() ends it.
+        return self.finished or (self._callbacks is None and self._look())
+
+    def _look(self) -> bool:
+        """Ask Horovod, unless another thread is asking; whether it is over."""
+        lock = self._lock
+        if self.finished or not lock.acquire(False):
+            return self.finished
+        try:
+            if self.finished:  # another thread has looked meanwhile
+                pass
+            elif self._common.abandoned:  # the handle may be another operation's by now
+                self._close(AbortedError("given up with the operation in flight"))
+            elif poll(self._handle):
+                self._end()
+        except ValueError:  # Horovod was shut down here, and has forgotten its handles
+            self._close(AbortedError("Horovod was shut down with the operation in flight"))
+        finally:
+            lock.release()
+        return self.finished
+
+    def _end(self) -> None:
+        """Take the result, which is there."""
+        error: CollectiveError | None = None
+        try:
+            clear(self._handle)
+            if self._finish is not None:
+                self._finish()
+        except CollectiveError as ours:
+            error = ours
+        except (RuntimeError, ValueError) as native:
+            error = typed(native)
+        self._close(error)
+
+    def _close(self, error: CollectiveError | None) -> None:
+        self._error = error
+        self._buffers = self._finish = None
+        self.finished = True
+
+    def poll(self) -> bool:
+        return self._look() and self._told()
+
+    def _told(self) -> bool:
+        if self._callbacks is not None:
+            self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Call the callbacks, each once, whoever else is doing so."""
+        callbacks = self._callbacks or []
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # another thread has taken the last one
+                return
+            callback()
+
+    def wait(self, seconds: float) -> bool:
+        if self.poll():
+            return self.finished
+        self.attended = True  # the thread leaves it alone, unless it is looking just now
+        try:
+            return self._wait(monotonic() + seconds)
+        finally:
+            self.attended = False
+
+    def _wait(self, deadline: float) -> bool:
+        while not self.poll():
+            now = monotonic()
+            if now >= deadline:
+                return False
+            late = (now - self._started) * (self.lateness or 0.0)
+            nap = min(max(late, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS)
+            time.sleep(min(nap, deadline - now))
+        return self.finished
+
+    def add_callback(self, callback: Callback) -> None:
+        # Only now the thread has to look: Horovod moves the data by itself. Without the lock, either the
+        # thread that ends it sees the callback, or we see that it has ended.
+        callbacks = self.__dict__.setdefault("_callbacks", [])
+        callbacks.append(callback)
+        if self.finished:
+            self._tell()
+        elif not self._watched:
+            self._watched = True
+            progress.watch(self)
+            progress.rouse()
+
+    def error(self) -> CollectiveError | None:
+        return self._error
+
+
+_MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
+#: When a rank does not come, Horovod's own thread ends, on all the others.
+_SHUT_DOWN = re.compile(r"has been shut down|timed out waiting", re.IGNORECASE)
+
+
+def typed(error: Exception) -> CollectiveError:
+    """Our error for one that Horovod raised."""
+    text = str(error).strip().split("\n")[0]
+    ours: CollectiveError
+    if _MISMATCH.search(text):
+        ours = CollectiveMismatchError(f"Horovod reports: {text} (check='full' tells which ranks differ)")
+    elif _SHUT_DOWN.search(text):
+        ours = PeerLostError(
+            "Horovod was shut down: a rank has ended, failed, or not answered for "
+            "HOROVOD_GLOO_TIMEOUT_SECONDS (30 where hvd.init() was called before ac.initialize)"
+        )
+    else:
+        return collective_error(error, "Horovod's operation")
+    ours.__cause__ = error
+    return ours

@@ -1,0 +1,96 @@
+"""Horovod as this process has it: imported when asked for, initialised once, and kept.
+
+Horovod is initialised by whoever comes first, the user or us, and stays so until the process ends: its
+ranks find each other anew only in an elastic job. Which rank is where is asked of it, never of the
+environment, whose variables an elastic job leaves stale.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from asynccoll.environment.info import LaunchInfo
+from asynccoll.errors import BackendNotFoundError, CollectiveTimeoutError, LaunchEnvironmentError
+
+__all__ = ["INSTALL", "load", "present", "start"]
+
+#: A plain ``pip install horovod`` does not compile against today's torch.
+INSTALL = (
+    "Horovod 0.28.1, which the package index has as sources that need patches: `python "
+    "tools/horovod_wheel.py --install` in a checkout of asynccoll builds it (docs/backends/horovod.md)"
+)
+
+
+_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_NEVER_SECONDS = 3650 * 86_400
+
+
+def present() -> bool:
+    """Whether Horovod is installed, with or without its part for torch."""
+    return importlib.util.find_spec("horovod") is not None
+
+
+def load() -> Any:
+    """``horovod.torch``.
+
+    Raises:
+        BackendNotFoundError: it is not installed, or was built without torch or for another one.
+    """
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise BackendNotFoundError(
+            f"horovod.torch does not load: {error}. The backend needs {INSTALL}"
+        ) from error
+    return hvd
+
+
+def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None, seconds: float = 1800.0) -> None:
+    """Initialise Horovod within ``seconds``, unless the user did; ``comm`` is that of ``hvd.init``.
+
+    Raises:
+        CollectiveTimeoutError: the other ranks did not come.
+        LaunchEnvironmentError: a launcher that Horovod does not know has started several ranks.
+    """
+    if hvd.is_initialized():
+        return
+    if launch is not None and launch.launcher not in ("horovod", "serial") and launch.world_size > 1:
+        raise LaunchEnvironmentError(
+            f"this is rank {launch.rank} of {launch.world_size} that {launch.launcher} started, where "
+            "Horovod would see a world of one; start the ranks with `asynccoll run --backend horovod` "
+            "or horovodrun"
+        )
+    # Groups are process sets that are made while the job runs.
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    if os.environ.get("HOROVOD_ELASTIC") == "1":  # there, Horovod's own limit begins the next round
+        hvd.init(comm=comm)
+        return
+    # Its limit for the other ranks' threads would fail every operation of a rank that is stopped for a while.
+    os.environ.setdefault(_LIMIT, str(_NEVER_SECONDS))
+    _init(hvd, comm, seconds)
+
+
+def _init(hvd: Any, comm: Any, seconds: float) -> None:
+    """``hvd.init`` within ``seconds``: Horovod's limit, which bounds that as well, is none."""
+    ended: Future[None] = Future()
+
+    def init() -> None:
+        try:
+            ended.set_result(hvd.init(comm=comm))
+        except BaseException as error:  # belongs to the caller
+            ended.set_exception(error)
+
+    threading.Thread(target=init, name="asynccoll-horovod-init", daemon=True).start()
+    try:
+        ended.result(seconds)
+    except TimeoutError as error:
+        if ended.done():
+            raise
+        raise CollectiveTimeoutError(
+            f"hvd.init() did not return within {seconds} s: a rank has not called ac.initialize, or is not "
+            "reachable"
+        ) from error

@@ -1,0 +1,216 @@
+"""MPI through mpi4py: nonblocking collectives on the tensors' own memory, on plain wheels.
+
+This module says what the backend can do and joins a world; it loads MPI only when asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.backends.common.gpu import own_device
+from asynccoll.backends.common.meeting import agree_on_store, make_default_group
+from asynccoll.backends.mpi.library import Library, load
+from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.host.cores import usable_cores
+from asynccoll.plan.spec import Capabilities, Op, ReduceOp
+
+if TYPE_CHECKING:
+    from asynccoll.backends.mpi.communicator import MpiCommunicator
+    from asynccoll.backends.request import Request
+    from asynccoll.transport.communicator import Opening
+    from asynccoll.world.context import Context, Identity
+
+__all__ = ["MpiBackend"]
+
+_ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+_COMPLEX = (torch.complex64, torch.complex128)
+#: Everything is moved as bytes, so that every dtype can be.
+_MOVED = frozenset(
+    {
+        *_INTEGERS,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+    }
+)
+
+
+def _row(devices: tuple[str, ...], keeps_input: frozenset[Op]) -> Capabilities:
+    return Capabilities(
+        backend="mpi",
+        ops=frozenset(Op),
+        reduce=(
+            *((dtype, _ORDERED | _BITWISE) for dtype in _INTEGERS),
+            *((dtype, _ORDERED) for dtype in (torch.float32, torch.float64)),
+            *((dtype, frozenset({ReduceOp.SUM, ReduceOp.PRODUCT})) for dtype in _COMPLEX),
+        ),
+        move=_MOVED,
+        devices=frozenset(devices),
+        keeps_input=keeps_input,
+    )
+
+
+#: By whether the library takes device memory, and whether it is quicker with an input and an output (Open
+#: MPI) than in place (MPICH, which would copy the input itself).
+_ROWS = {
+    (cuda_aware, apart): _row(
+        ("cpu", "cuda") if cuda_aware else ("cpu",),
+        frozenset({Op.REDUCE, Op.ALL_REDUCE} if apart else {Op.REDUCE}),
+    )
+    for cuda_aware in (False, True)
+    for apart in (False, True)
+}
+
+#: Names of communicators differ between one ``initialize`` and the next, on every rank alike.
+_worlds = count(1)
+
+
+class MpiBackend:
+    """MPI for one rank."""
+
+    name = "mpi"
+    open_waits = True
+    ends_alone = True
+    ad_hoc_groups = True
+    stream_ordered = False
+    orders_lanes = False
+
+    def __init__(
+        self,
+        library: Library,
+        base: Any,
+        device: torch.device,
+        *,
+        owns_default_group: bool,
+        crowded: bool,
+    ) -> None:
+        from asynccoll.backends.mpi.completion import BURST, BURST_WHERE_CROWDED
+        from asynccoll.backends.mpi.opening import Opener
+
+        self.mpi = library
+        self.device = device
+        self._base = base
+        self._burst = BURST_WHERE_CROWDED if crowded else BURST
+        self._owns_default_group = owns_default_group
+        self._opener = Opener(library, base, f"asynccoll {next(_worlds)} ")
+
+    def capabilities(self, device: str) -> Capabilities:
+        return _ROWS[self.mpi.cuda_aware, self.mpi.name.startswith("Open MPI")]
+
+    def open(self, opening: Opening) -> MpiCommunicator:
+        from asynccoll.backends.mpi.communicator import MpiCommunicator
+
+        native = self._opener.open(opening)
+        return MpiCommunicator(native, self.mpi, opening.rank, opening.size, self._burst)
+
+    def native_group(self, opening: Opening, communicator: Any) -> Any:
+        """The group's mpi4py communicator, once it is open; torch has no group of ours."""
+        return communicator and communicator.native
+
+    def close(self, *, abort: bool) -> None:
+        self._opener.close()
+        if self._owns_default_group and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        if not (abort or self.mpi.MPI.Is_finalized()):
+            with contextlib.suppress(self.mpi.MPI.Exception):
+                self._base.Free()
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The row of a library that takes no device memory."""
+    return _ROWS[False, False]
+
+
+# Making one
+
+
+def create(request: Request) -> Context:
+    """Join the world that mpiexec made (of one, where there was none)."""
+    from asynccoll.world.context import Context
+
+    options = request.take_options("torch_group")
+    if request.store is not None or request.init_method not in (None, "env://"):
+        raise InvalidArgumentError(
+            "backend 'mpi' meets through MPI: start the ranks with mpiexec or `asynccoll run --backend "
+            "mpi`, and pass neither store= nor init_method="
+        )
+    library = load()
+    mpi = library.MPI
+    base = mpi.COMM_WORLD.Dup()
+    base.Set_errhandler(mpi.ERRORS_RETURN)
+    _check_place(request, base.Get_rank(), base.Get_size())
+    identity = _locate(mpi, base)
+    timeout = timedelta(seconds=request.timeout)
+    store = None
+    if base.Get_size() > 1:
+        one_host = identity.nnodes == 1
+        store = agree_on_store(base.Get_rank(), base.bcast, timeout, one_host=one_host)
+    device = own_device(identity.local_rank) if library.cuda_aware else torch.device("cpu")
+    owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
+    crowded = identity.nproc_per_node > usable_cores()
+    backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
+    context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
+    context.world.lane().open()
+    return context
+
+
+def _check_place(request: Request, rank: int, size: int) -> None:
+    """What the caller or another launcher says must be what MPI says."""
+    launch = request.launch
+    said = (request.rank, request.world_size)
+    if request.rank is None and launch is not None and launch.launcher != "serial":
+        said = (launch.rank, launch.world_size)
+    if said[0] is None or said == (rank, size):
+        return
+    who = launch.launcher if launch is not None else "the call"
+    raise LaunchEnvironmentError(
+        f"{who} says rank {said[0]} of {said[1]}, but MPI says rank {rank} of {size}; start the ranks "
+        "with mpiexec (of the MPI library that mpi4py loads), with `asynccoll run --backend mpi`, or under "
+        "SLURM with `srun --mpi=pmi2` where that library speaks it (MPICH does)"
+    )
+
+
+def _locate(mpi: Any, base: Any) -> Identity:
+    """Which ranks share this node, asked of MPI."""
+    from asynccoll.world.context import Identity
+
+    here = base.Split_type(mpi.COMM_TYPE_SHARED)
+    leaders = base.allgather(here.bcast(base.Get_rank()))
+    nodes = sorted(set(leaders))
+    found = Identity(
+        base.Get_rank(),
+        base.Get_size(),
+        here.Get_rank(),
+        here.Get_size(),
+        nodes.index(leaders[base.Get_rank()]),
+        len(nodes),
+    )
+    here.Free()
+    return found

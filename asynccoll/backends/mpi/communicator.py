@@ -1,0 +1,294 @@
+"""One MPI communicator as the core sees it: nonblocking calls on the tensors' own memory.
+
+Movement travels as bytes, whatever the dtype; arithmetic in MPI's predefined types. Counts that the
+library cannot take are reached by datatypes of many bytes (movement) or by several calls (arithmetic).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from asynccoll.backends.mpi.completion import (
+    LARGE_BYTES,
+    Common,
+    Guarded,
+    LeftToThread,
+    Many,
+    MpiCompletion,
+    Received,
+)
+from asynccoll.backends.mpi.errors import typed
+from asynccoll.backends.mpi.library import Library
+from asynccoll.backends.mpi.types import (
+    BYTE,
+    OPS,
+    TYPES,
+    address,
+    bytes_of,
+    memory,
+    offsets,
+    run_of_bytes,
+    spread,
+)
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.memory.aliasing import may_overlap
+from asynccoll.modes.captured import uncast
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.transport.completion import Completion, Ready
+
+__all__ = ["MpiCommunicator"]
+
+IN_PLACE = MPI.IN_PLACE
+NO_BYTES = (None, 0, BYTE)
+
+
+class MpiCommunicator:
+    """A communicator of our own: of one group, lane and epoch."""
+
+    def __init__(self, native: Any, library: Library, rank: int, size: int, burst: int) -> None:
+        self.native = native
+        self._library = library
+        self._gate = library.gate
+        self._limit = library.limit
+        self._on_device = library.cuda_aware
+        self._guarded = self._on_device or library.gate is not None
+        self._large = 0 if self._guarded else LARGE_BYTES
+        self._iallreduce = native.Iallreduce
+        self._common = Common(burst)
+        self._rank = rank
+        self._size = size
+        self._dropping: list[Any] = []  # in place of receives that were refused
+        self._messages = native  # the same in every epoch of a lane
+
+    def _start(
+        self, call: Callable[..., Any], arguments: Sequence[Any], x: torch.Tensor, keep: object = None
+    ) -> Completion:
+        """Issue ``call``; what it works on is kept until it is over."""
+        common, size = self._common, x.nbytes
+        if (left := common.left) is not None:
+            left.make()
+        if size >= LARGE_BYTES and common.overlapped and not self._guarded:
+            return LeftToThread(partial(call, *arguments), (x, keep), size, common)
+        if self._on_device:
+            _settle_stream(x)
+        try:
+            if self._gate is None:
+                request = call(*arguments)
+            else:
+                with self._gate:
+                    request = Guarded(call(*arguments), self._gate)
+        except MPI.Exception as error:
+            return Ready(typed(error))
+        return MpiCompletion(request, (x, keep, arguments), size, common)
+
+    def _start_parts(
+        self, call: Callable[..., Any], parts: Sequence[Sequence[Any]], x: torch.Tensor, keep: object = None
+    ) -> Completion:
+        """Issue ``call`` once for each of ``parts``, in an order that is the same on every rank."""
+        return self._start(lambda: Many([call(*arguments) for arguments in parts]), (), x, (keep, parts))
+
+    # Arithmetic
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        count, size = x.numel(), x.nbytes
+        common = self._common
+        if size >= self._large or count > self._limit or common.left is not None:
+            return self._all_reduce(x, x, op)
+        # The same, spelled out: this is the call whose latency matters most.
+        try:
+            request = self._iallreduce(
+                IN_PLACE, (address(x.data_ptr(), size), count, TYPES[x.dtype]), OPS[op]
+            )
+        except MPI.Exception as error:
+            return Ready(typed(error))
+        return MpiCompletion(request, x, size, common)
+
+    def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if may_overlap(x, out):
+            x = out if x.data_ptr() == out.data_ptr() else x.clone()
+        return self._all_reduce(out, x, op)
+
+    def _all_reduce(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if x.numel() <= self._limit:
+            read = IN_PLACE if x is out else _typed(x)
+            return self._start(self._iallreduce, (read, _typed(out), OPS[op]), x, out)
+        into = self._pieces(out)
+        pieces = [IN_PLACE] * len(into) if x is out else self._pieces(x)
+        parts = [(source, target, OPS[op]) for source, target in zip(pieces, into, strict=True)]
+        return self._start_parts(self._iallreduce, parts, x, out)
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        call = self.native.Ireduce
+        parts: list[tuple[Any, ...]] = [
+            (IN_PLACE, part, OPS[op], dst) if dst == self._rank else (part, None, OPS[op], dst)
+            for part in self._pieces(x)
+        ]
+        if len(parts) > 1:
+            return self._start_parts(call, parts, x)
+        return self._start(call, parts[0], x)
+
+    def _pieces(self, x: torch.Tensor) -> list[tuple[Any, int, Any]]:
+        """A tensor as MPI takes it to be reduced, in as many calls as its counts allow."""
+        flat, limit = x.view(-1), self._limit
+        return [_typed(flat[start : start + limit]) for start in range(0, max(1, x.numel()), limit)]
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        if may_overlap(x, out):
+            x = x.clone()  # MPI refuses memory that is both read and written
+        if x.numel() > self._limit:
+            return self._reduce_scatter_by_reduces(out, x, op)
+        kind, count = TYPES[x.dtype], out.numel()
+        arguments = ((memory(x), count, kind), (memory(out), count, kind), OPS[op])
+        return self._start(self.native.Ireduce_scatter_block, arguments, x, out)
+
+    def _reduce_scatter_by_reduces(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        """Each rank's part by reductions to it: counts per call stay small."""
+        calls: list[tuple[Any, ...]] = []
+        for rank, row in enumerate(x.view(self._size, -1)):
+            pieces = self._pieces(row)
+            into = self._pieces(out) if rank == self._rank else [None] * len(pieces)
+            calls += [(part, target, OPS[op], rank) for part, target in zip(pieces, into, strict=True)]
+        return self._start_parts(self.native.Ireduce, calls, x, out)
+
+    # Movement
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        return self._start(self.native.Ibcast, (bytes_of(x, self._limit), src), x)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        sent: Any = bytes_of(x, self._limit)
+        received = (memory(out), *sent[1:])
+        if may_overlap(x, out):
+            in_place = x.data_ptr() == out.data_ptr() + self._rank * x.nbytes
+            sent = IN_PLACE if in_place else bytes_of(x := x.clone(), self._limit)
+        return self._start(self.native.Iallgather, (sent, received), x, out)
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        received = self._parts(out) if out is not None else None
+        arguments = (bytes_of(x, self._limit), received, dst)
+        return self._start(self.native.Igatherv, arguments, x, out)
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        if x is not None and spread(x) > self._limit:
+            x = list(uncast(torch.cat, [part.view(-1) for part in x]).view(len(x), -1))
+        sent = self._parts(x) if x is not None else None
+        arguments = (sent, bytes_of(out, self._limit), src)
+        return self._start(self.native.Iscatterv, arguments, out, x)
+
+    def _parts(self, parts: Sequence[torch.Tensor]) -> tuple[Any, list[int], list[int], Any]:
+        """One tensor for each rank, of one size, wherever they lie."""
+        base, places = offsets(parts)
+        size, span = parts[0].nbytes, spread(parts)
+        if span <= self._limit:
+            return address(base, span), [size] * len(parts), places, BYTE
+        # Rows of one tensor, or they would have been brought together: counted in rows.
+        rows = [place // size for place in places]
+        return address(base, span), [1] * len(parts), rows, run_of_bytes(size, self._limit)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        if may_overlap(x, out):
+            x = x.clone()
+        row = x.nbytes // x.shape[0] if x.shape[0] else out.nbytes // max(1, out.shape[0])
+        arguments = (self._rows(x, in_splits, row), self._rows(out, out_splits, row))
+        return self._start(self.native.Ialltoallv, arguments, x, out)
+
+    def _rows(
+        self, x: torch.Tensor, splits: Sequence[int], row: int
+    ) -> tuple[Any, list[int], list[int], Any]:
+        """A tensor cut along dim 0, for a vector call."""
+        unit, kind = row, BYTE
+        if x.nbytes > self._limit:
+            unit, kind = 1, run_of_bytes(row, self._limit)
+        counts = [count * unit for count in splits]
+        places = [0, *accumulate(counts)][: len(counts)]
+        return memory(x), counts, places, kind
+
+    # Messages
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        # Synchronous: over when the receiver has taken it, which is what our callers are promised.
+        arguments = (bytes_of(x, self._limit), dst, self._tag(tag))
+        return self._start(self._messages.Issend, arguments, x)
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        arguments = (bytes_of(x, self._limit), src, self._tag(tag))
+        return self._start(lambda *to: Received(self._messages.Irecv(*to), x.nbytes, tag), arguments, x)
+
+    def _tag(self, tag: int) -> int:
+        highest = self._library.highest_tag
+        if tag > highest:
+            raise InvalidArgumentError(f"tag {tag} is above {highest}, the highest that this MPI library has")
+        return tag
+
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """In place of a send, an empty message; of a recv, one without room, which drops what comes."""
+        self._attempt(self._refuse_send if role == "send" else self._refuse_recv, peer, tag)
+
+    def _refuse_send(self, peer: int, tag: int) -> None:
+        self._messages.Isend(NO_BYTES, peer, self._tag(tag)).Free()
+
+    def _refuse_recv(self, peer: int, tag: int) -> None:
+        self._dropping.append(self._messages.Irecv(NO_BYTES, peer, self._tag(tag)))
+
+    def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
+        """``call(*arguments)``, which may fail."""
+
+        def attempt() -> None:
+            with contextlib.suppress(MPI.Exception):
+                call(*arguments)
+
+        self._library.call(attempt)
+
+    def barrier(self) -> Completion:
+        return self._start(self.native.Ibarrier, (), _NOTHING)
+
+    # The end
+
+    def retire(self) -> bool:
+        """MPI cannot take a collective back: what it needs is kept to the end."""
+        return False
+
+    def inherit(self, previous: MpiCommunicator) -> None:
+        self._messages = previous._messages
+
+    def close(self) -> None:
+        """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
+        if not self._common.abandoned and not MPI.Is_finalized():
+            self._attempt(self._free)
+
+    def _free(self) -> None:
+        for request in self._dropping:
+            request.Cancel()
+            request.Free()
+        self.native.Free()
+
+    def abort(self) -> None:
+        """Give up what is in flight. MPI cannot take a collective back: its memory is kept for good."""
+        self._common.abandoned = True
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _typed(x: torch.Tensor) -> tuple[Any, int, Any]:
+    """A contiguous tensor as MPI takes it to be reduced."""
+    return address(x.data_ptr(), x.nbytes), x.numel(), TYPES[x.dtype]
+
+
+def _settle_stream(x: torch.Tensor) -> None:
+    """MPI knows nothing of streams: what fills a device tensor must have run before the call."""
+    if x.device.type == "cuda":
+        torch.cuda.current_stream(x.device).synchronize()

@@ -1,0 +1,305 @@
+"""What an MPI request is to the core: tested in place by its waiter, else by the progress thread.
+
+MPI moves data only while somebody is inside it, and has no descriptor to wait on. So whoever waits
+tests and yields the processor in turns for as long as the operation is expected to take, then naps
+between tests; what nobody waits for is tested by the progress thread (``asynccoll.transport.progress``).
+
+A request must not be tested by two threads at once: the lock is only ever tried, never waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any
+
+from mpi4py import MPI
+
+from asynccoll.backends.mpi.errors import typed
+from asynccoll.errors import CollectiveError, CollectiveMismatchError
+from asynccoll.transport.completion import Callback, Completion
+from asynccoll.transport.progress import (
+    GRACE_SECONDS,
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
+    give_way,
+    progress,
+)
+
+__all__ = [
+    "BURST",
+    "BURST_WHERE_CROWDED",
+    "LARGE_BYTES",
+    "Common",
+    "Guarded",
+    "LeftToThread",
+    "Many",
+    "MpiCompletion",
+    "Received",
+]
+
+#: How long an operation is expected to take beyond the grace, per byte.
+SECONDS_PER_BYTE = 1e-9
+#: From this size on the progress thread begins at once, where nobody has waited at once of late.
+LARGE_BYTES = 4 << 20
+#: Up to this size an operation among awake ranks is over in a fraction of the grace.
+SMALL_BYTES = 64 << 10
+#: Tests in a row before the processor is offered to others: some 10 us where every rank has a core.
+BURST = 64
+BURST_WHERE_CROWDED = 4
+ONCE = range(1)
+
+_new_lock = threading.Lock
+watch = progress.watch
+
+#: Requests that will never end, with the memory that MPI may still write to.
+_never_ending: list[Any] = []
+
+
+class Common:
+    """What the requests of one communicator have in common."""
+
+    __slots__ = ("abandoned", "burst", "left", "overlapped")
+
+    def __init__(self, burst: int) -> None:
+        #: it is of no use any more; what is in flight there never ends
+        self.abandoned = False
+        #: to go through in as many tests in a row, before the processor is offered to others
+        self.burst = range(burst)
+        #: the last large operation was left to itself for a while, so the next may be, too
+        self.overlapped = True
+        #: the call that was left to the thread; it goes before any other
+        self.left: LeftToThread | None = None
+
+
+class MpiCompletion(Completion):
+    """One request (or ``Many``), and the memory it works on.
+
+    Made for every operation, so what most never change is the class's, not the instance's.
+    """
+
+    finished = False
+    attended = False
+    urgent = False
+    lateness: float | None = None
+    _abandoned = False
+    _since = 0.0  # when a large one was issued
+    _callbacks: list[Callback] | None = None
+    _error: CollectiveError | None = None
+
+    def __init__(self, request: Any, buffers: Any, size_bytes: int, common: Common) -> None:
+        self._request = request
+        self._buffers = buffers
+        self._size_bytes = size_bytes
+        self._common = common
+        self._lock = _new_lock()
+        if size_bytes < LARGE_BYTES:
+            watch(self)
+        else:
+            self._watch_large()
+
+    def _watch_large(self) -> None:
+        self._since = monotonic()
+        self.urgent = self._common.overlapped
+        watch(self)
+        if self.urgent:
+            progress.rouse()
+
+    def expected(self) -> float:
+        return GRACE_SECONDS + self._size_bytes * SECONDS_PER_BYTE
+
+    def done(self) -> bool:
+        # Callbacks may take locks that the caller holds: with any, only poll() ends it.
+        return self.finished or (self._callbacks is None and self._test())
+
+    def _test(self, times: Iterable[int] = ONCE) -> bool:
+        """Ask MPI, up to so often in a row, unless another thread is asking; whether it is over."""
+        lock = self._lock
+        if self.finished or not lock.acquire(False):
+            return self.finished
+        try:
+            if self._request is not None:  # else another thread has seen its end between the two looks
+                test = self._request.Test
+                for _ in times:
+                    if test():
+                        self._request = self._buffers = None
+                        self.fine = self.finished = True
+                        return True
+        except (MPI.Exception, CollectiveError) as error:
+            self._fail(error)
+        finally:
+            lock.release()
+        return self.finished
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error if isinstance(error, CollectiveError) else typed(error)
+        self._request = self._buffers = None
+        self.finished = True
+
+    def poll(self) -> bool:
+        if not self.finished and (self._abandoned or self._common.abandoned):
+            _never_ending.append(self)
+            return True
+        # A transfer in many pieces needs many looks; each small, so that a waiter can take over.
+        looks = 1 if self._size_bytes <= SMALL_BYTES else len(self._common.burst)
+        while not self._test():
+            looks -= 1
+            if looks <= 0 or self.attended:
+                return False
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Call the callbacks, each once, whoever else is doing so."""
+        callbacks = self._callbacks or []
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # another thread has taken the last one
+                return
+            callback()
+
+    def wait(self, seconds: float) -> bool:
+        self.attended = True  # the thread leaves it alone, unless it is testing just now
+        try:
+            if self._size_bytes >= LARGE_BYTES:
+                self._common.overlapped = monotonic() - self._since > GRACE_SECONDS
+            if not self._test(self._common.burst) and not self._wait(seconds):
+                return False
+        finally:
+            self.attended = False
+        if self._callbacks is not None:
+            self._tell()
+        return True
+
+    def _wait(self, seconds: float) -> bool:
+        """Test and yield for as long as it is expected to take, then nap in between."""
+        now = monotonic()
+        deadline = now + seconds
+        return self._test_until(min(deadline, now + self.expected())) or self._test_with_naps(deadline)
+
+    def _test_until(self, deadline: float) -> bool:
+        while not self._test(self._common.burst):
+            if monotonic() >= deadline:
+                return False
+            give_way()
+        return True
+
+    def _test_with_naps(self, deadline: float) -> bool:
+        nap = SHORTEST_NAP_SECONDS
+        while not self._test():
+            left = deadline - monotonic()
+            if left <= 0 or self._common.abandoned:
+                return False
+            time.sleep(min(nap, left))
+            nap = min(2 * nap, LONGEST_NAP_SECONDS)
+        return True
+
+    def add_callback(self, callback: Callback) -> None:
+        # Without the lock, which a test of a large transfer holds for milliseconds: either the thread
+        # that ends it sees the callback, or we see that it has ended. (setdefault is atomic.)
+        if self._size_bytes < SMALL_BYTES and not progress.here():
+            # A thread that waits for the GIL of a busy program may be 5 ms late; a small operation
+            # among awake ranks takes a hundredth of this grace.
+            self._test_until(monotonic() + GRACE_SECONDS)
+        self.__dict__.setdefault("_callbacks", []).append(callback)
+        if self.finished:
+            self._tell()
+        else:
+            self.urgent = True
+            progress.rouse()
+
+    def error(self) -> CollectiveError | None:
+        return self._error
+
+    def abandon(self) -> None:
+        self._abandoned = True
+
+    def writing(self) -> bool:
+        return not self.finished
+
+
+class LeftToThread(MpiCompletion):
+    """A large call that the progress thread makes, since nobody is expected to wait for it yet.
+
+    A library may copy the whole tensor before a call returns (Open MPI does in place, MPICH where input
+    and output differ), a quarter of the operation's time. Whoever comes first makes the call: the
+    thread, a waiter, or the caller of what is next in the order.
+    """
+
+    def __init__(self, call: Callable[[], Any], buffers: Any, size_bytes: int, common: Common) -> None:
+        self._call: Callable[[], Any] | None = call
+        self._calling = _new_lock()
+        common.left = self
+        super().__init__(None, buffers, size_bytes, common)
+
+    def make(self) -> None:
+        """Make the call, if nobody has; on return it has been made."""
+        with self._calling:
+            call, self._call = self._call, None  # first: whatever happens, it is not made twice
+            if call is None:
+                return
+            try:
+                self._request = call()
+            except MPI.Exception as error:
+                self._fail(error)
+            self._common.left = None
+
+    def done(self) -> bool:
+        return self._call is None and super().done()  # to ask is not to wait for the call
+
+    def _test(self, times: Iterable[int] = ONCE) -> bool:
+        if self._call is not None:
+            self.make()
+        return super()._test(times)
+
+
+class Many:
+    """Several requests as one: a call in parts, for counts that the library cannot take at once."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: Sequence[Any]) -> None:
+        self._requests = list(requests)
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        return bool(MPI.Request.Testall(self._requests))
+
+
+class Received:
+    """A receive that must fill its buffer: MPI takes a shorter message without a word."""
+
+    __slots__ = ("_request", "_room", "_status", "_tag")
+
+    def __init__(self, request: Any, room_bytes: int, tag: int) -> None:
+        self._request = request
+        self._room = room_bytes
+        self._tag = tag
+        self._status = MPI.Status()
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        if not self._request.Test(self._status):
+            return False
+        came = self._status.Get_elements(MPI.BYTE)
+        if came != self._room:
+            raise CollectiveMismatchError(
+                f"recv with tag {self._tag}: the sender's message has {came} bytes, but `like` has "
+                f"{self._room} (in place of a send that was refused, an empty message comes)"
+            )
+        return True
+
+
+class Guarded:
+    """A request of a library that wants one call at a time (``MPI_THREAD_SERIALIZED``)."""
+
+    __slots__ = ("_gate", "_request")
+
+    def __init__(self, request: Any, gate: threading.Lock) -> None:
+        self._request = request
+        self._gate = gate
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        with self._gate:
+            return bool(self._request.Test())

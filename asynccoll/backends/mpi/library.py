@@ -1,0 +1,169 @@
+"""The MPI library of this process: loaded, asked what it can do, ended as MPI jobs end.
+
+mpi4py initialises MPI when it is imported, as ``mpi4py.rc`` says, and finalizes it at the end of the
+process if it did so; a job that uses mpi4py already has done both. Only where the user told it not
+to and nobody did, we initialise and finalize MPI ourselves. ``COMM_WORLD`` is never used, but to be
+duplicated.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.transport.progress import progress
+
+__all__ = ["INSTALL", "Library", "load"]
+
+T = TypeVar("T")
+
+INSTALL = "pip install asynccoll[mpi]"
+_INT_MAX = 2**31 - 1
+_COUNT_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Library:
+    """What the loaded library is and does."""
+
+    MPI: Any
+    name: str
+    #: taken around every call where the library wants one at a time (MPI_THREAD_SERIALIZED), else None
+    gate: threading.Lock | None
+    #: it can make communicators out of a group and a name (MPI-4)
+    by_name: bool
+    #: the largest count of a call
+    limit: int
+    highest_tag: int
+    cuda_aware: bool
+
+    def call(self, call: Callable[..., T], *arguments: Any) -> T:
+        """``call(*arguments)``, at a time that suits the library."""
+        if self.gate is not None:
+            with self.gate:
+                return call(*arguments)
+        return call(*arguments)
+
+
+def load() -> Library:
+    """The library, initialised.
+
+    Raises:
+        BackendNotFoundError: mpi4py or an MPI library is missing.
+        InvalidArgumentError: MPI was finalized already, which it can be once in a process; or it was
+            initialised below ``MPI_THREAD_SERIALIZED``, and takes calls of one thread only.
+    """
+    mpi = _import()
+    if mpi.Is_finalized():
+        raise InvalidArgumentError(
+            "MPI was finalized in this process and cannot be initialised again; call "
+            "ac.initialize('mpi') before MPI.Finalize()"
+        )
+    return _examine(mpi)
+
+
+@lru_cache(maxsize=1)
+def _examine(mpi: Any) -> Library:
+    """What the library can do; from now on we see to its end."""
+    if not mpi.Is_initialized():  # mpi4py.rc.initialize is False: it was left to us
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize, mpi, os.getpid())
+        atexit.unregister(progress.stop)
+        atexit.register(progress.stop)  # before it: the thread may be in the library
+    _check_level(mpi)
+    atexit.register(_end_job_if_died, mpi, os.getpid())
+    return Library(
+        mpi,
+        _name(mpi),
+        gate=threading.Lock() if mpi.Query_thread() == mpi.THREAD_SERIALIZED else None,
+        by_name=mpi.Get_version() >= (4, 0),
+        limit=_COUNT_MAX if mpi.Get_version() >= (4, 0) else _INT_MAX,
+        highest_tag=mpi.COMM_WORLD.Get_attr(mpi.TAG_UB),
+        cuda_aware=_cuda_aware(mpi),
+    )
+
+
+def _import() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise BackendNotFoundError(
+            f"backend 'mpi' needs mpi4py and an MPI library, and {error}; {INSTALL}"
+        ) from error
+    except RuntimeError as error:  # mpi4py is here, the library is not
+        raise BackendNotFoundError(
+            f"backend 'mpi' needs an MPI library beside mpi4py: {str(error).strip().splitlines()[0]}; "
+            f"{INSTALL}"
+        ) from error
+    return MPI
+
+
+def _name(mpi: Any) -> str:
+    """``Open MPI v5.0.11`` out of a page of text."""
+    text = " ".join(mpi.Get_library_version().split("\n")[0].split()).rstrip("\0")
+    return text.split(",")[0].replace("MPICH Version:", "MPICH")
+
+
+def _check_level(mpi: Any) -> None:
+    """The progress thread, lanes that open and waiters in threads all call MPI beside the main thread."""
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_SERIALIZED:
+        name = "MPI_THREAD_SINGLE" if level == mpi.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
+        raise InvalidArgumentError(
+            f"backend 'mpi' needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, but MPI was initialised with "
+            f"{name}, which takes calls of one thread only; leave mpi4py.rc.thread_level at its default "
+            "('multiple'), or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
+        )
+
+
+def _cuda_aware(mpi: Any) -> bool:
+    """Whether MPI calls take device memory: as the library says, through the standard or its own call."""
+    if not torch.cuda.is_available():
+        return False
+    kinds = mpi.COMM_SELF.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    if "cuda" in kinds.split(","):
+        return True
+    with contextlib.suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(_path_of_library()).MPIX_Query_cuda_support())
+    return False
+
+
+def _path_of_library() -> str | None:
+    """The libmpi that this process has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split()[-1]
+        if Path(path).name.startswith("libmpi.so"):
+            return path
+    return None
+
+
+def _finalize(mpi: Any, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _end_job_if_died(mpi: Any, pid: int) -> None:
+    """After an uncaught exception, end the job as MPI ends one whose rank has died.
+
+    The others wait for this rank, and MPI_Finalize would wait for the others.
+    """
+    if os.getpid() == pid and getattr(sys, "last_value", None) is not None:
+        end_job(mpi, 1)
+
+
+def end_job(mpi: Any, code: int) -> None:
+    """Have the job aborted, not finalized, when this process ends."""
+    if mpi.COMM_WORLD.Get_size() > 1:
+        mpi._set_abort_status(code)

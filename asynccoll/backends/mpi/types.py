@@ -1,0 +1,85 @@
+"""torch's dtypes and our reductions in MPI's terms, and tensors as the buffers MPI calls take.
+
+Movement knows bytes only; arithmetic is offered where MPI's own is what torch's would be, and the
+planner widens the rest (``CAPABILITIES`` in ``mpi.py`` names the same dtypes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from asynccoll.plan.spec import ReduceOp
+
+__all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "run_of_bytes", "spread"]
+
+BYTE = MPI.BYTE
+
+TYPES: dict[torch.dtype, Any] = {
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.PRODUCT: MPI.PROD,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+}
+
+#: A Python view of memory at an address: no copy, whatever the tensor's dtype.
+address = MPI.buffer.fromaddress
+
+
+def memory(x: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor."""
+    return address(x.data_ptr(), x.nbytes)
+
+
+def bytes_of(x: torch.Tensor, limit: int) -> tuple[Any, int, Any]:
+    """A contiguous tensor as MPI takes it to be moved; ``limit`` is the largest count."""
+    size = x.nbytes
+    if size <= limit:
+        return address(x.data_ptr(), size), size, BYTE
+    return address(x.data_ptr(), size), 1, run_of_bytes(size, limit)
+
+
+@lru_cache(maxsize=256)
+def run_of_bytes(size: int, limit: int) -> Any:
+    """A datatype of ``size`` bytes, built of counts that do not exceed ``limit``."""
+    if size <= limit:
+        return MPI.BYTE.Create_contiguous(size).Commit()
+    rows, rest = divmod(size, limit)
+    whole = MPI.BYTE.Create_contiguous(limit).Create_contiguous(rows)
+    if not rest:
+        return whole.Commit()
+    return MPI.Datatype.Create_struct([1, rest], [0, rows * limit], [whole, MPI.BYTE]).Commit()
+
+
+def offsets(parts: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
+    """The lowest address of ``parts``, and how far each lies above it."""
+    places = [part.data_ptr() for part in parts if part.nbytes]
+    base = min(places, default=0)
+    return base, [part.data_ptr() - base if part.nbytes else 0 for part in parts]
+
+
+def spread(parts: Sequence[torch.Tensor]) -> int:
+    """The bytes from the first of ``parts`` in memory to the end of the last."""
+    _, places = offsets(parts)
+    return max((place + part.nbytes for place, part in zip(places, parts, strict=True)), default=0)

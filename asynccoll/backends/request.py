@@ -1,0 +1,55 @@
+"""What ``initialize`` was asked for, as a backend gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.environment.info import LaunchInfo
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["Request", "of_torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What ``initialize`` was asked for, with the backend chosen."""
+
+    backend: str
+    launch: LaunchInfo | None
+    init_method: str | None = None
+    store: dist.Store | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    timeout: float = 1800.0
+    check: str = "local"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def take_options(self, *known: str) -> dict[str, Any]:
+        """The backend options, all of which must be ``known``."""
+        unknown = sorted(set(self.options) - set(known))
+        if unknown:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise InvalidArgumentError(
+                f"backend {self.backend!r} has no option {', '.join(map(repr, unknown))}; {takes}"
+            )
+        return dict(self.options)
+
+
+def of_torch() -> str:
+    """The backend of the default group that the user made with torch.
+
+    One that was made without naming a backend, as a DeviceMesh does, is of torch's choice for each device.
+    """
+    named = dist.get_backend()
+    if named != "undefined":
+        return named
+    chosen = [part.split(":", 1) for part in dist.get_backend_config().split(",")]
+    here = {device: native for device, native in chosen if device != "cuda" or torch.cuda.is_available()}
+    known = {("cpu:gloo",): "gloo", ("cpu:gloo", "cuda:nccl"): "nccl"}
+    parts = tuple(f"{device}:{native}" for device, native in sorted(here.items()))
+    return known.get(parts, ",".join(parts))

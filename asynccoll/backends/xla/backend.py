@@ -1,0 +1,225 @@
+"""XLA devices through torch_xla: replica threads on the CPU, a process for each chip on TPU.
+
+This module says what the backend can do and joins the world that torch_xla's runtime has made; it
+loads torch_xla only when asked to.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asynccoll.errors import (
+    InvalidArgumentError,
+    LaunchEnvironmentError,
+    UnsupportedOpError,
+    collective_error,
+)
+from asynccoll.plan.spec import Capabilities, Op, ReduceOp
+
+if TYPE_CHECKING:
+    from asynccoll.backends.request import Request
+    from asynccoll.backends.xla.communicator import XlaCommunicator
+    from asynccoll.backends.xla.device import Device
+    from asynccoll.backends.xla.replicas import Replicas
+    from asynccoll.transport.communicator import Opening
+    from asynccoll.world.context import Context
+
+__all__ = ["XlaBackend"]
+
+_ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+
+
+def _row(floats: tuple[torch.dtype, ...]) -> Capabilities:
+    return Capabilities(
+        backend="xla-tpu",
+        ops=frozenset(Op) - {Op.SEND, Op.RECV},
+        # Complex numbers travel as pairs of reals: complex128 loses its imaginary part on the way.
+        reduce=tuple((dtype, _ORDERED) for dtype in (*_INTEGERS, *floats)),
+        # As integers only: floats lose the sign of zero and what a NaN carries on the way.
+        move=frozenset(_INTEGERS),
+        devices=frozenset({"xla", "cpu"}),
+        built_of=(
+            (Op.REDUCE, "all_reduce"),
+            (Op.BROADCAST, "all_reduce"),
+            (Op.GATHER, "all_gather"),
+            (Op.SCATTER, "reduce_scatter"),
+            (Op.PERMUTE, "collective_permute"),
+        ),
+    )
+
+
+ON_CPU = _row((torch.float16, torch.float32, torch.float64))
+ON_TPU = _row((torch.bfloat16, torch.float16, torch.float32, torch.float64))
+
+
+class XlaBackend:
+    """XLA for one rank: its device, its progress thread, and the replicas beside it."""
+
+    name = "xla-tpu"
+    open_waits = False
+    ends_alone = False
+    stream_ordered = False
+    orders_lanes = False
+
+    def __init__(self, xla: Device, rank: int, size: int, replicas: Replicas | None) -> None:
+        from asynccoll.backends.xla.progress import Progress
+
+        self.xla = xla
+        self.device = xla.torch_device
+        self.progress = Progress(f"asynccoll-xla-{rank}", xla.adopt)
+        #: Elsewhere every device runs every program, so that a group cannot be opened among members.
+        self.ad_hoc_groups = replicas is not None
+        self._size = size
+        self._replicas = replicas
+
+    def capabilities(self, device: str) -> Capabilities:
+        return _platform_row()
+
+    def open(self, opening: Opening) -> XlaCommunicator:
+        from asynccoll.backends.xla.collectives import Members
+        from asynccoll.backends.xla.communicator import XlaCommunicator
+        from asynccoll.backends.xla.meeting import Alone, Meeting, Together
+
+        meeting: Meeting
+        if self._replicas is not None:
+            meeting = Together(self._replicas, opening.name, opening.rank, opening.size)
+        elif opening.is_world:
+            meeting = Alone()
+        else:
+            raise UnsupportedOpError(
+                f"on TPU every device runs every program: only the world can communicate, not ranks "
+                f"{list(opening.ranks)}"
+            )
+        return XlaCommunicator(self, Members(opening.ranks, opening.rank, self._size), meeting)
+
+    async def on_host(self, value: Any) -> None:
+        """Wait until everything in ``value`` is computed, without holding the loop."""
+        from asynccoll.plan.trees import flatten
+        from asynccoll.waiting.suspending import Signal
+
+        pending = [x for x in flatten(value)[0] if isinstance(x, torch.Tensor) and x.device.type == "xla"]
+        if not pending:
+            return
+        computed = Signal()
+        failed: list[BaseException] = []
+
+        def compute() -> None:
+            try:
+                with self.xla.lock:
+                    self.xla.settle(pending)
+                self.xla.wait()
+            except BaseException as error:  # belongs to the waiter; this thread serves others, too
+                failed.append(error)
+            computed.set()
+
+        self.progress.submit(compute)
+        await computed.wait()
+        if failed:
+            raise collective_error(failed[0], "computing the result")
+
+    def serves_this_thread(self) -> bool:
+        """Whether the calling thread works for this replica's device; autograd has one for each."""
+        return self.xla.is_of_this_thread()
+
+    def native_group(self, opening: Opening, communicator: Any) -> Any:
+        """There is none: XLA's collectives name their ranks in the program."""
+        return
+
+    def close(self, *, abort: bool) -> None:
+        self.progress.close()
+
+
+def _platform_row() -> Capabilities:
+    return ON_TPU if os.environ.get("PJRT_DEVICE", "CPU").startswith("TPU") else ON_CPU
+
+
+def capabilities(name: str, device: str) -> Capabilities:
+    """The row of the platform that torch_xla is told to use."""
+    return _platform_row()
+
+
+# Making one
+
+
+def create(request: Request) -> Context:
+    """Join the world of torch_xla's runtime, as the replica that runs in this thread."""
+    import torch_xla.runtime as xr
+
+    from asynccoll.backends.xla.device import Device
+    from asynccoll.backends.xla.replicas import join
+    from asynccoll.world.context import Context, Identity
+
+    request.take_options()
+    if request.store is not None or request.init_method not in (None, "env://"):
+        raise InvalidArgumentError(
+            "backend 'xla-tpu' meets through torch_xla's runtime: pass neither store= nor init_method="
+        )
+    if xr.is_spmd():
+        raise LaunchEnvironmentError(
+            "torch_xla is in SPMD mode (XLA_USE_SPMD or xr.use_spmd()), where one program sees all devices "
+            "as one and XLA puts the collectives in; there are no ranks, and nothing for this package to do"
+        )
+    xla = Device()
+    rank, size = xr.global_ordinal(), xr.world_size()
+    here = xr.addressable_device_count() if size > 1 else 1
+    _check_place(request, rank, size)
+    replicas = None
+    if here > 1 or size == 1:
+        _check_pool(size)
+        replicas = join(rank, size, request.timeout)
+    identity = (
+        Identity(rank, size, rank, size)
+        if replicas is not None
+        else Identity(
+            rank, size, xr.local_ordinal(), xr.local_device_count(), xr.host_index(), xr.process_count()
+        )
+    )
+    return Context(
+        XlaBackend(xla, rank, size, replicas),
+        identity,
+        store=replicas.store if replicas is not None else None,
+        timeout=request.timeout,
+        check=request.check,
+        thread_rank=size > 1 and replicas is not None,
+    )
+
+
+def _check_place(request: Request, rank: int, size: int) -> None:
+    """What the caller or a launcher says must be what the runtime says."""
+    launch = request.launch
+    said, who = (request.rank, request.world_size), "the call"
+    if request.world_size is None and launch is not None and launch.launcher not in ("serial", "tpu"):
+        said, who = (launch.rank, launch.world_size), launch.launcher
+    said_rank, said_size = said
+    if said_size in (None, size) and said_rank in (None, rank):
+        return
+    raise LaunchEnvironmentError(
+        f"{who} says rank {said_rank} of {said_size}, but torch_xla's runtime says rank {rank} of {size}. On "
+        "the CPU several processes do not form a world (each would silently be a world of one): ranks are "
+        "threads of one process, started by ac.spawn('xla-tpu', ..., nproc_per_node=n) or ac.Parallel; on "
+        "TPU torch_xla starts one process for each chip (torch_xla.launch)"
+    )
+
+
+def _check_pool(size: int) -> None:
+    """The runtime's threads, of which a collective holds one for each replica until all have come."""
+    pool = os.environ.get("XLA_THREAD_POOL_SIZE", "")
+    if size > 2 and not (pool.isdigit() and int(pool) > size):
+        raise LaunchEnvironmentError(
+            f"{size} replicas in one process need XLA_THREAD_POOL_SIZE={size + 4} (it is {pool or 'unset'}) "
+            "before torch_xla is used, or they would wait for each other for ever; ac.spawn('xla-tpu', ...) "
+            "sees to it"
+        )

@@ -1,0 +1,168 @@
+"""One rank's side of a collective, and the launch of those of all ranks of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from asynccoll.backends.xla.collectives import Collective, Matrix
+from asynccoll.errors import CollectiveError, CollectiveMismatchError
+from asynccoll.health.checks import mismatch
+from asynccoll.transport.completion import Promise
+
+if TYPE_CHECKING:
+    from asynccoll.backends.xla.device import Device
+    from asynccoll.backends.xla.progress import Progress
+
+__all__ = ["Call", "Deliver", "Replica", "Shape", "launch"]
+
+#: Puts a result where the caller wants it; what has to wait for the device is returned, to be called then.
+Deliver = Callable[[torch.Tensor], Callable[[], object] | None]
+#: Makes the input of a collective of what the caller gave.
+Shape = Callable[[Any], torch.Tensor]
+
+
+class Replica(Protocol):
+    """The replica whose call it is."""
+
+    xla: Device
+    progress: Progress
+
+
+class Call:
+    """One rank's side of a collective, from the caller's hand to the result.
+
+    What it traces, it traces with the lock of its device held: lanes start calls in any thread.
+    """
+
+    __slots__ = (
+        "collective",
+        "deliver",
+        "error",
+        "inferring",
+        "matrix",
+        "promise",
+        "replica",
+        "result",
+        "shape",
+        "splits",
+        "text",
+        "x",
+    )
+
+    def __init__(
+        self,
+        replica: Replica,
+        collective: Collective,
+        x: Any,
+        deliver: Deliver,
+        shape: Shape | None,
+        splits: tuple[Sequence[int], Sequence[int]] | None,
+    ) -> None:
+        self.replica = replica
+        self.collective = collective
+        self.x = x
+        self.deliver = deliver
+        self.shape = shape
+        self.splits = splits  # (rows to each rank, rows expected from each)
+        self.matrix: Matrix = ()
+        self.text = collective.text(x) if shape is None else ""  # else once it has it
+        self.result: torch.Tensor | None = None
+        self.error: BaseException | None = None  # of the computation of its input
+        self.promise = Promise()
+        # As is the memory that the result is delivered to, which can be written to so alone (``modes``).
+        self.inferring = torch.is_inference_mode_enabled()
+
+    def stage(self) -> None:
+        """Bring the input onto the device, as it is to travel."""
+        device = self.replica.xla
+        with device.lock:
+            x = self.x if self.shape is None else self.shape(self.x)
+            self.x = x.to(device.torch_device)
+            device.settle([self.x])
+        self.text = self.collective.text(self.x)
+
+    def prepare(self) -> None:
+        """What is done locally before the launch."""
+        device = self.replica.xla
+        with device.lock:
+            before, self.x = self.x, self.collective.prepare(self.x, self.matrix)
+            if self.x is not before:
+                device.settle([self.x])
+
+    def launch(self) -> None:
+        """Put the collective on this rank's device; all ranks of the group must follow."""
+        if self.x.numel():
+            device = self.replica.xla
+            with device.lock:
+                self.result = device.launch(partial(self.collective.trace, self.x))
+
+    def end(self) -> None:
+        """Deliver and wait for the device, in the replica's progress thread.
+
+        What is delivered there is a graph upon the result, which is traced while the device is at work.
+        """
+        device = self.replica.xla
+        try:
+            if self.result is not None:
+                with torch.inference_mode(self.inferring), device.lock:
+                    # XLA makes no views in inference mode of what was made outside of it.
+                    result = self.result.clone() if self.inferring else self.result
+                    rest = self.deliver(self.collective.finish(result, self.matrix))
+                device.wait()
+                if rest is not None:
+                    with torch.inference_mode(self.inferring), device.lock:
+                        rest()
+        except BaseException as error:
+            self.promise.settle(error)
+        else:
+            self.promise.settle()
+
+    def fail(self, error: BaseException) -> None:
+        self.promise.settle(error)
+
+
+def launch(calls: Sequence[Call], where: str) -> None:
+    """Launch the calls of all ranks that this process has; each is then ended by its own replica."""
+    try:
+        _agree(calls, where)
+        for call in calls:
+            call.prepare()
+        for call in calls:
+            call.replica.xla.wait()
+        for call in calls:
+            call.launch()
+    except BaseException as error:
+        for call in calls:
+            call.fail(error)
+        return
+    for call in calls:
+        call.replica.progress.submit(call.end)
+
+
+def _agree(calls: Sequence[Call], where: str) -> None:
+    """Raise, before anything is launched, if the ranks called different things or one has no input."""
+    texts = [call.text for call in calls]
+    ranks = calls[0].collective.members.ranks
+    for rank, call in zip(ranks, calls, strict=True):
+        if call.error is not None:
+            raise CollectiveError(
+                f"{call.collective.name} on {where}: rank {rank} has no input: {call.error}"
+            ) from call.error
+    if any(text != texts[0] for text in texts):
+        raise mismatch(where, ranks, texts)
+    if not calls[0].collective.needs_matrix:
+        return
+    matrix = [call.splits[0] for call in calls if call.splits is not None]
+    for index, call in enumerate(calls):
+        call.matrix = matrix
+        assert call.splits is not None
+        sent = [row[index] for row in matrix]
+        if list(call.splits[1]) != sent:
+            raise CollectiveMismatchError(
+                f"all_to_all on {where}: rank {ranks[index]} expects {list(call.splits[1])} rows of the "
+                f"ranks {list(ranks)}, which send it {sent} (nothing was sent; the lane is still usable)"
+            )

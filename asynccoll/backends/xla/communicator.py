@@ -1,0 +1,175 @@
+"""One order of collectives between replicas, as the core sees it.
+
+A call (``calls``) goes to the replica's progress thread, which brings its input onto the device and lets it
+meet those of the other ranks; whoever comes last launches for all of them. Then each progress thread waits
+for its own device, puts the result where the caller wants it, and completes the promise. The caller's thread
+only hands over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asynccoll.backends.xla.calls import Call, Deliver, Replica, Shape
+from asynccoll.backends.xla.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Members,
+    ReduceScatter,
+    Scatter,
+)
+from asynccoll.backends.xla.device import take_settled
+from asynccoll.errors import PeerLostError
+from asynccoll.modes.captured import uncast
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.transport.communicator import as_matrix
+from asynccoll.transport.completion import Completion
+
+if TYPE_CHECKING:
+    from asynccoll.backends.xla.meeting import Meeting
+
+__all__ = ["XlaCommunicator"]
+
+
+def _bring(call: Call, meet: Callable[[], object]) -> None:
+    try:
+        call.stage()
+    except BaseException as error:
+        call.error = error  # the others are told when they come
+    meet()
+
+
+class XlaCommunicator:
+    """The calls of one group, lane and epoch."""
+
+    def __init__(self, replica: Replica, members: Members, meeting: Meeting) -> None:
+        self._replica = replica
+        self._members = members
+        self._meeting = meeting
+
+    def _start(
+        self,
+        collective: Collective,
+        x: Any,
+        deliver: Deliver,
+        shape: Shape | None = None,
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Completion:
+        call = Call(self._replica, collective, x, deliver, shape, splits)
+        meet = self._meeting.enter(call)
+        if shape is None and take_settled(x):
+            meet()
+        else:
+            self._replica.progress.submit(partial(_bring, call, meet))
+        return call.promise
+
+    # Arithmetic
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        return self._start(AllReduce(self._members, "all_reduce", op), x, partial(_put, x))
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        name = f"reduce dst={self._members.ranks[dst]}"
+        deliver = partial(_put, x) if self._members.index == dst else _drop
+        return self._start(AllReduce(self._members, name, op), x, deliver)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        return self._start(ReduceScatter(self._members, op), x, partial(_put, out), self._rows)
+
+    # Movement
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        deliver = _drop if self._members.index == src else partial(_put, x)
+        return self._start(Broadcast(self._members, src), x, deliver, _flat)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        return self._start(AllGather(self._members, "all_gather"), x, partial(_put, out), _flat)
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        name = f"gather dst={self._members.ranks[dst]}"
+        deliver = partial(_put_rows, out) if out is not None else _drop
+        return self._start(AllGather(self._members, name), x, deliver, _flat)
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        def rows(parts: Sequence[torch.Tensor] | None) -> torch.Tensor:
+            if parts is not None:
+                return uncast(torch.stack, [part.view(-1) for part in parts])
+            return torch.zeros((self._members.size, out.numel()), dtype=out.dtype, device=out.device)
+
+        return self._start(Scatter(self._members, src), x, partial(_put, out), rows)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        splits = (tuple(in_splits), tuple(out_splits))
+        return self._start(AllToAll(self._members), x, partial(_put, out), as_matrix, splits)
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        raise AssertionError("XLA has no messages between two ranks: refused before")
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        raise AssertionError("XLA has no messages between two ranks: refused before")
+
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        """XLA has no messages between two ranks."""
+
+    def barrier(self) -> Completion:
+        one = torch.zeros(1, dtype=torch.int32, device="cpu")
+        return self._start(Barrier(self._members), one, _drop)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(self._members.size, -1)
+
+    # The end
+
+    def retire(self) -> bool:
+        self.abort()
+        return True
+
+    def inherit(self, previous: XlaCommunicator) -> None:
+        """XLA has no messages between two ranks."""
+
+    def close(self) -> None:
+        """Nothing is held outside of the meeting."""
+
+    def abort(self) -> None:
+        rank = self._members.ranks[self._members.index]
+        self._meeting.give_up(PeerLostError(f"replica {rank} has aborted", (rank,)))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)
+
+
+def _put(into: torch.Tensor, result: torch.Tensor) -> Callable[[], object] | None:
+    if into.device.type == "cpu":
+        return lambda: into.copy_(result.cpu().view(into.shape))
+    into.copy_(result.view(into.shape))
+    return None
+
+
+def _put_rows(into: Sequence[torch.Tensor], result: torch.Tensor) -> Callable[[], object] | None:
+    def put(rows: torch.Tensor) -> None:
+        for part, row in zip(into, rows.view(len(into), -1), strict=True):
+            part.copy_(row.view(part.shape))
+
+    if into[0].device.type == "cpu":
+        return lambda: put(result.cpu())
+    put(result)
+    return None
+
+
+def _drop(_: Any) -> None:
+    """A result that this rank does not want."""

@@ -1,0 +1,91 @@
+"""``check="full"``: the signatures of all ranks are compared before any data moves.
+
+A signature says what a call is (operation, reduction, dtype, shape, root). It travels in one small
+all_gather ahead of the call, on the same communicator, so that calls in different order are seen,
+too; on a mismatch every rank raises, nothing of the call was sent, and the lane stays in step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from asynccoll.errors import CollectiveMismatchError
+from asynccoll.host.call_site import called_at, caller
+from asynccoll.order.job import Program, Start
+from asynccoll.order.lane import Lane
+from asynccoll.transport.completion import READY, Completion
+from asynccoll.waiting.started import Started
+
+__all__ = ["checked", "compare", "mismatch", "signature"]
+
+_DIGEST_BYTES = 16
+_ROW_BYTES = 512
+
+
+def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, detail: str = "") -> str:
+    """What a call is, as one line: ``all_reduce sum float32[4, 8]``."""
+    tensor = dtype + (str(list(shape)) if shape is not None else "")
+    return " ".join(part for part in (name, detail, tensor) if part)
+
+
+def compare(lane: Lane, text: Callable[[], str]) -> list[Started[None]]:
+    """With ``check="full"``, a comparison with nothing behind it; else none."""
+    if not lane.world.policy.check:
+        return []
+    operation = lane.run("check", checked(lane, text(), lambda _: READY))
+    return [Started((operation,))]
+
+
+def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:
+    """``start`` (or ``program``) behind a comparison of ``text`` with that of every other rank."""
+    row = _row(text)
+    size = lane.group.size
+
+    def compared(communicator: Any) -> Generator[Completion, None, Completion]:
+        rows = torch.empty(size * _ROW_BYTES, dtype=torch.uint8, device="cpu")
+        yield communicator.all_gather(rows, row)
+        _verify(lane, rows.view(size, _ROW_BYTES))
+        if program is not None:
+            return (yield from program(communicator))
+        assert start is not None
+        return start(communicator)
+
+    return compared
+
+
+def _row(text: str) -> torch.Tensor:
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+    shown = f"{text} at {(called_at.get() or caller()).place}".encode()
+    shown = shown[: _ROW_BYTES - _DIGEST_BYTES].ljust(_ROW_BYTES - _DIGEST_BYTES, b"\0")
+    return torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
+
+
+def _verify(lane: Lane, rows: torch.Tensor) -> None:
+    first = rows[0, :_DIGEST_BYTES]
+    if all(torch.equal(first, row[:_DIGEST_BYTES]) for row in rows[1:]):
+        return
+    shown = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    raise mismatch(lane, lane.group.ranks, shown)
+
+
+def mismatch(where: object, ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatchError:
+    """The error for ``ranks`` that called different ``texts``, found before anything was sent."""
+    sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(ranks, texts))
+    return CollectiveMismatchError(
+        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}"
+    )
+
+
+def _grouped(ranks: Iterable[int], texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Ranks with the same text share a line."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        by_text.setdefault(text, []).append(rank)
+    return [
+        (f"rank {members[0]}" if len(members) == 1 else f"ranks {members}", text)
+        for text, members in by_text.items()
+    ]

@@ -1,0 +1,181 @@
+"""Which ranks are still there: asked only after something failed, and costing nothing until then.
+
+Each rank keeps a listening socket that nobody ever serves; its address is in the store. The kernel
+answers for a process that lives (even a stopped one) and refuses for one that is gone, so a survivor
+learns in one connection attempt who is dead, on this host or another. The connection is kept and looked
+at the next time: an unserved socket takes only so many, and the kernel closes it with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+from asynccoll.host.network import own_address
+from asynccoll.host.store import values
+
+if TYPE_CHECKING:
+    from asynccoll.host.store import Clients
+
+__all__ = ["Liveness"]
+
+#: How long one question may take.
+PROBE_SECONDS = 0.5
+#: In a routine question silence may be a lost packet, on a network that is busy: for so long, asked again and
+#: again, it says nothing.
+SILENCE_SECONDS = 4.0
+_AGAIN_SECONDS = 0.01
+#: Connections that the beacon holds without serving them, one of each rank; the system may allow fewer.
+_PEERS = 1 << 16
+#: Seconds of silence, seconds between questions, questions: what Linux has; others have defaults.
+_KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+}
+
+
+class Liveness:
+    """This rank's beacon, and the addresses of the others'."""
+
+    def __init__(self, clients: Clients | None, rank: int) -> None:
+        self._clients = clients
+        self._rank = rank
+        self._beacon: socket.socket | None = None
+        self._peers: dict[int, tuple[str, int, str, int]] = {}
+        self._lines: dict[int, socket.socket] = {}
+        self._silent: dict[int, float] = {}  # since when
+        self._asking = threading.Lock()
+        if clients is not None:
+            self._publish(clients)
+
+    def _publish(self, clients: Clients) -> None:
+        host = own_address(clients.host) or "127.0.0.1"
+        self._beacon = socket.socket(_family(host), socket.SOCK_STREAM)
+        self._beacon.bind((host, 0))
+        self._beacon.listen(_PEERS)
+        port = self._beacon.getsockname()[1]
+        with clients.borrow() as store:
+            store.set(_key(self._rank), json.dumps([host, port, socket.gethostname(), os.getpid()]))
+
+    def learn(self, ranks: tuple[int, ...]) -> None:
+        """Read what ``ranks`` have published, while the store is there: rank 0 may take it with it."""
+        unknown = [rank for rank in ranks if rank != self._rank and rank not in self._peers]
+        if self._clients is None or not unknown:
+            return
+        with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
+            if not store.check([_key(rank) for rank in unknown]):
+                unknown = [rank for rank in unknown if store.check([_key(rank)])]
+            for rank, said in zip(unknown, values(store, [_key(rank) for rank in unknown]), strict=True):
+                host, port, name, pid = json.loads(said)
+                self._peers[rank] = (host, port, name, pid)
+
+    def lost(
+        self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
+    ) -> tuple[int, ...]:
+        """Those of ``ranks`` whose process is gone.
+
+        A process that dies closes its sockets one by one: within ``patience`` seconds of a lost
+        connection its beacon is closed, too. In a ``routine`` question nothing has failed yet: who is
+        silent may answer the next one.
+        """
+        self.learn(ranks)
+        asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+        until = monotonic() + patience
+        while True:
+            with self._asking:
+                gone = self._gone(asked, routine)
+            if gone or monotonic() >= until:
+                return gone
+            sleep(_AGAIN_SECONDS)
+
+    def _gone(self, peers: dict[int, tuple[str, int, str, int]], routine: bool) -> tuple[int, ...]:
+        """Those whose connection has ended, or who do not answer a first one."""
+        for rank in [rank for rank in peers if rank in self._lines and not _is_open(self._lines[rank])]:
+            self._lines.pop(rank).close()
+        lines, silent = _connect({rank: peer for rank, peer in peers.items() if rank not in self._lines})
+        self._lines |= lines
+        now = monotonic()
+        before = {rank: since for rank, since in self._silent.items() if rank not in self._lines}
+        self._silent = dict.fromkeys(silent, now) | before
+        spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
+        return tuple(sorted(rank for rank in peers if rank not in self._lines and rank not in spared))
+
+    def in_doubt(self, ranks: tuple[int, ...]) -> bool:
+        """Whether one of ``ranks`` was silent when last asked: the store may be, too, and would keep us."""
+        return not self._silent.keys().isdisjoint(ranks)
+
+    def describe(self, rank: int) -> str:
+        """``rank 2 (host n1, pid 71)``."""
+        if rank not in self._peers:
+            return f"rank {rank}"
+        _, _, host, pid = self._peers[rank]
+        return f"rank {rank} (host {host}, pid {pid})"
+
+    def disown(self) -> None:
+        """In a forked child: a copy of the beacon would shine on after the rank has died."""
+        self._asking = threading.Lock()
+        self.close()
+
+    def close(self) -> None:
+        """Put the light out: from now on this rank counts as gone."""
+        if self._beacon is not None:
+            self._beacon.close()
+            self._beacon = None
+        with self._asking:
+            for line in self._lines.values():
+                line.close()
+            self._lines.clear()
+
+
+def _key(rank: int) -> str:
+    return f"beacon/{rank}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_open(line: socket.socket) -> bool:
+    """Whether the other end still stands; nobody ever sends anything."""
+    try:
+        return bool(line.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _connect(
+    peers: dict[int, tuple[str, int, str, int]],
+) -> tuple[dict[int, socket.socket], list[int]]:
+    """A connection to each peer whose kernel accepts for it, all asked at once; and who is silent."""
+    lines: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank, (host, port, _, _) in peers.items():
+            attempt = socket.socket(_family(host), socket.SOCK_STREAM)
+            attempt.setblocking(False)
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():  # a host that is gone ends it, too
+                attempt.setsockopt(socket.IPPROTO_TCP, option, value)
+            attempt.connect_ex((host, port))
+            selector.register(attempt, selectors.EVENT_WRITE, rank)
+        deadline = monotonic() + PROBE_SECONDS
+        while selector.get_map() and (left := deadline - monotonic()) > 0:
+            for key, _ in selector.select(left):
+                attempt = key.fileobj  # type: ignore[assignment]  # registered as a socket above
+                selector.unregister(attempt)
+                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    lines[key.data] = attempt
+                else:
+                    attempt.close()
+        silent = list(selector.get_map().values())
+        for key in silent:
+            key.fileobj.close()  # type: ignore[union-attr]
+    return lines, [key.data for key in silent]

@@ -1,0 +1,260 @@
+"""A call that one rank refuses must not leave the others waiting for it: what the ranks tell each other.
+
+``cut`` says what a refusal does to a lane, and why that is sound. Here is the talk that it takes, over the
+store, for each lane and epoch; every key has one writer:
+
+- ``refused/RANK``: what that rank refused, as soon as it did; ``any`` once there is such a key. A rank that
+  has waited for a second, for whatever (on MPI also one that waits for nothing), looks for them on all of its
+  lanes: what is out on another lane, with nobody waiting, may be what its peer waits for. It asks for one
+  number, of all refusals in this world, and for more only where that has changed.
+- ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
+
+A thread of the lane's own sees each cut through: it listens for lower refusals, states what there is to
+state, waits for the statements of all ranks, and lets the lane go on. It ends with the lane or the context,
+and when a rank that it waits for is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import CollectiveError, CollectiveTimeoutError, PeerRefusedError
+from asynccoll.host.store import values
+from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from asynccoll.host.store import Clients
+    from asynccoll.order.lane import Lane
+    from asynccoll.transport.completion import Completion
+
+__all__ = ["Refusals"]
+
+#: Asking the store is cheap; these only bound how late a rank learns that the last peer answered.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.02
+#: How often whoever waits for statements asks whether all ranks are still there.
+_ASK_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
+#: How many refusals there were, on all lanes.
+_COUNT = "asynccoll/refusals"
+#: On an error of which the peers know.
+_TOLD = "_asynccoll_told"
+
+
+class _Pace:
+    """How long to wait between two looks, and when that is of no more use."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._limit = lane.world.timeout
+        self._asked = monotonic()
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Something has happened: the time for the rest of it begins."""
+        self._seconds = _FIRST_PAUSE_SECONDS
+        self._ends = monotonic() + self._limit
+
+    def pause(self, *, for_peers: bool) -> None:
+        """Wait a little. ``for_peers``: who are to answer in time."""
+        now = monotonic()
+        if now >= self._asked + _ASK_SECONDS:
+            self._asked = now
+            lost = self._lane.world.loss(self._lane)
+            if lost is not None:
+                self._lane.lose(lost)
+        if for_peers and now >= self._ends:
+            raise TimeoutError(f"not all ranks said within {self._limit} s what they did")
+        sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
+
+
+class Refusals:
+    """This rank's side of the talk, for all of its lanes."""
+
+    def __init__(self, clients: Clients | None, rank: int) -> None:
+        self._clients = clients
+        self._rank = rank
+        self._settling: set[threading.Thread] = set()
+        #: Held while peers' refusals are read, which go once this rank has stated the epoch after theirs.
+        self._reading = threading.Lock()
+
+    # The rank that refuses
+
+    def refuse(
+        self,
+        lane: Lane,
+        reason: BaseException,
+        place: int | None = None,
+        *,
+        spare: Completion | None = None,
+        part: int | None = None,
+    ) -> None:
+        """This rank does not make the call at ``place`` (None: its next one) on ``lane``, for ``reason``.
+
+        Of a call in parts it has not made ``part`` (None: the next one there). Told once of each ``reason``,
+        however many layers it passes. ``spare`` has an outcome of its own.
+        """
+        if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
+            return
+        with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
+            setattr(reason, _TOLD, True)
+        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare, part))
+
+    # The ranks that wait for it
+
+    def look(self, lanes: Sequence[Lane]) -> None:
+        """Halt those of ``lanes`` on which a peer has refused a call."""
+        if self._clients is None:
+            return
+        with self._store() as store:
+            count = store.add(_COUNT, 0)
+        for lane in lanes:
+            if lane.refusals_seen != count and not lane.is_halted:
+                self._look(lane)
+                lane.refusals_seen = count
+
+    def _look(self, lane: Lane) -> None:
+        with self._reading:
+            epoch = lane.epoch
+            heard = self._heard(lane, epoch)
+        for refusal in heard:
+            self._settle(lane, lane.hear(epoch, refusal))
+
+    def published(self, lane: Lane) -> PeerRefusedError | None:
+        """The refusal that explains a connection that closed, if there is one."""
+        if self._clients is None:
+            return None
+        try:
+            with self._reading:
+                heard = self._heard(lane, lane.epoch)
+        except RuntimeError:  # the store went with rank 0: then a lost peer explains it
+            return None
+        reached = [refusal for refusal in heard if refusal.place <= lane.sequence]
+        first = min(reached, key=lambda refusal: refusal.place, default=None)
+        return None if first is None else first.error(lane, first.place)
+
+    # Both
+
+    def _settle(self, lane: Lane, cut: Cut | None) -> None:
+        """See ``cut`` through, on a thread of its own, if there is a new one."""
+        if cut is None:
+            return
+        thread = threading.Thread(
+            target=self._see_through, args=(lane, cut), name="asynccoll-settle", daemon=True
+        )
+        self._settling.add(thread)
+        thread.start()
+
+    def _see_through(self, lane: Lane, cut: Cut) -> None:
+        following: Cut | None = cut
+        try:
+            while following is not None:
+                cut, following = following, self._see_one_through(lane, following)
+        except (RuntimeError, TimeoutError) as error:  # the store is gone, or a rank says nothing
+            self._give_up(lane, cut, error)
+        finally:
+            self._settling.discard(threading.current_thread())
+
+    def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
+        """From the refusal to the verdict; the next cut, if there is one in what was held meanwhile."""
+        told: Refusal | None = None
+        pace = _Pace(lane)
+        while True:
+            if cut.mine is not told:
+                told = cut.mine
+                self._announce(lane, cut.epoch, told)
+            if lane.world.closed or lane.broken is not None:
+                return None
+            if not cut.stated and self._conclude(lane, cut):
+                pace.hurry()
+            if cut.stated and (statements := self._statements(lane, cut.epoch)) is not None:
+                following = lane.resume(cut, Verdict.of(statements))
+                self._forget(lane, cut.epoch - 1)
+                return following
+            pace.pause(for_peers=cut.stated)
+
+    def _conclude(self, lane: Lane, cut: Cut) -> bool:
+        """Say how far this rank went, if it can be said."""
+        for refusal in self._heard(lane, cut.epoch):
+            lane.hear(cut.epoch, refusal)
+        if lane.conclude(cut):
+            self._state(lane, cut)
+        return cut.stated
+
+    def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
+        lost: CollectiveError | None = lane.world.loss(lane)
+        if lost is None:
+            text = f"{lane}: after call #{cut.place} was refused the other ranks were not heard of ({error})"
+            lost = CollectiveTimeoutError(text)
+        lane.break_off(lost)
+
+    # Keys
+
+    def _key(self, lane: Lane, epoch: int, *parts: object) -> str:
+        return "/".join(map(str, ("asynccoll/refused", lane.group.key, lane.key, epoch, *parts)))
+
+    def _store(self) -> AbstractContextManager[dist.Store]:
+        assert self._clients is not None
+        return self._clients.borrow()
+
+    def _announce(self, lane: Lane, epoch: int, refusal: Refusal | None) -> None:
+        with self._store() as store:
+            store.set(self._key(lane, epoch, "refused", self._rank), json.dumps(_plain(refusal)))
+            store.set(self._key(lane, epoch, "any"), "")
+            store.add(_COUNT, 1)  # last: who sees the number changed finds the rest
+
+    def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
+        """What peers have refused in ``epoch``."""
+        with self._store() as store:
+            if not store.check([self._key(lane, epoch, "any")]):
+                return []
+            peers = [rank for rank in lane.group.ranks if rank != self._rank]
+            keys = [self._key(lane, epoch, "refused", rank) for rank in peers]
+            written = [key for key in keys if store.check([key])]
+            return [Refusal(**json.loads(said)) for said in values(store, written)]
+
+    def _state(self, lane: Lane, cut: Cut) -> None:
+        said = {"issued": cut.issued, "reached": cut.reached, "refusal": _plain(cut.mine)}
+        with self._reading, self._store() as store:
+            store.set(self._key(lane, cut.epoch, "stated", self._rank), json.dumps(said))
+
+    def _statements(self, lane: Lane, epoch: int) -> list[Statement] | None:
+        """Those of all ranks, once there are as many."""
+        keys = [self._key(lane, epoch, "stated", rank) for rank in lane.group.ranks]
+        with self._store() as store:
+            if not store.check(keys):
+                return None
+            return [_statement(json.loads(said)) for said in values(store, keys)]
+
+    def _forget(self, lane: Lane, epoch: int) -> None:
+        """All ranks have left ``epoch`` behind, and read of the one after it."""
+        mine = [self._key(lane, epoch, kind, self._rank) for kind in ("refused", "stated")]
+        if self._rank == lane.group.ranks[0]:
+            mine.append(self._key(lane, epoch, "any"))
+        with contextlib.suppress(NotImplementedError, RuntimeError), self._store() as store:
+            for key in mine:
+                store.delete_key(key)
+
+    def close(self) -> None:
+        """Stop asking the store; the context says that it is closed, which the threads here look at."""
+        for thread in list(self._settling):
+            thread.join(_CLOSE_SECONDS)
+
+
+def _plain(refusal: Refusal | None) -> dict[str, Any] | None:
+    return None if refusal is None else asdict(refusal)
+
+
+def _statement(said: dict[str, Any]) -> Statement:
+    refusal = said["refusal"]
+    return Statement(said["issued"], said["reached"], None if refusal is None else Refusal(**refusal))

@@ -1,0 +1,134 @@
+"""The one thread that looks after operations which are out for longer than they should be.
+
+It exists only once something has waited for a second, and sleeps whenever nothing does; but where a call may
+be over on one rank before its peers have made theirs, it looks for refusals now and then also while nothing
+waits here: those peers may. It never completes an operation; it finds out that one never will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from asynccoll.errors import PeerLostError
+    from asynccoll.order.operation import Operation, Order
+
+__all__ = ["Watch"]
+
+_log = logging.getLogger("asynccoll.watch")
+
+PATIENCE_SECONDS = 1.0
+#: How often it looks while nothing waits, where it does.
+IDLE_SECONDS = 5.0
+_STOP_SECONDS = 1.0
+
+
+class Watched(Protocol):
+    """The world whose operations they are."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there is anybody, and a store to hear of them."""
+
+    @property
+    def ends_alone(self) -> bool:
+        """Whether a call may be over on one rank before its peers have made theirs."""
+
+    def loss(self, lane: Any) -> PeerLostError | None:
+        """The error that names the ranks that are gone and that ``lane`` waits for, if any is."""
+
+    def store_answers(self) -> bool:
+        """Whether the rank that may serve the store is there."""
+
+    def look_for_refusals(self) -> None:
+        """Halt the lanes on which a peer has refused a call."""
+
+
+class Watch:
+    """Operations that somebody is waiting for, and a thread that asks after the overdue ones."""
+
+    def __init__(self, world: Watched) -> None:
+        self._world = world
+        self._wake = threading.Condition()
+        self._watched: set[Operation] = set()
+        self._lately: set[Operation] = set()  # waited for since the last look, for however short a time
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._asleep = False  # with nothing to look after; else it looks once a second by itself
+
+    def add(self, operation: Operation) -> None:
+        """Somebody waits for ``operation``."""
+        if not self._world.has_peers:
+            return
+        with self._wake:
+            self._watched.add(operation)
+            self._start()
+
+    def begin(self) -> None:
+        """The world has come together."""
+        if self._world.ends_alone and self._world.has_peers:
+            with self._wake:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._stopped:
+            self._thread = threading.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+            self._thread.start()
+        elif self._asleep:
+            self._wake.notify()
+
+    def discard(self, operation: Operation) -> None:
+        """Nobody does any more, or just now."""
+        with self._wake:
+            self._watched.discard(operation)
+            if not operation.done():
+                self._lately.add(operation)
+
+    def stop(self) -> None:
+        """End the thread; when this returns it is in no native call that the interpreter could end under."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                idle = self._sleep()
+                if not idle:
+                    self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
+                if self._stopped:
+                    return
+                late = monotonic() - PATIENCE_SECONDS
+                self._watched = {op for op in self._watched if not op.done()}
+                asked_for, self._lately = self._watched | self._lately, set()
+                lanes = {op.lane for op in asked_for if op.started <= late and not op.done()}
+            if lanes or idle:
+                try:
+                    self._ask_after(lanes)
+                except OSError:  # of descriptors there may be none just now: it is asked again in a second
+                    _log.debug("asking after %s failed", lanes, exc_info=True)
+
+    def _sleep(self) -> bool:
+        """Until something waits here, or it is time to look although nothing does: whether it is that."""
+        self._asleep = True
+        seconds = IDLE_SECONDS if self._world.ends_alone else None
+        woken = self._wake.wait_for(lambda: self._watched or self._lately or self._stopped, seconds)
+        self._asleep = False
+        return not woken
+
+    def _ask_after(self, lanes: set[Order]) -> None:
+        """Find out whether a rank is gone that ``lanes`` wait for, or one has refused a call on any lane."""
+        for lane in lanes:
+            lost = self._world.loss(lane)
+            if lost is not None:
+                lane.lose(lost)
+        if self._world.store_answers():
+            with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
+                self._world.look_for_refusals()

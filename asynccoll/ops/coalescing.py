@@ -1,0 +1,406 @@
+"""``ac.coalescing``: calls that are made one by one and travel together.
+
+What a tree does for tensors that are at hand at once, a block does for code that issues them one after the
+other: ``all_reduce`` and ``broadcast`` of tensors are put off until it ends, and are then fused like the
+leaves of a tree, those of one lane, operation and timeout with each other, in the order of their first
+calls. So every rank, which makes the same calls, sends the same. Anything else that is called inside, or
+awaited, first sends what was put off on its lane: the order there is kept. Calls that travel together cannot
+depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from asynccoll import payload, tensors
+from asynccoll.errors import CollectiveError, InvalidArgumentError, PeerRefusedError
+from asynccoll.host import actors
+from asynccoll.host.call_site import Spot, called_at, caller
+from asynccoll.memory.aliasing import Claims
+from asynccoll.memory.plain import plain_tensor, writable
+from asynccoll.modes.captured import Modes, as_called
+from asynccoll.order.lane import Lane
+from asynccoll.plan.spec import Op, reduce_op
+from asynccoll.plan.trees import flatten
+from asynccoll.tensors import autograd
+from asynccoll.tensors.fusing import Fuse
+from asynccoll.waiting.started import Started
+from asynccoll.waiting.work import Work, handed_out, noted
+
+__all__ = ["coalescing", "own_block"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Deferred(Work[T]):
+    """The work of a call that is put off; whoever waits for it sends it, and the others of its block."""
+
+    __slots__ = ("_batch", "_callbacks", "_derived", "_lane")
+
+    def __init__(self, batch: _Batch, lane: Lane) -> None:
+        super().__init__((), None)
+        self._batch: _Batch | None = batch
+        self._lane = lane
+        self._derived: list[Deferred[Any]] = []
+        self._callbacks: list[Callable[[Work[Any]], object]] = []
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
+
+    def sent(self, started: Started[Any]) -> None:
+        """It travels as a part of this from now on."""
+        self._batch = None
+        self._operations = started.operations
+        self._finish = started.finish
+        for derived in self._derived:
+            derived.sent(Started(started.operations, derived._finish))
+        for callback in self._callbacks:
+            self.add_done_callback(callback)
+
+    def abandoned(self, error: BaseException) -> None:
+        """It was never sent."""
+        self._batch = None
+        self._fail(error)
+        for derived in self._derived:
+            derived.abandoned(error)
+        for callback in self._callbacks:
+            self.add_done_callback(callback)
+
+    def _send(self) -> None:
+        """Send what the block has put off on its lane, if this is still among it."""
+        if self._batch is not None:
+            self._batch.flush(self._lane)
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        self._send()
+        return super().__await__()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """As of every work."""
+        self._send()
+        return super().wait(timeout)
+
+    def done(self) -> bool:
+        """As of every work; no before it is sent."""
+        return self._batch is None and super().done()
+
+    def map(self, function: Callable[[T], U]) -> Work[U]:
+        """As of every work."""
+        if self._batch is None:
+            return super().map(function)
+        self._heard = True
+        derived: Deferred[U] = Deferred(self._batch, self._lane)
+        derived._finish = as_called(lambda: function(self._outcome()))
+        derived._mapped = self
+        self._derived.append(derived)
+        return noted(derived)
+
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """As of every work."""
+        if self._batch is None:
+            super().add_done_callback(callback)
+        else:
+            self._callbacks.append(callback)
+
+
+class _Call(NamedTuple):
+    """A call that is put off, with the modes in which it was made."""
+
+    x: torch.Tensor
+    out: torch.Tensor | None
+    modes: Modes
+    spot: Spot
+    work: Deferred[Any]
+
+
+#: Where one call is recorded by autograd, and another is not: the latter's tensors are detached.
+_MIXED = Modes(recording=True, inferring=False)
+
+
+class _Parts:
+    """Calls of one kind, which will travel together.
+
+    Which do, and in what order, depends on lane, operation and timeout alone, which are the same on every
+    rank, unlike modes of autograd and ``out``.
+    """
+
+    __slots__ = ("calls", "fuse", "lane", "timeout")
+
+    def __init__(self, lane: Lane, fuse: Fuse, timeout: float | None) -> None:
+        self.lane = lane
+        self.fuse = fuse
+        self.timeout = timeout
+        self.calls: list[_Call] = []
+
+    def send(self, batch: _Batch) -> None:
+        modes = {call.modes for call in self.calls}
+        before = called_at.set(self.calls[0].spot)
+        try:
+            with batch.place_on(self.lane):
+                if len(modes) == 1:
+                    modes.pop().run(self._send, all(call.out is not None for call in self.calls))
+                else:
+                    _MIXED.run(self._send, False)
+        except PeerRefusedError as error:  # the place is lost already: works say so, as when it is later
+            for call in self.calls:
+                call.work.abandoned(error)
+        except Exception as error:
+            self.abandon(batch, error)
+            raise
+        finally:
+            called_at.reset(before)
+
+    def _send(self, fills: bool) -> None:
+        """Start them as one; ``fills``: all results go to their ``out`` at once."""
+        recording = torch.is_grad_enabled()
+        xs = [call.x.detach() if recording and not call.modes.recording else call.x for call in self.calls]
+        outs = [call.out for call in self.calls if call.out is not None] if fills else None
+        started = autograd.fused(self.lane, self.fuse, xs, outs, self.timeout)
+        # Each call's work asks this one, which finishes once; nobody is handed it.
+        shared = Work(started.operations, started.finish, started.value)
+        shared.detach()
+        if outs is not None:
+            shared.fills(outs)  # all of them, when the first of its calls is waited for
+        for index, call in enumerate(self.calls):
+            result = partial(_result_of, call.modes, call.out, shared, index)
+            call.work.sent(Started(started.operations, result))
+
+    def abandon(self, batch: _Batch, error: Exception) -> None:
+        """Tell the peers, who may be sending theirs, and whoever waits here."""
+        batch.refuse(self.lane, error)
+        for call in self.calls:
+            call.work.abandoned(error)
+
+
+def _result_of(modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.Tensor]], index: int) -> Any:
+    """The result of one call, in its ``out`` if it has one, which may be written to in its modes only."""
+    return modes.run(tensors.deliver, shared.result()[index], out)
+
+
+class _Read:
+    """What a call reads when it is sent, which nobody may overwrite before."""
+
+    __slots__ = ("__weakref__", "_work", "out")
+
+    def __init__(self, x: torch.Tensor, work: Work[Any]) -> None:
+        self.out = x
+        self._work = work
+
+    @property
+    def claims(self) -> bool:
+        return self._work.pending
+
+
+class _Batch:
+    """What a block has put off, by kind, in the order of the first call of each.
+
+    All that a block sends on a lane has one place there. So a rank that refuses a call of the block, and
+    cannot know whether its peers send that one alone or with others, refuses as many places as they take.
+    """
+
+    __slots__ = ("_actor", "_parts", "_places", "_read", "_reads")
+
+    def __init__(self) -> None:
+        self._actor = actors.current().actor
+        self._parts: dict[Any, _Parts] = {}
+        self._places: dict[Lane, int] = {}
+        self._reads: list[_Read] = []
+        self._read = Claims()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the caller opened the block: tasks that it started send as ever."""
+        return actors.current().actor is self._actor
+
+    @contextmanager
+    def place_on(self, lane: Lane) -> Iterator[None]:
+        """What is started inside has the block's place on ``lane``."""
+        with lane.together(self._places.get(lane)) as place:
+            self._places[lane] = place
+            yield
+
+    def refuse(self, lane: Lane, error: BaseException) -> None:
+        """Refuse the block's place on ``lane``."""
+        before = lane.sequence
+        place = self._places.get(lane)
+        lane.world.refuse(lane, error, place if place == before else None)
+        if lane.sequence != before:
+            self._places[lane] = lane.sequence
+
+    def start(
+        self,
+        lane: Lane,
+        start: Callable[..., Started[Any]],
+        args: tuple[Any, ...],
+        timeout: float | None,
+        **filled: Any,
+    ) -> Work[Any]:
+        """Put the call off, or start it; ``filled`` is ``out=`` of what has it."""
+        put_off = self._take(lane, start, args, timeout, **filled)
+        if put_off is not None:
+            return put_off
+        # What was put off waits until this call is known to be made: the peers' may be one to put off.
+        try:
+            with self.place_on(lane), lane.after(partial(self.flush, lane)):
+                return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
+        except PeerRefusedError as error:  # as in ``_Parts.send``
+            lost: Deferred[Any] = Deferred(self, lane)
+            lost.abandoned(error)
+            return noted(lost)
+
+    def _take(
+        self,
+        lane: Lane,
+        start: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float | None,
+        out: Any = None,
+    ) -> Work[Any] | None:
+        """Put the call off; None if it is none of those."""
+        x = args[0] if args else None
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            name = f"{start.__name__} in a coalescing block"
+            x = plain_tensor(name, x)
+            if isinstance(out, torch.Tensor):
+                writable(name, out if out is x else plain_tensor(f"{name}: out=", out))
+            if start is payload.all_reduce:
+                op = reduce_op(args[1])
+                tensors.plan_for(lane, Op.ALL_REDUCE, x, op)
+                return self._put_off(lane, tensors.all_reduce_fuse(lane, op), x, out, timeout)
+            if start is payload.broadcast and not args[2]:
+                index = lane.group.index(args[1], "src")
+                tensors.plan_for(lane, Op.BROADCAST, x)
+                return self._put_off(lane, tensors.broadcast_fuse(lane, index), x, out, timeout)
+        return None
+
+    def _put_off(
+        self, lane: Lane, fuse: Fuse, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
+    ) -> Work[Any]:
+        if out is not None:
+            tensors.check_out(out, x, x.shape)
+            autograd.records(fuse.name, (x,), (out,))
+        key = (lane, fuse.name, fuse.detail, timeout)
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = self._parts[key] = _Parts(lane, fuse, timeout)
+        work: Deferred[Any] = Deferred(self, lane)
+        parts.calls.append(_Call(x, out, Modes.now(), caller(), work))
+        self._reads.append(read := _Read(x, work))
+        self._read.add(read)
+        if out is not None:
+            work.fills(out)
+        return noted(work)
+
+    def check_unread(self, name: str, out: Any) -> None:
+        """Refuse to overwrite what an earlier call of the block reads: when it is sent, or still.
+
+        Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
+        """
+        filled = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+        if self._read.find(filled) is not None:
+            raise InvalidArgumentError(
+                f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
+                "which has not been waited for; await it first (which sends what was put off), or "
+                "make this one after the block"
+            )
+
+    def flush(self, lane: Lane | None = None) -> None:
+        """Send what was put off, on ``lane`` or on all; if one kind is refused, the others are sent.
+
+        A call sends what was put off on its own lane alone: whether it is made, and what it finds there, may
+        differ between ranks once one of them has refused a call there. What travels together must not.
+        """
+        waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
+        self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
+        first: Exception | None = None
+        for parts in waiting:
+            try:
+                parts.send(self)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def abandon(self, why: BaseException) -> None:
+        """The block failed: nothing of it is sent."""
+        waiting, self._parts = list(self._parts.values()), {}
+        for parts in waiting:
+            error = CollectiveError(
+                f"not sent: the coalescing block that put it off ended with {type(why).__name__}: {why}"
+            )
+            error.__cause__ = why
+            parts.abandon(self, error)
+
+
+_batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=None)
+
+
+def own_block() -> _Batch | None:
+    """The open block, if it is the caller's: tasks that were started inside one send as ever."""
+    batch = _batch.get()
+    return batch if batch is not None and batch.is_mine else None
+
+
+class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
+    """Calls inside travel together when the block ends: ``with ac.coalescing():`` (or ``async with``).
+
+    >>> with ac.coalescing():
+    ...     works = [ac.all_reduce(layer.weight.grad) for layer in layers]
+    >>> gradients = await ac.wait_all(works)      # a few large messages instead of one for each layer
+
+    ``all_reduce`` and ``broadcast`` of tensors are put off, in any mixture of lanes, reductions, dtypes and
+    devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the
+    block, first send what was put off on their lane; ``send`` and ``recv``,
+    which some ranks alone call, do not. Tasks that are started inside send as ever.
+
+    The calls travel together, so none may depend on another: one that reads what an earlier one writes to
+    (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
+    that one was awaited.
+
+    A call inside that one rank refuses takes what the block had still to send on its lane along, on every
+    rank, also if the error is caught inside: what the others have fused cannot be taken apart. What was sent
+    before stands.
+
+    If the block ends with an exception, what was put off is not sent: its works raise ``CollectiveError``,
+    and peers whose block went well get ``PeerRefusedError`` on each lane on which something was put off here.
+    On a lane on which this rank had not called yet nobody can say that it would have: there its peers wait,
+    as for any rank that raises before it calls.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[_Batch | None] = []
+
+    def __enter__(self) -> coalescing:
+        outer = _batch.get()
+        if outer is not None and outer.is_mine:
+            outer.flush()  # its calls were made first
+        self._before.append(outer)
+        _batch.set(_Batch())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        batch = _batch.get()
+        _batch.set(self._before.pop())
+        assert batch is not None
+        if error is None:
+            batch.flush()
+        else:
+            batch.abandon(error)
+
+    async def __aenter__(self) -> coalescing:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, tb)

@@ -1,0 +1,547 @@
+"""The collectives: plain functions that start at once and return a ``Work``.
+
+Said once, for every function here:
+
+- **Group and lane.** ``group`` is None (the world), a ``Group``, a list of global ranks, a
+  one-dimensional ``DeviceMesh`` or a torch process group; ``lane`` names the order in which the call
+  takes its place (default: that of ``with ac.lane(...)``, else ``"default"``). Roots and pairs are
+  global ranks.
+- **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
+  stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
+  the operation; ``await work.on_host()`` waits for the host as well.
+- **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
+  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
+  the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation. Where ``out`` is
+  filled by whoever waits (a tree, strides, an average), no other call may use it before:
+  ``InvalidArgumentError``, with the place of the call to be awaited. After an error ``out`` may be written to
+  until the lane's next call is over.
+  Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
+- **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
+  await waits for as long again.
+- **Gradients** are those of the sum of all ranks' losses. Whether autograd records is settled by the call,
+  not where its work is awaited; ``out=`` for what it records is refused (``InvalidArgumentError``).
+- **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
+  ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``; the peers that did call get a
+  ``PeerRefusedError``. From ``await``: ``CollectiveTimeoutError``, ``CollectiveMismatchError``,
+  ``PeerLostError``, ``PeerRefusedError``.
+
+In the examples two ranks call; ``r0``/``r1`` is what each gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.compiler import is_compiling
+
+from asynccoll import payload, tensors
+from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.ops import compiled
+from asynccoll.ops.coalescing import own_block
+from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.payload import objects
+from asynccoll.plan.spec import Plan
+from asynccoll.runtime.process import current
+from asynccoll.waiting.started import Started
+from asynccoll.waiting.work import Work, handed_out
+from asynccoll.world.resolving import resolve_group
+
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "explain",
+    "gather",
+    "gather_object",
+    "join",
+    "permute",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+]
+
+T = TypeVar("T")
+
+#: They have no place in a lane's order of calls; a refusal is between the two ranks.
+_MESSAGES = (payload.send, payload.recv)
+
+
+def _start(
+    group: Any,
+    lane: str | None,
+    timeout: float | None,
+    start: Callable[..., Started[Any]],
+    *args: Any,
+    **filled: Any,
+) -> Work[Any]:
+    """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting.
+
+    ``filled`` is ``out=`` of what has it.
+    """
+    context = current()
+    resolved = context.world if group is None else resolve_group(context, group)
+    name = current_lane() if lane is None else checked_name(lane)
+    at = resolved.opened.get(name) or resolved.lane(name)
+    block = own_block()
+    try:
+        if timeout is not None:
+            _check_timeout(timeout)
+        if block is not None:
+            block.check_unread(start.__name__, filled.get("out"))
+            if start not in _MESSAGES:
+                return block.start(at, start, args, timeout, **filled)
+        return handed_out(start(at, *args, timeout=timeout, **filled), **filled)
+    except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
+        if start not in _MESSAGES:
+            refuse_call = context.refusals.refuse if block is None else block.refuse
+            refuse_call(at, error)
+        raise
+
+
+def refuse(error: AsyncCollError, *, group: Any = None, lane: str | None = None) -> NoReturn:
+    """Raise ``error`` in place of a call, and tell the peers, who may be making it.
+
+    For code on top of these functions that checks more than they do.
+    """
+
+    def start(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    _start(group, lane, None, start)
+    raise AssertionError("start raises")
+
+
+def _check_timeout(timeout: Any) -> None:
+    if not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
+
+
+def all_reduce(
+    x: T,
+    /,
+    *,
+    op: str | Any = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: str | None = None,
+    group: Any = None,
+    lane: str | None = None,
+    out: Any = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """The reduction of every rank's ``x``, the same on all of them, of the type of ``x``.
+
+    A tensor keeps shape and dtype; ints and bools reduce to exact ints (never overflowing), floats to
+    floats; a tree is reduced leaf by leaf, its tensors fused; ``out`` is then a tree as well.
+
+    >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
+    tensor([4, 6])                                    # both
+
+    ``op``: ``sum``, ``avg`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical: 0 or 1 in
+    the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or a torch ``ReduceOp``. Of bools
+    a sum is an *or* and a product an *and*. Averages of half precision are made in float32 and rounded once.
+    sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
+
+    ``adasum`` is Horovod's (where it is built with MPI or NCCL).
+
+    ``prescale`` and ``postscale`` multiply a tensor of floats before and after; ``compression="fp16"`` sends
+    it as float16 if it is wider, and converts the result back. Of a tree, each of its tensors.
+
+    >>> await ac.all_reduce(gradient, prescale=1 / 8, postscale=8 / n, compression="fp16")
+
+    Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``, ``horovod.torch.allreduce``.
+    """
+    if is_compiling():
+        plain = prescale == 1 and postscale == 1 and compression is None
+        return compiled.all_reduce(x, op, group, out=out, plain=plain)
+    if prescale != 1 or postscale != 1 or compression is not None:
+        scaling = (prescale, postscale, compression)
+        return _start(group, lane, timeout, payload.all_reduce_scaled, x, op, scaling, out=out)
+    return _start(group, lane, timeout, payload.all_reduce, x, op, out=out)
+
+
+def reduce(
+    x: T,
+    /,
+    *,
+    dst: int = 0,
+    op: str | Any = "sum",
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T | None]:
+    """The reduction of every rank's ``x`` on ``dst``; None elsewhere. Has no gradient.
+
+    >>> await ac.reduce(torch.tensor([1, 2]), dst=1)  # r0 has [1, 2], r1 has [3, 4]
+    None                                              # r0
+    tensor([4, 6])                                    # r1
+
+    Source: ``torch.distributed.reduce``, ``MPI_Ireduce``.
+    """
+    return _start(group, lane, timeout, payload.reduce, x, dst, op, out=out)
+
+
+def broadcast(
+    x: T,
+    /,
+    *,
+    src: int = 0,
+    safe_mode: bool = False,
+    group: Any = None,
+    lane: str | None = None,
+    out: Any = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """The ``x`` of ``src``, on every rank.
+
+    The others pass something alike: a tensor of the same shape and dtype, a number or string of their
+    own, a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
+    pass None or anything: what is sent describes itself.
+
+    >>> await ac.broadcast(torch.tensor([1, 2]), src=0)           # r1 passes any int64 of 2
+    tensor([1, 2])                                                # both
+    >>> await ac.broadcast("héllo" if rank == 0 else None, safe_mode=True)
+    'héllo'                                                       # both
+
+    Numbers are exact, strings any Unicode. The gradient is the sum of all ranks' on ``src``, zeros
+    elsewhere; not in ``safe_mode``. Source: ``torch.distributed.broadcast``, ``MPI_Ibcast``.
+    """
+    if is_compiling():
+        return compiled.broadcast(x, src, group, safe_mode=safe_mode, out=out)
+    return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out=out)
+
+
+def all_gather(
+    x: Any,
+    /,
+    *,
+    dim: int = 0,
+    uneven: bool = False,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """Every rank's ``x``, on every rank, in rank order.
+
+    Tensors of one shape are concatenated along ``dim``; 0-d ones become a vector of n. With
+    ``uneven=True`` shapes (and dtypes) may differ and need not be known: the result is a list of n
+    tensors, which has no gradient. Numbers and strings give a list; of a tree, every leaf is gathered.
+
+    >>> await ac.all_gather(torch.tensor([[1, 2]]))           # r0 has [[1, 2]], r1 has [[3, 4]]
+    tensor([[1, 2], [3, 4]])                                  # shape (1, 2) -> (2, 2)
+    >>> await ac.all_gather(torch.tensor([[1, 2]]), dim=1)
+    tensor([[1, 2, 3, 4]])                                    # shape (1, 2) -> (1, 4)
+    >>> await ac.all_gather(torch.ones(rank), uneven=True)
+    [tensor([]), tensor([1.])]
+    >>> await ac.all_gather({"n": 5, "name": f"rank {rank}"})
+    {'n': [5, 5], 'name': ['rank 0', 'rank 1']}
+
+    The gradient is the reduce_scatter of the gradients. Source:
+    ``torch.distributed.all_gather_single``, ``MPI_Iallgather``.
+    """
+    if is_compiling():
+        return compiled.all_gather(x, dim, group, uneven=uneven, out=out)
+    return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out=out)
+
+
+def gather(
+    x: Any,
+    /,
+    *,
+    dst: int = 0,
+    dim: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """As ``all_gather`` on ``dst``; None elsewhere. Has no gradient.
+
+    >>> await ac.gather(torch.tensor([rank]), dst=1)
+    None                                                      # r0
+    tensor([0, 1])                                            # r1: shape (1,) -> (2,)
+
+    Source: ``torch.distributed.gather``, ``MPI_Igather``.
+    """
+    return _start(group, lane, timeout, payload.gather, x, dst, dim, out=out)
+
+
+def scatter(
+    x: Sequence[torch.Tensor] | torch.Tensor | None,
+    /,
+    *,
+    src: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[torch.Tensor]:
+    """This rank's tensor of those that ``src`` passes; the others pass None. Has no gradient.
+
+    ``src`` passes a list of n tensors, of any shapes and dtypes (they travel with the data), or one
+    tensor whose dim 0 divides by n.
+
+    >>> await ac.scatter(torch.tensor([1, 2, 3, 4]) if rank == 0 else None)
+    tensor([1, 2])                                            # r0: shape (4,) -> (2,)
+    tensor([3, 4])                                            # r1
+
+    Source: ``torch.distributed.scatter``, ``MPI_Iscatter``.
+    """
+    return _start(group, lane, timeout, payload.scatter, x, src, out=out)
+
+
+def reduce_scatter(
+    x: T,
+    /,
+    *,
+    op: str | Any = "sum",
+    dim: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """Rank r gets the r-th of n equal parts along ``dim`` of the reduction of every rank's ``x``.
+
+    ``reduce_scatter(x)`` is ``all_reduce(x).chunk(n, dim)[rank]``.
+
+    >>> await ac.reduce_scatter(torch.tensor([1, 2, 3, 4]))   # both have [1, 2, 3, 4]
+    tensor([2, 4])                                            # r0: shape (4,) -> (2,)
+    tensor([6, 8])                                            # r1
+
+    ``op`` as in ``all_reduce``; the gradient of sum and avg is the all_gather of the gradients.
+    Source: ``torch.distributed.reduce_scatter_tensor``, ``MPI_Ireduce_scatter_block``.
+    """
+    if is_compiling():
+        return compiled.reduce_scatter(x, op, dim, group, out=out)
+    return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out=out)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    /,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[torch.Tensor]:
+    """Part j of dim 0 goes to rank j; the result is what came, in rank order.
+
+    Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
+    ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
+    travel first, and there can be no ``out``.
+
+    >>> await ac.all_to_all(torch.tensor([0, 1]) + 10 * rank)
+    tensor([ 0, 10])                                          # r0: shape (2,) -> (2,)
+    tensor([ 1, 11])                                          # r1
+    >>> await ac.all_to_all(torch.arange(3), input_split_sizes=[1, 2])
+    tensor([0, 0])                                            # r0: shape (3,) -> (2,)
+    tensor([1, 2, 1, 2])                                      # r1: shape (3,) -> (4,)
+
+    The gradient is the exchange the other way round. Source:
+    ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
+    """
+    if is_compiling():
+        return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, out=out)
+    return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out=out)
+
+
+def permute(
+    x: T,
+    pairs: Iterable[tuple[int, int]],
+    /,
+    *,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[T]:
+    """The ``x`` of this rank's source in ``pairs`` of (source, destination); zeros if it has none.
+
+    Every rank of the group passes the same ``pairs`` and an ``x`` of the same shape; each rank is at most
+    once a source and at most once a destination.
+
+    >>> await ac.permute(torch.tensor([rank + 1]), [(0, 1)])
+    tensor([0])                                               # r0: nobody sends to it
+    tensor([1])                                               # r1: shape (1,) -> (1,)
+
+    The gradient is the permutation with the pairs turned round. Source: ``jax.lax.ppermute``.
+    """
+    return _start(group, lane, timeout, payload.permute, x, pairs, out=out)
+
+
+def send(
+    x: torch.Tensor,
+    /,
+    *,
+    dst: int,
+    tag: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[None]:
+    """``x`` to rank ``dst``, matched by a ``recv`` there with the same ``tag``, group and lane.
+
+    Ready once the receiver has taken it (on nccl: ordered by the stream). Messages between two ranks
+    with one tag arrive in the order they were sent; different tags do not wait for each other. Has no
+    gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
+    """
+    return _start(group, lane, timeout, payload.send, x, dst, tag)
+
+
+def recv(
+    like: torch.Tensor,
+    /,
+    *,
+    src: int,
+    tag: int = 0,
+    group: Any = None,
+    lane: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Work[torch.Tensor]:
+    """The tensor that rank ``src`` sends, shaped as ``like`` (whose content does not matter).
+
+    >>> await ac.recv(torch.empty(2), src=0)                  # r0: ac.send(torch.tensor([1., 2.]), dst=1)
+    tensor([1., 2.])
+
+    Source: ``torch.distributed.irecv``, ``MPI_Irecv``.
+    """
+    return _start(group, lane, timeout, payload.recv, like, src, tag, out=out)
+
+
+def barrier(*, group: Any = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:
+    """Ready once every rank of the group has called it.
+
+    Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
+    """
+    return _start(group, lane, timeout, tensors.start_barrier)
+
+
+def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
+    """For inputs of uneven length: this rank has no more; ready, with the rank that came last, once all have.
+
+    Until then the ``all_reduce`` calls of the others go on, with zeros in the place of this rank's (an
+    average still divides by the number of all ranks). Other collectives fail meanwhile, and this rank
+    starts nothing. Horovod has it, in the world; elsewhere it is refused.
+
+    >>> for batch in batches:                         # two on r0, three on r1
+    ...     await ac.all_reduce(gradient(batch))
+    >>> await ac.join()
+    1                                                 # both
+
+    Source: ``horovod.torch.join``.
+    """
+    return _start(None, lane, timeout, tensors.start_join)
+
+
+# Objects
+
+
+def all_gather_object(
+    obj: Any,
+    /,
+    *,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[list[Any]]:
+    """Every rank's ``obj``, as a list in rank order, on every rank.
+
+    The default codec carries plain data: None, numbers of any size, strings, bytes, containers, dates,
+    paths, NumPy arrays, tensors (which arrive on the CPU); it decodes without running code.
+    ``codec="pickle"`` carries any picklable object; use it if you trust every rank.
+
+    >>> await ac.all_gather_object({"rank": rank})
+    [{'rank': 0}, {'rank': 1}]
+
+    Source: ``torch.distributed.all_gather_object``.
+    """
+    return _start(group, lane, timeout, objects.all_gather_object, obj, codec)
+
+
+def gather_object(
+    obj: Any,
+    /,
+    *,
+    dst: int = 0,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[list[Any] | None]:
+    """As ``all_gather_object`` on ``dst``; None elsewhere.
+
+    >>> await ac.gather_object(f"rank {rank}", dst=0)
+    ['rank 0', 'rank 1']                                      # r0
+    None                                                      # r1
+    """
+    return _start(group, lane, timeout, objects.gather_object, obj, dst, codec)
+
+
+def broadcast_object(
+    obj: Any = None,
+    /,
+    *,
+    src: int = 0,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """The ``obj`` of ``src``, on every rank; what the others pass is ignored.
+
+    Every rank gets a copy of its own, ``src`` too.
+
+    >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
+    {'lr': 0.1}                                               # both
+    """
+    return _start(group, lane, timeout, objects.broadcast_object, obj, src, codec)
+
+
+def scatter_object(
+    obj: Sequence[Any] | None,
+    /,
+    *,
+    src: int = 0,
+    codec: Any = None,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """This rank's object of the n that ``src`` passes; what the others pass is ignored.
+
+    >>> await ac.scatter_object(["a", {"b": 1}] if rank == 0 else None)
+    'a'                                                       # r0
+    {'b': 1}                                                  # r1
+    """
+    return _start(group, lane, timeout, objects.scatter_object, obj, src, codec)
+
+
+def explain(name: str, x: Any = None, /, **call: Any) -> Plan:
+    """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
+
+    Takes what the call takes. The plan says which native call runs, how the elements travel, and why.
+    """
+    from asynccoll.ops.explaining import explain_call
+
+    context = current()
+    group = resolve_group(context, call.pop("group", None))
+    lane = call.pop("lane", None)
+    at = group.lane(current_lane() if lane is None else checked_name(lane))
+    return explain_call(at, name, x, call)

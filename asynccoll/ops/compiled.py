@@ -1,0 +1,204 @@
+"""What a collective is inside ``torch.compile``: torch's own functional ops on the world's process group.
+
+Dynamo refuses context variables, frames and locks, so the public functions come here before they touch
+any. What has to be looked up is looked up while the graph is made, and is a constant in it. The
+result's ``wait()`` is what orders the graph; ``await`` is refused there, by dynamo itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from asynccoll.plan.spec import HALF, ReduceOp
+from asynccoll.runtime.process import current, when_joined
+
+if TYPE_CHECKING:
+    from asynccoll.waiting.work import Work
+    from asynccoll.world.context import Context
+
+__all__ = ["CompiledWork", "constant_in_graphs", "have_gradients"]
+
+#: Those that torch's functional ops know, under the same names.
+_REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports the compiler (seconds) to set this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by dynamo, since 2.0
+    return function
+
+
+@cache
+def have_gradients() -> bool:
+    """Whether torch's ops have gradients, which they got after 2.9; before, backward is silently wrong."""
+    import torch.distributed._functional_collectives  # registers them
+
+    return torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::wait_tensor", "Autograd")
+
+
+class _Graphs:
+    """Whether this process has made a graph with a collective in it."""
+
+    made = False
+
+
+def _renew(context: Context) -> None:
+    """In a next life of the world, give graphs of an earlier one their group again."""
+    if _Graphs.made and context.world_size > 1:
+        context.world.process_group()
+
+
+when_joined(_renew)
+
+
+@constant_in_graphs
+def _world() -> str:
+    """The registered name of the world's process group, which the first graph makes."""
+    group = current().world.process_group()
+    _Graphs.made = True
+    return str(group.group_name)
+
+
+@constant_in_graphs
+def _size() -> int:
+    return _world_size()
+
+
+def _world_size() -> int:
+    return current().world_size
+
+
+@constant_in_graphs
+def _reduction(op: Any, integers: bool) -> tuple[str, int]:
+    """torch's name of the reduction, and what to divide by; refused here as it is outside of graphs."""
+    parsed = ReduceOp.parse(op)
+    if parsed not in _REDUCTIONS:
+        known = ", ".join(sorted(op.value for op in _REDUCTIONS))
+        raise UnsupportedOpError(f"op={op!r} is not known inside torch.compile, where there are {known}")
+    if parsed is ReduceOp.AVG and integers:
+        raise InvalidArgumentError("op='avg' of integers is not an integer; sum them, or convert them first")
+    if parsed is ReduceOp.AVG:  # of the two only sum has a gradient there
+        return ReduceOp.SUM.value, _world_size()
+    return parsed.value, 1
+
+
+@constant_in_graphs
+def _is_source(src: Any) -> bool:
+    world = current().world
+    return world.index(src, "src") == world.rank
+
+
+@constant_in_graphs
+def _require(plain: bool, tracked: bool) -> None:
+    """Refuse what torch's functional ops cannot do, rather than do something else."""
+    if tracked and not have_gradients():
+        raise UnsupportedOpError(
+            f"the collectives of torch {torch.__version__} have no gradient inside torch.compile: call them "
+            "outside of the graph, detach the input, or take a newer torch"
+        )
+    if not plain:
+        raise UnsupportedOpError(
+            "inside torch.compile collectives run over the world (group=None) and give a new tensor: "
+            "leave out group=, out=, uneven=, safe_mode=, factors and compression=, or call them outside of "
+            "the graph"
+        )
+
+
+def _tracked(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _integers(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+class CompiledWork:
+    """The handle inside a compiled graph: ``wait()`` gives the tensor."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        dim: int = 0,
+        parts: int = 1,
+        divisor: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.dim = dim
+        self.parts = parts
+        self.divisor = divisor
+        self.dtype = dtype
+
+    def wait(self) -> torch.Tensor:
+        done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
+        if self.dim:
+            done = torch.cat(torch.chunk(done, self.parts, dim=0), dim=self.dim)
+        return (done / self.divisor).to(self.dtype) if self.divisor > 1 else done
+
+
+def _work(tensor: torch.Tensor, **rest: Any) -> Work[Any]:
+    """To a type checker a ``Work``, for it has its ``wait()``."""
+    return cast("Work[Any]", CompiledWork(tensor, **rest))
+
+
+def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None, plain: bool = True) -> Work[Any]:
+    _require(group is None and out is None and plain, _tracked(x))
+    name, divisor = _reduction(op, _integers(x))
+    reduce = torch.ops._c10d_functional.all_reduce
+    return _work(reduce(_wide(x, divisor).contiguous(), name, _world()), divisor=divisor, dtype=x.dtype)
+
+
+def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Work[Any]:
+    _require(group is None and out is None and not safe_mode, _tracked(x))
+    ours = _is_source(src)
+    if _tracked(x):
+        # torch's op has no gradient, and says so in a warning only. A sum of zeros and one has.
+        silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
+        return all_reduce(x.masked_fill(silent, 0), "sum", None)
+    return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
+
+
+def all_gather(x: Any, dim: int, group: Any, *, uneven: bool, out: Any) -> Work[Any]:
+    _require(group is None and out is None and not uneven, _tracked(x))
+    gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
+    size = _size()
+    if x.dim() == 0:
+        x = x.reshape(1)
+    return _work(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
+
+
+def reduce_scatter(x: Any, op: Any, dim: int, group: Any, *, out: Any) -> Work[Any]:
+    _require(group is None and out is None, _tracked(x))
+    reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
+    size = _size()
+    name, divisor = _reduction(op, _integers(x))
+    if dim % x.dim():
+        x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
+    return _work(
+        reduce_scatter(_wide(x, divisor).contiguous(), name, size, _world()), divisor=divisor, dtype=x.dtype
+    )
+
+
+def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """What is summed for an average: of half precision the sum could overflow."""
+    return x.float() if divisor > 1 and x.dtype in HALF else x
+
+
+def all_to_all(
+    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any, *, out: Any
+) -> Work[Any]:
+    _require(group is None and out is None, _tracked(x))
+    size = _size()
+    even = [x.shape[0] // size] * size
+    exchange = torch.ops._c10d_functional_autograd.all_to_all_single
+    received, sent = list(out_splits or even), list(in_splits or even)
+    return _work(exchange(x.contiguous(), received, sent, _world()))

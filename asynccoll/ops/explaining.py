@@ -1,0 +1,79 @@
+"""``explain``: the plan of a call for a payload, from the lane it would take its place on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from asynccoll.backends.table import capabilities_of
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.order.lane import Lane
+from asynccoll.payload.scaling import Scaling
+from asynccoll.plan import dispatch
+from asynccoll.plan.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology, equal_nodes
+from asynccoll.plan.trees import flatten, is_tree
+from asynccoll.tensors.fusing import direct_buckets
+from asynccoll.tensors.fusion import BUCKET_BYTES, buckets
+
+__all__ = ["explain_call", "explain_offline"]
+
+
+def explain_call(lane: Lane, name: str, x: Any, call: dict[str, Any]) -> Plan:
+    """The plan of ``name`` for ``x`` on ``lane``."""
+    op = Op.parse(name)
+    if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
+        largest = max(leaves, key=lambda leaf: leaf.nbytes)
+        chosen = explain_call(lane, name, largest, call)
+        how = fusion_of(lane, leaves) if op in FUSED else "its tensors travel one by one"
+        return replace(chosen, why=(f"of a tree of {len(leaves)} tensors: {how}", *chosen.why))
+    if isinstance(x, torch.Tensor) and call.get("compression") is not None:
+        x = Scaling(compression=call["compression"]).before(x)
+    spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
+    reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
+    if reduce is ReduceOp.AVG and call.get("compression") is not None:
+        reduce = ReduceOp.SUM  # it is divided before it is narrowed
+    return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.world.policy, reduce)
+
+
+#: The collectives whose tensors are packed.
+FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
+
+
+def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
+    """How many tensors of a tree become few buckets, and by which figures."""
+    total_bytes = sum(leaf.nbytes for leaf in leaves)
+    if direct_buckets(lane, leaves) is not None:
+        return f"{total_bytes} bytes travel packed, in a bucket for each dtype"
+    cost = lane.cost or lane.group.cost
+    if lane.group.size > 1 and cost is None:
+        return "they travel packed, in buckets whose size is measured in the first such call"
+    limit = BUCKET_BYTES if cost is None else cost.bucket_bytes(total_bytes)
+    why = "" if cost is None else f"; in this group {cost}"
+    return f"{total_bytes} bytes travel packed, {len(buckets(leaves, limit))} buckets of at most {limit}{why}"
+
+
+def explain_offline(
+    name: str,
+    *,
+    backend: str,
+    world_size: int,
+    shape: tuple[int, ...] = (),
+    dtype: str = "float32",
+    device: str = "cpu",
+    op: str = "sum",
+    check: bool = False,
+    nodes: int = 1,
+) -> Plan:
+    """The plan of a call that nobody makes: no process group, no data (``asynccoll explain``)."""
+    parsed = Op.parse(name)
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidArgumentError(f"unknown dtype {dtype!r}; expected a torch dtype such as 'float32'")
+    if world_size % nodes:
+        raise InvalidArgumentError(f"{world_size} ranks cannot be equally many on {nodes} nodes")
+    of_rank = [rank * nodes // world_size for rank in range(world_size)]
+    topology = Topology(capabilities_of(backend, device), world_size, equal_nodes(of_rank))
+    reduce = ReduceOp.parse(op) if parsed.reduces else None
+    return dispatch.plan(parsed, TensorSpec(found, shape, device), topology, Policy(check), reduce)

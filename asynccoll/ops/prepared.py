@@ -1,0 +1,186 @@
+"""Operations that are planned once and started every step.
+
+``prepare`` does what is the same each time (the plan, the checks, the memory); ``start`` is the native call
+and what is noted down about it. It is the same ``Call`` that the ordinary function makes and starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from asynccoll.errors import InvalidArgumentError, NotInitializedError
+from asynccoll.memory.plain import overwritten
+from asynccoll.memory.unfilled import refuse_unfilled
+from asynccoll.modes.captured import Modes
+from asynccoll.ops.coalescing import own_block
+from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.order.lane import Lane
+from asynccoll.order.operation import Operation
+from asynccoll.payload.preparing import check_untracked, prepared_calls
+from asynccoll.plan.spec import Op
+from asynccoll.plan.trees import flatten
+from asynccoll.runtime.process import current
+from asynccoll.tensors import Call
+from asynccoll.waiting.started import Started
+from asynccoll.waiting.work import Work, handed_out
+from asynccoll.world.resolving import resolve_group
+
+__all__ = ["Prepared", "prepare"]
+
+T = TypeVar("T")
+
+
+class Prepared(Generic[T]):
+    """A collective bound to its memory: ``start()`` sends what its input holds then. Made by ``prepare``."""
+
+    __slots__ = (
+        "_calls",
+        "_fills",
+        "_finish",
+        "_lane",
+        "_last",
+        "_reads",
+        "_timeout",
+        "_world",
+        "name",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        lane: Lane,
+        like: Any,
+        calls: list[Call],
+        finish: Callable[[], Any] | None,
+        timeout: float | None,
+        fills: list[torch.Tensor],
+    ) -> None:
+        """``fills``: the tensors that its user gave for the results."""
+        self.name = name
+        self._lane = lane
+        self._world = lane.world
+        self._reads = flatten(like)[0]
+        self._calls = calls
+        self._finish = finish
+        self._timeout = timeout
+        self._fills = fills
+        self._last: Work[T] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self.name} on {self._lane}>"
+
+    def start(self) -> Work[T]:
+        """Start it with what its input holds now; a ``Work`` as of the ordinary call.
+
+        The result is the same memory every time, so the work has to be awaited before the next start. If an
+        await of it was cut short (cancelled, or timed out), starting again is the way on: the new start waits
+        in its lane for the one before, whose own result is lost (awaiting that work again raises).
+
+        Raises:
+            InvalidArgumentError: the work of the start before has not been awaited; or autograd would record
+                the input now; or ``out`` was made in inference mode, and it is started outside of it.
+            LaneOrderError, CollectiveError: as of the ordinary call.
+        """
+        if self._world.closed:
+            raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
+        try:
+            if (block := own_block()) is not None:
+                block.check_unread(self.name, self._fills)
+                block.flush(self._lane)  # the program's order
+            check_untracked(self.name, self._reads)
+            if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
+                raise InvalidArgumentError(
+                    f"{self!r} fills an out= that was made in inference mode, and was started outside of it; "
+                    "start it in torch.inference_mode(), or prepare it with another out="
+                )
+            self._check_last()
+            refuse_unfilled(self.name, (*self._reads, *self._fills), but=self._last)
+            overwritten(*self._fills)
+            unfinished = self._supersede_last()
+            self._last = work = handed_out(self._begin(unfinished), self._fills or None)
+        except Exception as error:
+            self._world.refuse(self._lane, error)
+            raise
+        return work
+
+    def _check_last(self) -> None:
+        """Refuse to start while somebody has still to wait for the last work."""
+        if self._last is not None and self._last.pending and not self._last.cut_short:
+            raise InvalidArgumentError(
+                f"{self!r} was started before its last work was awaited, and all starts share their memory: "
+                "await each work before the next start, or prepare a second operation"
+            )
+
+    def _supersede_last(self) -> Sequence[Operation]:
+        """The operations that still use the memory, because an await of the last work was cut short."""
+        last = self._last
+        if last is None or not last.pending:
+            return ()
+        last.supersede(
+            f"{self!r} was started again, and this start's result overwritten: its await was cut short"
+        )
+        return last.in_flight()
+
+    def _begin(self, after: Sequence[Operation]) -> Started[Any]:
+        lane, timeout = self._lane, self._timeout
+        if self._finish is None:
+            return self._calls[0].begin_again(lane, timeout, after)
+        with lane.together():
+            parts = [call.begin_again(lane, timeout, after) for call in self._calls]
+        return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
+
+
+def prepare(
+    name: str,
+    /,
+    like: Any,
+    *,
+    group: Any = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+    **call: Any,
+) -> Prepared[Any]:
+    """An operation that is planned, checked and given its memory once, to be started every step.
+
+    >>> op = ac.prepare("all_reduce", like=x, op="avg")
+    >>> for batch in batches:
+    ...     x.copy_(gradient(batch))
+    ...     mean = await op.start()       # r0 has x = [1.], r1 has [3.]: [2.] on both
+
+    ``start()`` sends what ``like`` holds at that moment. The result is memory of the operation's own, which
+    the next start overwrites, or ``out``; ``out=like`` is the in-place operation.
+
+    Args:
+        name: ``all_reduce`` (``op``), ``broadcast`` (``src``), both of a tensor or a tree of tensors, which
+            travel packed; ``all_gather``, ``reduce_scatter`` (``op``), along dim 0; ``all_to_all``
+            (``input_split_sizes`` and ``output_split_sizes``, or even).
+        like: the contiguous tensor that is read at each start.
+        group, lane, timeout: as of every operation; settled here, not at ``start``. Every rank prepares and
+            starts alike, but preparing sends nothing.
+        call: what else the call takes, and ``out``.
+
+    Raises:
+        InvalidArgumentError, PayloadTypeError, UnsupportedOpError: as of the ordinary call; also for
+            tensors that are not contiguous, or that autograd records (there is no gradient).
+
+    Source: persistent collectives of MPI 4 (``MPI_Allreduce_init``, ``MPI_Start``).
+    """
+    op = Op.parse(name)
+    name = current_lane() if lane is None else checked_name(lane)
+    chosen = resolve_group(current(), group).lane(name)
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
+    out = call.get("out")
+    fills = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+    # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.
+    inferring = torch.is_inference_mode_enabled() and _any_inference(fills)
+    modes = Modes(torch.is_grad_enabled(), inferring)
+    calls, finish = modes.run(prepared_calls, chosen, op, like, call)
+    return Prepared(op.value, chosen, like, calls, finish, timeout, fills)
+
+
+def _any_inference(xs: list[torch.Tensor]) -> bool:
+    return any(x.is_inference() for x in xs)

@@ -1,0 +1,380 @@
+"""Lanes and scopes as a user sees them: ``ac.lane``, ``ac.scope``, ``ac.create_task_group``.
+
+All three are context values: child tasks inherit them. What is entered is noted in the context, so that
+several tasks may enter one object; and who leaves looks for its own entry there, so that async generators
+survive, which may be left out of turn, or in another context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.host import actors
+from asynccoll.modes.isolation import Steps
+from asynccoll.order.lane import BACKWARD, DEFAULT
+from asynccoll.runtime.process import current, existing
+from asynccoll.waiting.work import Members, scope_members
+from asynccoll.world.resolving import resolve_group
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup as AnyioTaskGroup
+
+__all__ = [
+    "TaskGroup",
+    "backward_lane",
+    "checked_name",
+    "close_lane",
+    "create_task_group",
+    "current_lane",
+    "lane",
+    "scope",
+]
+
+_lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
+current_lane = _lane_name.get
+#: What this context, or one that it is a copy of, has entered and not left; innermost last.
+_lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
+#: The innermost task group that was entered.
+_groups: ContextVar[TaskGroup | None] = ContextVar("asynccoll_task_groups", default=None)
+_scopes: ContextVar[tuple[tuple[scope, Members], ...]] = ContextVar("asynccoll_scopes", default=())
+
+
+class _BackwardLane(str):
+    """The name of a lane of gradients, as ``backward_lane`` gives it: whoever has one keeps its order."""
+
+    __slots__ = ()
+
+
+def backward_lane(name: str) -> str:
+    """The lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
+
+    On it any task or thread may issue, as backward passes do, which run in threads of autograd's. No
+    ``LaneOrderError`` comes there: that all ranks issue in one order is the affair of whoever sends on it.
+    It does not count among the 32 of a group, and ``close_lane(name)`` closes it, too.
+
+    Raises:
+        InvalidArgumentError: ``name`` is no name of a lane.
+    """
+    return _BackwardLane(checked_name(name) + BACKWARD)
+
+
+def checked_name(name: Any) -> str:
+    """``name``, which a user has given to a lane."""
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
+    if name.endswith(BACKWARD) and not isinstance(name, _BackwardLane):
+        raise InvalidArgumentError(
+            f"lane {name!r} is one of gradients, where nobody checks that tasks do not cross; choose another "
+            "name, or take ac.backward_lane(name) for calls whose order you keep yourself"
+        )
+    return name
+
+
+class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
+    """Collectives inside run on the lane ``name``: ``with ac.lane("eval"):``, or ``async with``.
+
+    A lane is an order of its own: two tasks on two lanes may issue in any order relative to each other.
+    Ranks meet by the lane's name. At most 32 per group.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = checked_name(name)
+
+    def __enter__(self) -> lane:
+        _lanes.set((*_lanes.get(), self))
+        _lane_name.set(self.name)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        entered = _lanes.get()
+        for k in reversed(range(len(entered))):
+            if entered[k] is self:
+                left = entered[:k] + entered[k + 1 :]
+                _lanes.set(left)
+                _lane_name.set(left[-1].name if left else DEFAULT)
+                return
+
+    async def __aenter__(self) -> lane:
+        return self.__enter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.__exit__()
+
+
+def close_lane(name: str, *, group: Any = None) -> None:
+    """Give up the lane ``name`` of ``group``, with its connections and threads; its name may be used anew.
+
+    Every member calls it as often, at the same place among its calls on that lane, in whose order it is; none
+    waits for the others. What is in flight ends as ever. The connections are closed once every member has
+    called it. Closing a lane that this rank has not used is fine.
+
+    >>> for step in range(1000):
+    ...     await ac.all_reduce(x, lane=f"step {step}")
+    ...     ac.close_lane(f"step {step}")
+
+    Raises:
+        InvalidArgumentError: the name is none, or ``default``, which lives as long as its group.
+    """
+    if checked_name(name) == DEFAULT:
+        raise InvalidArgumentError(
+            f"the lane {DEFAULT!r} lives as long as its group; close_lane takes another"
+        )
+    context = current()
+    (context.world if group is None else resolve_group(context, group)).close_lane(name)
+
+
+class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
+    """A block that is not left with work outstanding: ``async with ac.scope():`` (or ``with``, which blocks).
+
+    Works that were started inside, by child tasks too, are waited for at the end; those nobody awaited
+    raise their errors there. When the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the
+    waiting goes on all the same, up to each operation's timeout; then the block's own error, or the
+    cancellation, is raised. Only Ctrl-C ends it. What a child task that outlives the block starts later
+    belongs to the enclosing scope, if there is one.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[Members] = []
+
+    def __enter__(self) -> scope:
+        members = Members(scope_members.get())
+        self._entered.append(members)
+        _scopes.set((*_scopes.get(), (self, members)))
+        scope_members.set(members)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        members = self._left()
+        told = members.errors()
+        first: BaseException | None = None
+        for work in members.outstanding():
+            try:
+                work.wait()
+            except Exception as failed:
+                first = first or _unless_told(failed, told)
+        _raise_first(error, first)
+
+    async def __aenter__(self) -> scope:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        import anyio
+
+        members = self._left()
+        told = members.errors()
+        first: BaseException | None = None
+        cancelled: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):
+            for work in members.outstanding():
+                while True:
+                    try:
+                        await work
+                    except asyncio.CancelledError as by_task:  # no shield is proof against task.cancel()
+                        cancelled = by_task
+                        continue
+                    except Exception as failed:
+                        first = first or _unless_told(failed, told)
+                    break
+        if cancelled is not None and not isinstance(error, asyncio.CancelledError):
+            raise cancelled from first
+        _raise_first(error, first)
+
+    def _left(self) -> Members:
+        """The works of the entry that ends here, which is forgotten."""
+        entered = _scopes.get()
+        for k in reversed(range(len(entered))):
+            owner, members = entered[k]
+            if owner is self and members in self._entered:
+                left = entered[:k] + entered[k + 1 :]
+                _scopes.set(left)
+                scope_members.set(left[-1][1] if left else None)
+                break
+        else:  # an async generator that was entered in another context
+            members = self._entered[-1]
+        self._entered.remove(members)
+        return members
+
+
+def _raise_first(error: BaseException | None, first: BaseException | None) -> None:
+    """Raise what failed first at the end of a scope, unless the block has an ``error`` of its own."""
+    if first is None:
+        return
+    if error is None:
+        raise first
+    if isinstance(first, CollectiveTimeoutError):
+        warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
+
+
+def _unless_told(error: Exception, told: list[BaseException]) -> Exception | None:
+    """``error``, if nobody got it from another work of the same operation (one that this was mapped to)."""
+    return None if any(error is one for one in told) else error
+
+
+class TaskGroup:
+    """A task group whose children each have a lane, ``parent/name``, and torch's modes, of their own.
+
+    Concurrent code is right by construction: the children may be scheduled in any order on each rank, for
+    ranks meet by name; and ``with torch.no_grad():`` around awaits in one child is no other task's affair
+    (``ac.isolated``): a child begins in the modes in which it was started.
+    ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's.
+
+    Names may be new each time: when the first child of a name has ended its lane is closed, in the
+    background. From the second of that name on it stays open, until the groups that a task has left have had
+    more than eight names: then the lanes of all of these are closed. What goes on to use a child's lane after
+    its end (a task that it has left behind, a prepared call) needs a lane of its own: ``lane=``.
+    """
+
+    def __init__(self) -> None:
+        self._group: AnyioTaskGroup | None = None
+        self._live: set[str] = set()
+        self._ended: set[str] = set()
+        self._actor: actors.Actor = None
+        self._outer: TaskGroup | None = None  # of the same task
+        self._parent = DEFAULT
+
+    async def __aenter__(self) -> TaskGroup:
+        import anyio
+
+        if self._group is not None:
+            raise InvalidArgumentError(
+                "this task group is entered already; each block needs one of its own: "
+                "async with ac.create_task_group() as tg"
+            )
+        self._parent = current_lane()
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        self._actor = actors.current().actor
+        around = _groups.get()
+        self._outer = around if around is not None and around.is_of(self._actor) else None
+        _groups.set(self)
+        return self
+
+    async def __aexit__(self, *exc: object) -> bool | None:
+        try:
+            return await self._entered().__aexit__(*exc)  # type: ignore[arg-type]  # what `async with` passes
+        finally:
+            self._group = None
+            self._live.clear()
+            self._forget()
+
+    def is_of(self, actor: actors.Actor) -> bool:
+        """Whether ``actor`` has entered it, and not left it."""
+        return self._actor is actor and self._group is not None
+
+    def _forget(self) -> None:
+        """It was left: see to the lanes of its children, unless that is the group's around it."""
+        _groups.set(self._outer)
+        ended, self._ended = self._ended, set()
+        actor, self._actor = self._actor, None
+        outer, self._outer = self._outer, None
+        if outer is not None and outer.is_of(actor):
+            outer._ended |= ended
+        elif (context := existing()) is not None:
+            context.children.left(actor, ended)
+
+    def _entered(self) -> AnyioTaskGroup:
+        if self._group is None:
+            raise InvalidArgumentError(
+                "enter the task group first, and start children inside the block: "
+                "async with ac.create_task_group() as tg"
+            )
+        return self._group
+
+    @property
+    def cancel_scope(self) -> Any:
+        """The cancel scope of the group (anyio's)."""
+        return self._entered().cancel_scope
+
+    def start_soon(
+        self, function: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None
+    ) -> None:
+        """Start ``function(*args)`` as a child on the lane ``parent/name``, in torch's modes of now.
+
+        ``function`` is an async function, a ``functools.partial`` of one, an object with an async
+        ``__call__``, or whatever returns an awaitable.
+
+        Raises:
+            InvalidArgumentError: a child of that name is still running, the name cannot be part of a
+                lane's, ``function`` is not an async function, or the group is not entered (a ``ValueError``).
+        """
+        group = self._entered()
+        _check_function(function)
+        chosen = _name_of(function) if name is None else name
+        if not isinstance(chosen, str) or not chosen or "/" in chosen or "/" + chosen == BACKWARD:
+            raise InvalidArgumentError(
+                f"a child cannot be named {chosen!r}: a name is a non-empty string without '/', and "
+                "'backward' is the lane of gradients; pass another name="
+            )
+        own = f"{self._parent}/{chosen}"
+        if own in self._live:
+            raise InvalidArgumentError(
+                f"a child named {chosen!r} is still running in this task group; two of them on one lane "
+                "could cross between ranks: pass another name="
+            )
+        with lane(own):
+            child = Steps(_coroutine(function, args))
+        group.start_soon(self._run, own, child, name=own)
+        self._live.add(own)
+
+    async def _run(self, own: str, child: Steps) -> None:
+        try:
+            with lane(own):
+                await child
+        finally:
+            self._live.discard(own)
+            self._ended.add(own)
+            if (context := existing()) is not None:
+                context.children.ended(own)
+
+
+def _check_function(function: object) -> None:
+    """It must be what a child can be made of."""
+    if isinstance(function, Coroutine):
+        function.close()
+        called = getattr(function, "__qualname__", "function")
+        raise InvalidArgumentError(
+            "start_soon takes an async function and its arguments, got a coroutine: write "
+            f"start_soon({called}, ...) instead of start_soon({called}(...))"
+        )
+    if not callable(function):
+        raise InvalidArgumentError(
+            f"start_soon takes an async function and its arguments, got {type(function).__name__}"
+        )
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _coroutine(function: Callable[..., Any], args: tuple[Any, ...]) -> Coroutine[Any, Any, Any]:
+    made = function(*args)
+    if isinstance(made, Coroutine):
+        return made
+    if isinstance(made, Awaitable):
+        return _awaiting(made)
+    raise InvalidArgumentError(
+        f"start_soon takes an async function; {_name_of(function)} has returned {type(made).__name__}, which "
+        "cannot be awaited: call it directly, or through anyio.to_thread.run_sync if it blocks"
+    )
+
+
+async def _awaiting(made: Awaitable[Any]) -> Any:
+    return await made
+
+
+def create_task_group() -> TaskGroup:
+    """``async with ac.create_task_group() as tg: tg.start_soon(train); tg.start_soon(validate)``."""
+    return TaskGroup()

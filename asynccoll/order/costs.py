@@ -1,0 +1,76 @@
+"""What a collective costs in a group: alpha + beta * bytes, and how large buckets should therefore be.
+
+Measured once per group, on the first lane that fuses much, as part of that call: every rank takes part at
+the same place of the lane's order, and all of them go by the figures of the group's first rank. Any
+other lane asks it for them at its own first such call. So bucket sizes are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import astuple
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from asynccoll.plan.cost import Cost
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.transport.completion import Completion
+
+if TYPE_CHECKING:
+    from asynccoll.order.needs import Members
+
+__all__ = ["agreed"]
+
+#: Two sizes tell a line apart from noise: one that latency rules, and one that bandwidth does.
+_SMALL_BYTES, _LARGE_BYTES = 16 << 10, 2 << 20
+_REPEATS = 3
+
+
+class Costed(Protocol):
+    """A lane: its own figures, and its group's."""
+
+    group: Members
+    cost: Cost | None
+
+
+def agreed(lane: Costed, communicator: Any) -> Generator[Completion, None, Cost | None]:
+    """The steps of a program after which all ranks of the lane have the same ``Cost`` (None: alone)."""
+    group = lane.group
+    if group.size == 1:
+        return None
+    if lane.cost is None:
+        known = (0.0, 0.0, 0.0) if group.cost is None else astuple(group.cost)
+        told = torch.tensor(known, dtype=torch.float64, device="cpu")
+        yield communicator.broadcast(told, 0)
+        if not told.any():
+            told.copy_(
+                torch.tensor(astuple((yield from _measured(communicator))), dtype=torch.float64, device="cpu")
+            )
+            yield communicator.broadcast(told, 0)
+        lane.cost = group.cost = Cost(*told.tolist())
+    return lane.cost
+
+
+def _measured(communicator: Any) -> Generator[Completion, None, Cost]:
+    found: list[tuple[int, float]] = []
+    for size_bytes in (_SMALL_BYTES, _LARGE_BYTES):
+        x = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
+        best = float("inf")
+        for _ in range(_REPEATS):
+            start = perf_counter()
+            yield communicator.all_reduce(x, ReduceOp.SUM)
+            best = min(best, perf_counter() - start)
+        found.append((size_bytes, best))
+    return Cost.fit(found[0], found[1], _packing(x))
+
+
+def _packing(x: torch.Tensor) -> float:
+    """Seconds per byte of copying ``x`` into new memory."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        torch.cat([x, x])
+        best = min(best, perf_counter() - start)
+    return best / (2 * x.nbytes)

@@ -1,0 +1,69 @@
+"""What a lane queues: one native call, or a program of several that depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from asynccoll.order.stepping import Stepping
+from asynccoll.transport.completion import Completion, Promise
+from asynccoll.transport.streams import current
+
+__all__ = ["Job", "Program", "Start"]
+
+#: One native call, given the communicator.
+Start = Callable[[Any], Completion]
+#: Several: each yielded completion is waited for; the last call's is returned.
+Program = Callable[[Any], Generator[Completion, None, Completion]]
+
+_SETTLED = Promise()
+_SETTLED.settle()
+
+
+class Job:
+    """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
+
+    __slots__ = (
+        "driven",
+        "generator",
+        "part",
+        "place",
+        "program",
+        "promise",
+        "shares",
+        "start",
+        "step",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        start: Start | None,
+        program: Program | None,
+        *,
+        driven_by: Callable[[], object] | None = None,
+        sent: Callable[[], Iterable[Completion]] = tuple,
+    ) -> None:
+        self.place = 0  # in the lane's order; a message has none
+        self.part = 1  # of those at its place
+        self.shares = False  # its place with other parts of one call, some of which may have been issued
+        self.start = start
+        self.program = program
+        self.stream = current()  # the input is ready there, whichever thread issues the call
+        self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
+        self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
+        self.promise.sent = sent
+        self.generator: Generator[Completion, None, Completion] | None = None
+        self.step: Completion | None = None
+
+    def abandon(self) -> None:
+        """Nobody goes on with it; what it waits for may still write to its memory."""
+        if self.step is not None:
+            if not self.promise.done():
+                self.promise.source = self.promise.source or self.step
+            self.step.abandon()
+
+    def let_go(self) -> None:
+        """It is over. Its promise, which others may keep, knows the job, and the job all that was sent."""
+        self.program = self.generator = None
+        self.promise = _SETTLED

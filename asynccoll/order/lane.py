@@ -1,0 +1,892 @@
+"""A lane: one order of operations on one communicator of one group.
+
+Every rank must issue the operations of a communicator in the same order. A lane keeps that order: an
+operation is accepted when the function is called and issued at once if nothing is queued before it.
+A *program* (an operation of several native calls that depend on each other) is driven from its
+completions, never from whoever waits for it, and what comes after it queues until it has issued its
+last call.
+
+What a lane must not know: what the operations mean, and which backend runs them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import sleep
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import (
+    AbortedError,
+    CollectiveError,
+    LaneOrderError,
+    PeerLostError,
+    collective_error,
+)
+from asynccoll.host import actors
+from asynccoll.host.call_site import NOWHERE, Place, Spot, called_at, caller
+from asynccoll.modes.captured import as_called
+from asynccoll.order.cut import Cut, Refusal, Verdict
+from asynccoll.order.job import Job, Program, Start
+from asynccoll.order.operation import Estimate, Operation
+from asynccoll.order.programs import program_as_called
+from asynccoll.order.stepping import Stepping, waiting
+from asynccoll.transport.completion import Completion, Promise, Ready
+from asynccoll.transport.streams import on_stream
+
+if TYPE_CHECKING:
+    from asynccoll.order.needs import Members, World
+    from asynccoll.order.start_order import Turnstile
+    from asynccoll.plan.cost import Cost
+    from asynccoll.transport.communicator import Communicator
+
+__all__ = ["BACKWARD", "DEFAULT", "Lane"]
+
+DEFAULT = "default"
+BACKWARD = "/backward"
+#: More calls than a rank makes between two joins.
+ROUND = 1 << 30
+
+#: How often whoever waits for a lane to open asks whether all are still there.
+_ASK_SECONDS = 0.5
+#: How long a thread that opens a lane which is given up may take to notice.
+_GIVE_UP_SECONDS = 5.0
+#: How soon it is noticed that a lane which is to be closed is over.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.02
+
+#: So many streams have their owners kept.
+_MOST_STREAMS = 4096
+
+#: Of messages: ("send" or "recv", the peer's index in the group, the tag).
+Stream = tuple[str, int, int]
+#: An operation that will never end, and what to tell of it.
+Lost = tuple[Operation, CollectiveError]
+
+
+class _Owner:
+    """Who issued last on an order, and where."""
+
+    __slots__ = ("actor", "spot")
+
+    def __init__(self) -> None:
+        self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
+        self.spot = NOWHERE
+
+
+def _nobody() -> None:
+    """The owner of an order on which nothing was issued."""
+
+
+class Lane:
+    """The order named ``name`` of ``group``; operations of equal lanes meet on all ranks."""
+
+    def __init__(
+        self, group: Members, world: World, name: str, key: str = "", turnstile: Turnstile | None = None
+    ) -> None:
+        """``key``: by which its ranks meet; another one each time that a closed name is opened again.
+
+        ``turnstile``: what it must pass before it starts an operation; None where any order will do.
+        """
+        self.group = group
+        self.world = world
+        self.name = name
+        self.key = key or name
+        self.sequence = 0
+        self._part = 0  # of those at the latest place
+        self.epoch = 0
+        self.communicator: Communicator | None = None
+        self.broken: CollectiveError | None = None
+        self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
+        self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
+        self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
+        self._estimates: dict[tuple[str, int], Estimate] = {}
+        self._in_flight: deque[Operation] = deque()  # of collectives, which end in order
+        self._apart: list[Operation] = []  # what ends whenever it likes: messages, and what was given up
+        self._owner = _Owner()
+        self._owners: dict[Stream, _Owner] = {}  # of the streams
+        self._together = False  # what is accepted now shares one place in the order
+        self._before: Callable[[], object] | None = None  # what is to be accepted before anything else is
+        self._started = 0  # the highest place that was queued and issued since
+        self._touched = 0  # the place of the latest call that failed while it was being issued
+        self._checks_owner = world.checks_order and not name.endswith(BACKWARD)
+        self._lock = threading.Lock()
+        self._queue: deque[Job] = deque()
+        self._active: Job | None = None
+        self._turnstile = turnstile
+        self._admitted: int | None = None  # the epoch for which the turnstile lets one operation start
+        self._driving = False
+        self._kicked = False
+        self._opening = False
+        self._opener: threading.Thread | None = None
+        self._cut: Cut | None = None  # something is refused, see there; None in the normal case
+        self._settled: Verdict | None = None  # the latest
+        self._generation = 0  # the epoch for which the communicator was, or will be, opened
+        self._opened_once = Promise()
+        self._previous: Communicator | None = None  # the messages of which the next one takes over
+        self._retired: list[Communicator] = []
+
+    def __str__(self) -> str:
+        where = "the world" if self.group.is_world else f"ranks {list(self.group.ranks)}"
+        return f"lane {self.name!r} of {where}"
+
+    # Accepting operations
+
+    def issue(
+        self,
+        estimate: Estimate,
+        start: Start,
+        size_bytes: int = 0,
+        timeout: float | None = None,
+        stream: Stream | None = None,
+    ) -> Operation:
+        """Accept an operation of one native call; issued before this returns if nothing is queued.
+
+        ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
+        order of its own within the lane (point-to-point messages of one peer and tag), which does not
+        queue behind other streams.
+        """
+        if self._before is not None:
+            self._accept_before()
+        with self._lock:
+            owner = self._admitted_owner(stream)
+            if self._is_free():
+                # First of all the start: what is noted down afterwards costs no latency.
+                try:
+                    completion = start(self.communicator)
+                except BaseException:  # refused by the library, which may have sent something
+                    if stream is None:
+                        self._touched = self.sequence + (not self._together)
+                    raise
+                return self._record(estimate, completion, size_bytes, timeout, stream, owner)
+            job = Job(as_called(start), None)
+            operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
+        self._start_queued()
+        return operation
+
+    def run(
+        self,
+        name: str,
+        program: Program,
+        size_bytes: int = 0,
+        timeout: float | None = None,
+        *,
+        awaited_soon: bool = False,
+        sent: Callable[[], Iterable[Completion]] = tuple,
+    ) -> Operation:
+        """Accept an operation of several native calls.
+
+        ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
+        ``sent``: what the program has started so far, and does not wait for before it goes on.
+        """
+        if self._before is not None:
+            self._accept_before()
+        program = program_as_called(program)
+        estimate = self.estimate(name, size_bytes)
+        awaited_soon = awaited_soon or waiting.get()
+        with self._lock:
+            owner = self._admitted_owner(None)
+            if awaited_soon and self._is_free():
+                job = Job(None, program, driven_by=self._drive, sent=sent)
+                self._begin(job)
+                operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
+                job.place, job.part = operation.sequence, operation.part
+            else:
+                job = Job(None, program, sent=sent)
+                operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
+            promise = job.promise
+        if isinstance(promise, Stepping):
+            promise.offer()
+        else:
+            self._start_queued()
+        return operation
+
+    def _is_free(self) -> bool:
+        """Whether the next operation may be issued by its caller. With the lock held."""
+        return (
+            self.communicator is not None
+            and not self._queue
+            and self._active is None
+            and not self._driving
+            and self._turnstile is None
+            and self._cut is None
+            and not (self._together and self._given_up() is not None)
+        )
+
+    def _begin(self, job: Job) -> None:
+        """Issue the first calls of a program that its waiter may drive. With the lock held."""
+        assert job.program is not None
+        self._active = job
+        job.generator = job.program(self.communicator)
+        try:
+            job.step = next(job.generator)
+        except StopIteration as stop:  # it was the last
+            self._active = None
+            job.promise.follow(stop.value)
+        except BaseException:  # refused by the native call itself, as it is for a single one
+            self._active = None
+            self._touched = self.sequence + (not self._together)
+            raise
+
+    def _enqueue(
+        self,
+        job: Job,
+        estimate: Estimate,
+        size_bytes: int,
+        timeout: float | None,
+        stream: Stream | None,
+        owner: _Owner,
+    ) -> Operation:
+        if self.communicator is None and not self._opening:
+            self._open()
+        operation = self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
+        job.place, job.part, job.shares = operation.sequence, operation.part, self._together
+        cut = self._cut
+        if job.shares and job.place and (refusal := self._given_up()) is not None:
+            operation.fail(refusal.error(self, job.place))
+        elif cut is None or not cut.refusal.loses(job.place, job.part):
+            self._queue.append(job)
+        elif cut.verdict is None:
+            cut.held.append(job)
+        elif job.place < cut.verdict.resumes:  # its peers have given it up already
+            operation.fail(cut.verdict.refusal.error(self, job.place))
+        else:
+            self._cut = None
+            self._queue.append(job)
+        return operation
+
+    def _given_up(self) -> Refusal | None:
+        """The refusal with which the latest place was lost: settled, perhaps, since a block took it."""
+        settled = self._settled
+        return settled.refusal if settled is not None and settled.covers(self.sequence) else None
+
+    @contextmanager
+    def after(self, before: Callable[[], object]) -> Iterator[None]:
+        """What is accepted inside comes after what ``before`` issues; not called if all of it is refused."""
+        self._before = before
+        try:
+            yield
+        finally:
+            self._before = None
+
+    def _accept_before(self) -> None:
+        before, self._before = self._before, None
+        assert before is not None
+        before()
+
+    @contextmanager
+    def together(self, place: int | None = None) -> Iterator[int]:
+        """What is accepted inside is one call of the user's (a tree): one place in the order, which it gives.
+
+        With ``place``, where the latest call took that one, it goes on with that call: raises
+        ``PeerRefusedError`` if it was refused meanwhile. If the block fails its place is refused, whatever of
+        it was issued. Inside another such block it is a part of that one.
+        """
+        with self._lock:
+            self._admitted_owner(None)
+            inner = self._together
+            if not inner:
+                if place is None or place != self.sequence:
+                    self.sequence += 1
+                    self._part = 0
+                elif (settled := self._settled) is not None and settled.covers(place):
+                    raise settled.refusal.error(self, place)
+                self._together = True
+            place = self.sequence
+        if inner:
+            yield place
+            return
+        try:
+            yield place
+        except BaseException as error:
+            self._together = False
+            self.world.refuse(self, error, place)
+            raise
+        finally:
+            self._together = False
+
+    def _admitted_owner(self, stream: Stream | None) -> _Owner:
+        """Check that the caller may issue here now; from now on it owns this order."""
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
+        owner = self._owner if stream is None else self._stream_owner(stream)
+        if self._checks_owner:
+            node = actors.current()
+            held = owner.actor()
+            if held is not node.actor:
+                if held is not None:
+                    self._check_handover(node, held, owner.spot)
+                owner.actor = weakref.ref(node.actor)
+        return owner
+
+    def _stream_owner(self, stream: Stream) -> _Owner:
+        owner = self._owners.get(stream)
+        if owner is None:
+            if len(self._owners) >= _MOST_STREAMS:
+                self._owners.clear()  # a tag for each message: who sent the old ones is of no interest
+            owner = self._owners[stream] = _Owner()
+        return owner
+
+    def _check_handover(self, node: actors.Descent, held: actors.Actor, before: Spot) -> None:
+        """Another actor follows on this order: only once its owner has ended, or as its descendant."""
+        if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
+            return
+        raise self._crossing(node.actor, caller().place, held, before.place)
+
+    def _crossing(
+        self, actor: actors.Actor, place: Place, owner: actors.Actor, before: Place
+    ) -> LaneOrderError:
+        return LaneOrderError(
+            f"{actors.label(actor)} issued a collective on {self} at {place}, but that lane belongs to "
+            f"{actors.label(owner)}, which issued there at {before} and is still running. Two concurrent "
+            "tasks on one lane can be scheduled in different order on different ranks, which gives wrong "
+            "numbers. Give each task its own lane: lane='name' on the call, `with ac.lane('name'):` around "
+            "it, or start the tasks in `ac.create_task_group()`"
+        )
+
+    def _record(
+        self,
+        estimate: Estimate,
+        completion: Completion,
+        size_bytes: int,
+        timeout: float | None,
+        stream: Stream | None,
+        owner: _Owner,
+    ) -> Operation:
+        owner.spot = spot = caller()
+        if stream is not None:
+            sequence = 0  # messages of a stream have no place in the lane's order of collectives
+        else:
+            if not self._together:
+                self.sequence += 1
+                self._part = 0
+            sequence = self.sequence
+            self._part += 1
+        world = self.world
+        limit = world.timeout if timeout is None else timeout
+        operation = Operation(self, estimate, sequence, completion, called_at.get() or spot, limit)
+        if stream is None:
+            operation.part = self._part
+            in_flight = self._in_flight
+            while in_flight and ((first := in_flight[0]).over or first.completion.landed() or first.failure):
+                in_flight.popleft()
+                if first.failure is not None:
+                    self._keep_apart(first)
+            in_flight.append(operation)
+        else:
+            operation.peer = stream[1]
+            self._keep_apart(operation)
+        if world.observers:
+            for observe in world.observers:
+                observe(operation, size_bytes)
+        return operation
+
+    def _keep_apart(self, operation: Operation) -> None:
+        """Hold on to its memory, which the native operation may still write to, out of the others' way."""
+        self._apart = [one for one in self._apart if not one.completion.landed()]
+        self._apart.append(operation)
+
+    def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
+        """What is left of ``operation`` when it is done: with its place, its time limit, and its fate."""
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken.with_traceback(None)
+            estimate = self.estimate(f"{name} of {operation.name}", 0)
+            follower = operation.followed_by(estimate, completion)
+            self._keep_apart(follower)
+            return follower
+
+    # Issuing what is queued
+
+    def _start_queued(self) -> None:
+        with self._lock:  # or it may be about to issue its first call, and then there is nothing to hand over
+            active = self._active
+            promise = None if active is None else active.promise  # once: it may be over any moment
+        if isinstance(promise, Stepping):
+            promise.hand_over()  # somebody else waits for its end now
+        if self._turnstile is not None:
+            self._turnstile.request(self)
+        self._drive()
+
+    def _drive(self) -> None:
+        """Issue queued operations as far as possible; one thread at a time, in order."""
+        with self._lock:
+            if self._driving:
+                self._kicked = True
+                return
+            self._driving = True
+        try:
+            self._issue_queued()
+        except BaseException:  # Ctrl-C, where a waiter drives
+            self._stop_driving()
+            raise
+
+    def _stop_driving(self) -> None:
+        """Whoever drove was torn away, wherever he was: leave the rest to completions."""
+        with self._lock:
+            self._driving = self._kicked = False
+            active = self._active
+        if active is None or active.step is None:
+            self._drive()
+        else:
+            active.driven = False
+            active.step.add_callback(self._drive)
+
+    def _issue_queued(self) -> None:
+        while True:
+            job = self._active
+            if job is None:
+                with self._lock:
+                    if self._queue and self._may_start(self._queue[0]):
+                        job = self._active = self._queue.popleft()
+                        self._started = job.place or self._started
+                    elif self._rest():
+                        break
+            elif job.step is not None and not job.step.done():
+                with self._lock:
+                    if self._rest():
+                        break
+            if job is not None and (job.step is None or job.step.done()):
+                self._advance(job)
+        if self._admitted is not None:
+            self._pass_up()
+
+    def _may_start(self, job: Job) -> bool:
+        if self.communicator is None:
+            return False
+        return self._turnstile is None or not job.place or self._admitted == self.epoch
+
+    # What the turnstile asks and says
+
+    def next_epoch_to_pass(self) -> int | None:
+        """The epoch of the next operation that waits for the turnstile; None if none does."""
+        with self._lock:
+            return self.epoch if any(job.place for job in self._queue) else None
+
+    def admit(self, epoch: int) -> None:
+        """The turnstile lets the next operation of this lane start: that of the first rank's ``epoch``."""
+        with self._lock:
+            self._admitted = epoch
+        self._drive()
+
+    def _pass_up(self) -> None:
+        """Go through the turnstile with nothing, where the operation that was to was given up."""
+        with self._lock:
+            cut = self._cut
+            halted = cut is not None and cut.verdict is None and self._has_all_below(cut.refusal)
+            barren = halted and not self._queue and self._active is None
+            if self._admitted is None or not (self._admitted < self.epoch or barren):
+                return
+            self._admitted = None
+        assert self._turnstile is not None
+        self._turnstile.release()
+
+    def _rest(self) -> bool:
+        """Give up driving, unless somebody called for it meanwhile. With the lock held."""
+        if self._kicked:
+            self._kicked = False
+            return False
+        self._driving = False
+        return True
+
+    def _advance(self, job: Job) -> None:
+        """Start the job's next call; after its last one the lane is free for the next job."""
+        interrupted: KeyboardInterrupt | None = None
+        try:
+            last = on_stream(job.stream, self._next_call, job)
+        except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
+            last = Ready(error)
+            if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
+                interrupted = error
+            self._refuse_rest(job, error)
+        if last is not None:
+            with self._lock:
+                mine = self._active is job  # else it was given up meanwhile, and the turnstile told
+                if mine:
+                    self._active = None
+                passed = mine and job.place > 0 and self._admitted is not None
+                if passed:
+                    self._admitted = None
+            job.promise.follow(last)
+            if passed and self._turnstile is not None:
+                self._turnstile.release()
+        elif not job.driven:
+            assert job.step is not None
+            job.step.add_callback(self._drive)
+        if interrupted is not None:
+            raise interrupted
+
+    def _refuse_rest(self, job: Job, error: BaseException) -> None:
+        """The program broke off by itself, so that its peers wait for the rest of it in vain.
+
+        What all of them raise alike (a mismatch that they compared) is no such thing, nor a native failure.
+        """
+        native = job.step is not None and job.step.done() and job.step.error() is not None
+        if not job.place or native or isinstance(error, CollectiveError) or self._active is not job:
+            return
+        if not isinstance(collective_error(error, self.name), PeerLostError):
+            self.world.refuse(self, error, job.place, spare=job.promise, part=job.part)
+
+    def _next_call(self, job: Job) -> Completion | None:
+        """Make it; what comes back is the completion of the job's last."""
+        if job.start is not None:
+            return job.start(self.communicator)
+        try:
+            if job.step is not None and (error := job.step.error()) is not None:
+                assert job.generator is not None
+                job.step = job.generator.throw(error)
+            else:
+                if job.step is not None and job.step.stream_ordered:
+                    job.step.synchronize()  # what the program computes of it comes after it
+                if job.generator is None:
+                    assert job.program is not None
+                    job.generator = job.program(self.communicator)
+                job.step = next(job.generator)
+        except StopIteration as stop:
+            last: Completion = stop.value
+            return last
+        return None
+
+    # Refusals: see ``cut`` for what holds, and why
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a refused call is being settled."""
+        return self._cut is not None
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether peers may still ask this rank which of its calls a refusal takes along.
+
+        Not where it has calls to make below the refused one: until then it has nothing to say.
+        """
+        cut = self._cut
+        if cut is None or cut.verdict is not None or self.broken is not None:
+            return False
+        return cut.stated or self._has_all_below(cut.refusal)
+
+    def refuse(
+        self, why: str, place: int | None, spare: Completion | None = None, part: int | None = None
+    ) -> Cut | None:
+        """This rank does not make the call at ``place`` (None: its next one). The cut, if this begins one.
+
+        Nor what is left of it from ``part`` on; None: after what was accepted last. Whoever waits for
+        ``spare`` is told otherwise.
+        """
+        with self._lock:
+            if self.broken is not None:
+                return None
+            if place is not None and self._settled is not None and self._settled.covers(place):
+                return None  # it was lost already
+            peak = self._peak()
+            if place is None:
+                self.sequence = place = self.sequence + 1
+                self._part = 0
+            accepted = self._part if place == self.sequence else 0
+            stands = accepted if part is None else part - 1
+            begun, lost = self._halt(Refusal(self.world.rank, place, why, stands), peak)
+        self._fail_all([one for one in lost if one[0].completion is not spare])
+        return begun
+
+    def hear(self, epoch: int, refusal: Refusal) -> Cut | None:
+        """A peer has refused a call in ``epoch``. The cut, if this begins one."""
+        with self._lock:
+            if self.broken is not None or epoch != self.epoch or (self._cut and self._cut.verdict):
+                return None
+            begun, lost = self._halt(refusal, self._peak())
+        self._fail_all(lost)
+        return begun
+
+    def _fail_all(self, lost: list[Lost]) -> None:
+        for operation, error in lost:
+            operation.fail(error)
+        self._drive()
+
+    def _peak(self) -> int:
+        """The highest place of which something may have been issued. With the lock held."""
+        known = max(self._started, self._touched)
+        if self._cut is not None and self._cut.verdict is None:
+            return max(self._cut.peak, known)
+        first = next((job for job in self._queue if job.place), None)
+        return max(self.sequence if first is None else first.place - (not first.shares), known)
+
+    def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
+        """Issue nothing at or above the refused place; what is out there is lost. With the lock held."""
+        cut, place, begun = self._cut, refusal.place, None
+        own = refusal.rank == self.world.rank
+        if (
+            cut is not None and cut.verdict is not None
+        ):  # settled, and this rank on its way to where it resumes
+            if place < cut.verdict.resumes:
+                return None, []
+            cut = None
+        if cut is None:
+            cut = begun = self._cut = Cut(self.epoch, refusal, peak)
+        elif refusal.begins >= cut.refusal.begins or cut.stated:
+            if own and (cut.stated or place > cut.place):
+                cut.hold(refusal)  # it may belong to the next epoch
+            return None, []
+        cut.refusal, cut.peak = refusal, peak
+        if own:
+            cut.claim(refusal)
+        above = [job for job in self._queue if refusal.loses(job.place, job.part)]
+        self._queue = deque(job for job in self._queue if not refusal.loses(job.place, job.part))
+        cut.hold(*above)
+        active = self._active
+        if active is not None and refusal.loses(active.place, active.part):
+            self._give_up(active)
+        return begun, self._lost(place, max(place, peak), cut.refusal)
+
+    def _give_up(self, active: Job) -> None:
+        self._active = None
+        active.abandon()
+
+    def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
+        """What is out from ``first`` to ``last``, with the error of each."""
+        return [
+            (operation, refusal.error(self, operation.sequence))
+            for operation in (*self._in_flight, *self._apart)
+            if first <= operation.sequence <= last and refusal.loses(operation.sequence, operation.part)
+        ]
+
+    def conclude(self, cut: Cut) -> bool:
+        """Whether all below the cut is over here: then this rank can say how far it went, and that stands."""
+        with self._lock:
+            if not cut.stated and self._cut is cut and self._is_quiet(cut.refusal):
+                cut.state(self._peak())
+            return cut.stated
+
+    def _is_quiet(self, refusal: Refusal) -> bool:
+        return (
+            self._has_all_below(refusal)
+            and not self._together
+            and not self._driving
+            and (self._active is None or not self._active.place)
+            and not any(job.place for job in self._queue)
+            and all(op.landed() for op in self._in_flight if not refusal.loses(op.sequence, op.part))
+        )
+
+    def _has_all_below(self, refusal: Refusal) -> bool:
+        """Whether all was accepted here that is not lost."""
+        place, stands = refusal.begins
+        return (self.sequence, self._part) >= ((place, stands) if stands else (place - 1, 0))
+
+    def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
+        """All ranks have said how far they went: go on where all do. The next cut, if one is waiting."""
+        with self._lock:
+            if self.broken is not None or self._cut is not cut:
+                return None
+            self.epoch += 1
+            cut.verdict = self._settled = verdict
+            lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
+            retired = None if verdict.in_step else self._replace()
+            if self.sequence >= verdict.resumes - 1:
+                self._cut = None
+            begun = self._replay(cut, verdict.resumes)
+            waiting = len(self._queue)
+        if self._turnstile is not None:
+            for _ in range(waiting):
+                self._turnstile.request(self)
+        self._fail_all(lost)
+        if retired is not None:
+            self._retire(retired)
+        return begun
+
+    def _replay(self, cut: Cut, resumes: int) -> Cut | None:
+        """Queue what was held and is still wanted, up to the next refusal in it. With the lock held."""
+        begun: Cut | None = None
+        held = [one for one in cut.held if one.place >= resumes]
+        cut.held.clear()
+        first = next((one for one in held if isinstance(one, Refusal)), None)
+        if first is not None:
+            begun = self._cut = Cut(self.epoch, first, first.place - 1)
+            begun.mine = first
+        for one in held:
+            if isinstance(one, Job) and not (begun and begun.refusal.loses(one.place, one.part)):
+                self._queue.append(one)
+            elif begun is not None and one is not first:
+                begun.hold(one)
+        return begun
+
+    def _replace(self) -> Communicator | None:
+        """Open another communicator: this one has half-matched operations on it. With the lock held."""
+        retired, self.communicator = self.communicator, None
+        self.cost = None  # whether all had agreed on it, nobody knows
+        self._generation = self.epoch
+        self._open()
+        return retired
+
+    def _retire(self, communicator: Communicator) -> None:
+        """Close what is of no more use of it; its messages go on, in the one that comes after it."""
+        retire = getattr(communicator, "retire", None)
+        if retire is None or not retire():
+            with self._lock:
+                self._retired.append(communicator)
+
+    # Opening, breaking, closing
+
+    def open(self) -> None:
+        """Open the communicator, and wait for it.
+
+        Raises:
+            PeerLostError: a rank that was there has gone meanwhile.
+        """
+        with self._lock:
+            self._open()
+        while not self._opened_once.wait(_ASK_SECONDS):
+            lost = self.world.loss(self)
+            if lost is not None:
+                self.break_off(lost)
+        if self.broken is not None:
+            if self._opener is not None:  # or the program may end while it is in native code
+                self._opener.join(_GIVE_UP_SECONDS)
+            raise self.broken
+
+    def _open(self) -> None:
+        """Open it on a helper thread if opening waits for the other members; operations queue."""
+        self._opening = True
+        generation = self._generation
+        if not self.world.open_waits:
+            self._install(self.world.open(self, generation))
+            self._opened_once.settle()
+            return
+        self._opener = threading.Thread(
+            target=self._open_here, args=(generation,), name=f"asynccoll-open-{self.name}", daemon=True
+        )
+        self._opener.start()
+
+    def _open_here(self, generation: int) -> None:
+        try:
+            communicator = self.world.open(self, generation)
+        except BaseException as error:  # reported by every operation that waits for this lane
+            if generation == self._generation:
+                self.break_off(collective_error(error, f"opening {self}"))
+            return
+        with self._lock:
+            wanted = generation == self._generation and self.broken is None
+            if wanted:
+                self._install(communicator)
+        if wanted:
+            self._opened_once.settle()
+            self._drive()
+        else:
+            self._retire(communicator)
+
+    def _install(self, communicator: Communicator) -> None:
+        """Issue on this one from now on. With the lock held."""
+        if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:
+            inherit(self._previous)
+        self.communicator = self._previous = communicator
+
+    def next_round(self) -> None:
+        """Go on counting at the next round number: ranks that have made fewer calls then count alike."""
+        with self._lock:
+            self.sequence += ROUND - self.sequence % ROUND
+
+    def break_off(self, error: CollectiveError) -> None:
+        """The lane is of no more use: fail what is out, refuse what comes."""
+        with self._lock:
+            if self.broken is None:
+                self.broken = error
+            queued, self._queue = list(self._queue), deque()
+            if self._cut is not None:
+                queued += [one for one in self._cut.held if isinstance(one, Job)]
+                self._cut.held.clear()
+            if self._active is not None:
+                queued.append(self._active)
+                self._active = None
+        for job in queued:
+            job.abandon()
+            job.promise.settle(error)
+        for operation in self.outstanding():
+            operation.fail(error)
+        self._opened_once.settle()
+
+    def needs(self, rank: int, made: int) -> bool:
+        """Whether something is out that waits for ``rank``, which has left after its call number ``made``."""
+        if self._cut is not None and self._cut.verdict is None:
+            return True
+        index = self.group.ranks.index(rank)
+        return any(
+            operation.sequence > made if operation.sequence else operation.peer == index
+            for operation in self.outstanding()
+        )
+
+    def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
+        """The typed error for ``native``; the context says which rank is the culprit."""
+        if native is not self.broken and (refusal := self._refusal_before(operation)) is not None:
+            return refusal.error(self, operation.sequence)  # its peers have closed the communicator
+        error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
+        error = self.world.diagnose(self, error)
+        if isinstance(error, PeerLostError):
+            self.lose(error)
+        return error
+
+    def _refusal_before(self, operation: Operation) -> Refusal | None:
+        """The refusal with which ``operation`` was lost, if it was."""
+        cut, settled = self._cut, self._settled
+        if cut is not None and cut.verdict is None:
+            refusal: Refusal | None = cut.refusal
+        else:
+            refusal = settled.refusal if settled is not None and settled.covers(operation.sequence) else None
+        lost = refusal is not None and refusal.loses(operation.sequence, operation.part)
+        return refusal if lost else None
+
+    def lose(self, error: PeerLostError) -> None:
+        """A rank of the group is gone: give the lane up, and let those who wait for us know."""
+        self.break_off(error)
+        self.world.pass_on(self)
+
+    def of_gradients(self) -> Lane:
+        """The lane of what backward sends for this one; gradients of gradients stay on it."""
+        if self.name.endswith(BACKWARD):
+            return self
+        found: Lane = self.group.lane(self.name + BACKWARD)
+        return found
+
+    def estimate(self, name: str, size_bytes: int) -> Estimate:
+        """What is known of how long such an operation takes."""
+        kind = (name, size_bytes.bit_length())
+        known = self._estimates.get(kind)
+        if known is None:
+            known = self._estimates[kind] = Estimate(name, size_bytes)
+        return known
+
+    def outstanding(self) -> list[Operation]:
+        """The operations that use their memory: collectives in order, then messages."""
+        with self._lock:
+            return [operation for operation in (*self._in_flight, *self._apart) if not operation.landed()]
+
+    def disown(self, error: CollectiveError) -> list[Completion]:
+        """In a forked child: refuse what comes, fail what is in flight; what of it must not be destroyed."""
+        self._lock = threading.Lock()
+        self.broken = error
+        return [operation.disown(error) for operation in (*self._in_flight, *self._apart)]
+
+    def wait_until_over(self) -> None:
+        """Return when nothing is out, the lane is broken, or the context closes; nobody need wait for it."""
+        for operation in self.outstanding():
+            self.world.watch_over(operation)  # a peer may be gone, or have refused its side
+        pause = _FIRST_PAUSE_SECONDS
+        while self.outstanding() and self.broken is None and not self.world.closed:
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def close(self, *, abort: bool = False) -> None:
+        """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
+        if abort:
+            self.break_off(AbortedError(f"{self} was aborted"))
+        else:
+            self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
+        self._in_flight.clear()  # they hold native works, and those the connections
+        self._apart.clear()
+        last = self.communicator or self._previous
+        communicators = [*self._retired, *([last] if last else [])]
+        self._retired, self.communicator, self._previous = [], None, None
+        for communicator in communicators:
+            if abort or communicator is not communicators[-1]:
+                communicator.abort()
+            communicator.close()

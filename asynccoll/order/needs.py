@@ -1,0 +1,97 @@
+"""What a lane needs of what is around it; groups and the world implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from asynccoll.errors import CollectiveError, PeerLostError
+    from asynccoll.plan.cost import Cost
+    from asynccoll.plan.spec import Policy, Topology
+    from asynccoll.transport.communicator import Backend, Communicator
+    from asynccoll.transport.completion import Completion
+
+__all__ = ["Members", "World"]
+
+
+class Members(Protocol):
+    """The ranks that a lane is among."""
+
+    ranks: tuple[int, ...]
+    size: int
+    rank: int
+    is_world: bool
+    nodes: int
+    place: tuple[int, int]
+    cost: Cost | None
+
+    @property
+    def key(self) -> str:
+        """The name by which they meet, the same on each of them."""
+
+    def topology(self, device: str) -> Topology:
+        """What planning must know of them, for tensors on a device of this type."""
+
+    def lane(self, name: str) -> Any:
+        """The lane of that name among them, opened on first use."""
+
+    def lanes(self) -> list[Any]:
+        """Those that are open."""
+
+    def index(self, rank: int, role: str) -> int:
+        """The position among them of the global ``rank``, which a call names as its ``role``."""
+
+
+class World(Protocol):
+    """This rank's world, as its lanes see it; who is asked about a lane knows it better than ``Any``."""
+
+    rank: int
+    timeout: float
+    closed: bool
+    checks_order: bool
+    policy: Policy
+    backend: Backend
+    observers: tuple[Callable[[Any, int], object], ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are, and its numbers go."""
+
+    @property
+    def open_waits(self) -> bool:
+        """Whether ``open`` waits for the other members."""
+
+    async def computed(self, value: object) -> None:
+        """Wait until ``value`` is computed, where a backend puts that off."""
+
+    def open(self, lane: Any, epoch: int) -> Communicator:
+        """A communicator of the lane's members, for one epoch."""
+
+    def refuse(
+        self,
+        lane: Any,
+        reason: BaseException,
+        place: int | None = None,
+        *,
+        spare: Completion | None = None,
+        part: int | None = None,
+    ) -> None:
+        """Tell the peers that this rank does not make a call (``health.refusals``)."""
+
+    def watch_over(self, operation: Any) -> None:
+        """Somebody waits for it: look from time to time whether it can still end."""
+
+    def watch_no_more(self, operation: Any) -> None:
+        """Nobody waits for it now."""
+
+    def loss(self, lane: Any) -> PeerLostError | None:
+        """The error that names the ranks that are gone and that the lane waits for, if any is."""
+
+    def diagnose(self, lane: Any, error: CollectiveError) -> CollectiveError:
+        """The same failure with its culprit named."""
+
+    def pass_on(self, lane: Any) -> None:
+        """Let those who wait for this rank on the lane know that it has given up."""

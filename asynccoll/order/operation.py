@@ -1,0 +1,216 @@
+"""The runtime's record of one accepted operation; ``Work`` is the user's handle to it.
+
+The lane holds operations strongly for as long as they are in flight, so that buffers outlive a
+dropped handle; the user's ``Work`` may go at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.host.call_site import Place, Spot
+from asynccoll.host.forks import renew
+from asynccoll.transport.completion import Completion, Ready
+
+if TYPE_CHECKING:
+    from asynccoll.order.needs import Members, World
+    from asynccoll.transport.communicator import Communicator
+
+__all__ = ["Estimate", "Operation"]
+
+#: An inline wait holds the loop, so it is for operations expected to end within this time.
+INLINE_SECONDS = 1e-3
+#: By so much a timer may be early.
+EARLY_SECONDS = 1e-3
+_wakers_lock = threading.Lock()
+renew(_wakers_lock)
+
+
+class Estimate:
+    """A running estimate of how long one kind and size of operation takes, in seconds."""
+
+    __slots__ = ("name", "seconds")
+
+    def __init__(self, name: str, size_bytes: int = 0) -> None:
+        self.name = name
+        # A first guess until something was seen: a round trip, and 1 GB/s.
+        self.seconds = 2e-4 + size_bytes * 1e-9
+
+    def took(self, seconds: float) -> None:
+        """A waiter saw the operation end ``seconds`` after it was issued.
+
+        One that was late (a peer was, or the scheduler) says little about the next: it counts as four
+        times the estimate at most.
+        """
+        known = self.seconds
+        self.seconds = known + 0.2 * (min(seconds, 4 * known) - known)
+
+    def at_most(self, seconds: float) -> None:
+        """The operation was found done: it took no longer than this."""
+        self.seconds = min(self.seconds, seconds)
+
+
+class Order(Protocol):
+    """The lane that an operation is on, as far as it needs to know."""
+
+    name: str
+    group: Members
+    world: World
+    communicator: Communicator | None
+    epoch: int
+
+    def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
+        """The typed error for ``native``, with its culprit named."""
+
+    def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
+        """What is left of ``operation`` when it is done."""
+
+    def lose(self, error: PeerLostError) -> None:
+        """A rank of the group is gone."""
+
+
+class Operation:
+    """One accepted operation: where it is in its lane's order, and how to tell that it is over."""
+
+    __slots__ = (
+        "__weakref__",
+        "_spot",
+        "_timeout",
+        "_wakers",
+        "completion",
+        "deadline",
+        "estimate",
+        "failure",
+        "lane",
+        "over",
+        "part",
+        "peer",
+        "sequence",
+        "started",
+    )
+
+    def __init__(
+        self,
+        lane: Order,
+        estimate: Estimate,
+        sequence: int,
+        completion: Completion,
+        spot: Spot,
+        timeout: float,
+    ) -> None:
+        self.lane = lane
+        self.estimate = estimate
+        self.sequence = sequence
+        self.completion = completion
+        self._spot = spot
+        self.started = now = monotonic()
+        self._timeout = timeout
+        self.deadline = now + timeout
+        #: somebody has seen it end well
+        self.over = False
+        self.failure: CollectiveError | None = None
+        self.part = 1  # of those at its place
+        self.peer = -1  # of a message: the index of the other rank
+        self._wakers: list[Callable[[], object]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the collective: ``all_reduce``."""
+        return self.estimate.name
+
+    @property
+    def place(self) -> Place:
+        """The line that called it."""
+        return self._spot.place
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "in flight"
+        return f"{self.name} #{self.sequence} on {self.lane} from {self.place} ({state})"
+
+    def done(self) -> bool:
+        """Whether waiting is over: the native operation is done, or we know that it never will be."""
+        return self.over or self.failure is not None or self.completion.done()
+
+    def landed(self) -> bool:
+        """Whether its memory is no longer in use: ``done()``, and for the device as well."""
+        return self.over or self.failure is not None or self.completion.landed()
+
+    def attend(self) -> None:
+        """Somebody waits for it: the world looks from time to time whether it can still end."""
+        self.lane.world.watch_over(self)
+
+    def leave(self) -> None:
+        """Nobody does any more, or just now."""
+        self.lane.world.watch_no_more(self)
+
+    def extend(self) -> None:
+        """Somebody was told that its time is over: who waits on waits for as long again."""
+        now = monotonic()
+        if now > self.deadline - EARLY_SECONDS:
+            self.deadline = now + self._timeout
+
+    def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
+        """Another one at the same place and with the same time limit, which is over with ``completion``."""
+        follower = Operation(self.lane, estimate, self.sequence, completion, self._spot, self._timeout)
+        follower.deadline = self.deadline
+        follower.part, follower.peer = self.part, self.peer
+        return follower
+
+    def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
+        """Call ``waker`` once when ``done()`` has become true, at once if it is; returns how to forget it."""
+        with _wakers_lock:
+            first = self._wakers is None
+            if first:
+                self._wakers = []
+            assert self._wakers is not None
+            self._wakers.append(waker)
+        if first:
+            self.completion.add_callback(self._wake)
+        if self.done():
+            self._wake()
+        return partial(self._forget_waker, waker)
+
+    def _forget_waker(self, waker: Callable[[], object]) -> None:
+        with _wakers_lock:
+            if self._wakers and waker in self._wakers:
+                self._wakers.remove(waker)
+
+    def _wake(self) -> None:
+        with _wakers_lock:
+            wakers, self._wakers = self._wakers or [], []
+        for waker in wakers:
+            waker()
+
+    def fail(self, error: CollectiveError) -> None:
+        """Stop the waiting with ``error``, although the native operation may still be out."""
+        if self.failure is None and not self.completion.done():
+            self.failure = error
+            self.completion.abandon()
+            self._wake()
+
+    def disown(self, error: CollectiveError) -> Completion:
+        """In a forked child: it is the parent's. What must not be asked here any more, nor be destroyed."""
+        native = self.completion
+        if not self.over:
+            self.failure = error
+            self.completion = Ready(error)
+        return native
+
+    def order(self) -> None:
+        """Order the current device stream after it; the library may be told to wait here, and may fail."""
+        try:
+            self.completion.synchronize()
+        except RuntimeError as error:
+            self.failure = self.lane.explain_failure(self, error)
+            raise self.failure from error
+
+    def error(self) -> CollectiveError | None:
+        """What went wrong, as one of ours; None if nothing did. Only once done."""
+        if self.failure is None and (native := self.completion.error()) is not None:
+            self.failure = self.lane.explain_failure(self, native)
+        return self.failure

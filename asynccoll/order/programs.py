@@ -1,0 +1,39 @@
+"""A program's steps are taken in the inference mode in which it was called, whoever takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import torch
+
+from asynccoll.order.job import Program
+from asynccoll.transport.completion import Completion
+
+__all__ = ["program_as_called"]
+
+
+def program_as_called(program: Program) -> Program:
+    """``program``, each step of which is taken in the inference mode of now; it records nothing."""
+    if not torch.is_inference_mode_enabled():
+        return program
+
+    def inside(communicator: Any) -> Generator[Completion, None, Completion]:
+        steps = program(communicator)
+        step: Callable[[], Completion] = partial(next, steps)
+        while True:
+            with torch.inference_mode():
+                try:
+                    completion = step()
+                except StopIteration as stop:
+                    last: Completion = stop.value
+                    return last
+            try:
+                yield completion
+            except Exception as error:
+                step = partial(steps.throw, error)
+            else:
+                step = partial(next, steps)
+
+    return inside

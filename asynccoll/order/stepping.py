@@ -1,0 +1,122 @@
+"""Programs that their own waiter drives, because it comes at once.
+
+A program's next call is issued from the completion of the one before, on the thread that completes it:
+whoever waits may come late. That costs wake-ups across threads at every step. Where the waiter is likely
+to come at once, as for an object that is awaited where it is sent, or says so (``waiting``), it waits
+on the native step itself and drives the lane from there; the order is the lane's as ever. If it gives up,
+or does not come within the grace of the progress thread, the completions take over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from time import monotonic
+from typing import Protocol
+
+from asynccoll.transport.completion import Completion, Promise
+from asynccoll.transport.progress import progress
+
+__all__ = ["Stepping", "waiting"]
+
+#: The caller waits for what it starts, before it does anything else.
+waiting: ContextVar[bool] = ContextVar("asynccoll_waiting", default=False)
+
+
+class Driven(Protocol):
+    """The job whose promise it is."""
+
+    driven: bool
+    step: Completion | None
+
+    def let_go(self) -> None:
+        """It is over."""
+
+
+class Stepping(Promise):
+    """The promise of a job that its waiter drives."""
+
+    __slots__ = ("_drive", "_job", "_last", "attended")
+
+    # To the progress thread it is something to look at once, after the grace: to take it from its waiter.
+    urgent = False
+    lateness = None
+
+    def __init__(self, job: Driven, drive: Callable[[], object]) -> None:
+        super().__init__()
+        self._job = job
+        self._drive = drive
+        self._last: Completion | None = None
+        self.attended = False
+
+    def wait(self, seconds: float) -> bool:
+        self.attended = True
+        try:
+            return self._step(seconds)
+        finally:
+            self.attended = False
+
+    def _step(self, seconds: float) -> bool:
+        deadline = monotonic() + seconds
+        while not self._done:
+            step = self._last or self._job.step
+            left = max(0.0, deadline - monotonic())
+            if step is None or not step.blockable or not self._job.driven:
+                self.hand_over()
+                return super().wait(left)
+            if not step.wait(left):
+                return self._done  # who gives up is missed by the progress thread, which goes on looking
+            if step is self._last:
+                self.settle(step.error())
+                continue
+            self._drive()
+            if not self._done and step is (self._last or self._job.step):
+                self.hand_over()  # another thread drives, or the lane has given the job up
+        return True
+
+    def settle(self, error: BaseException | None = None) -> None:
+        super().settle(error)
+        self._job.let_go()
+
+    def follow(self, completion: Completion) -> None:
+        if self._job.driven and not completion.done():
+            self.source = self._last = completion
+            if self._job.driven:
+                return
+        super().follow(completion)
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        self.hand_over()
+        super().add_callback(callback)
+
+    def offer(self) -> None:
+        """Leave it to its waiter, for a while."""
+        step = self._last or self._job.step
+        if step is None or not step.blockable or step.done():
+            self.hand_over()
+        else:
+            progress.watch(self)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the progress thread has nothing more to do with it."""
+        return self._done or not self._job.driven
+
+    def expected(self) -> float:
+        """It is looked at once."""
+        return 0.0
+
+    def poll(self) -> bool:
+        """Its waiter has not come."""
+        self.hand_over()
+        return True
+
+    def hand_over(self) -> None:
+        """From now on completions drive the lane, also that of the step which is out."""
+        if not self._job.driven:
+            return
+        self._job.driven = False  # first: what starts meanwhile sees it, or is seen below
+        if self._last is not None:
+            super().follow(self._last)
+        elif self._job.step is not None:
+            self._job.step.add_callback(self._drive)

@@ -1,0 +1,53 @@
+"""How arbitrary objects become bytes.
+
+The default codec decodes without running anybody's code, by a format of its own (``plaindata``).
+``codec="pickle"`` takes any picklable object, and with it the risk that decoding runs code which the sender
+chose.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.payload import plaindata
+
+__all__ = ["Codec", "get_codec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A named pair of functions. Pass one as ``codec=`` to use your own (say, msgspec or cloudpickle)."""
+
+    name: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+def _encode_pickle(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj, protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise PayloadTypeError(f"cannot pickle a {type(obj).__name__}: {error}") from error
+
+
+SAFE = Codec("safe", plaindata.encode, plaindata.decode)
+PICKLE = Codec("pickle", _encode_pickle, pickle.loads)
+_CODECS = {codec.name: codec for codec in (SAFE, PICKLE)}
+
+
+def get_codec(codec: Any) -> Codec:
+    """The codec for what a user passes as ``codec=``: None, a name, or a ``Codec``."""
+    if codec is None:
+        return SAFE
+    if isinstance(codec, Codec):
+        return codec
+    if isinstance(codec, str) and codec.lower() in _CODECS:
+        return _CODECS[codec.lower()]
+    raise InvalidArgumentError(
+        f"unknown codec {codec!r}; expected None (the safe default), {', '.join(map(repr, _CODECS))} or "
+        "an asynccoll.Codec"
+    )

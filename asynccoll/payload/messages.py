@@ -1,0 +1,300 @@
+"""Payloads whose size only the sender knows: one round for short ones, a second for what is left.
+
+A message is a kind, a small header and a body of bytes. Each rank sends a slot of fixed size; where
+header and body fit, that is all. Else the slots tell everyone how much is missing, and the bodies
+follow, padded to the longest. Numbers, strings, objects, and tensors of unknown shape travel so.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from asynccoll.health.checks import checked, signature
+from asynccoll.order.job import Program
+from asynccoll.order.lane import Lane
+from asynccoll.transport.completion import Completion
+from asynccoll.waiting.started import Started
+
+__all__ = [
+    "Message",
+    "all_gather_messages",
+    "all_gather_rows",
+    "broadcast_message",
+    "gather_messages",
+    "scatter_messages",
+]
+
+#: One slot: on every transport we know, this costs as much as one byte does.
+SLOT_BYTES = 512
+_FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest body of the round
+_ROOM = SLOT_BYTES - _FIXED.size
+T = TypeVar("T")
+
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class Message(NamedTuple):
+    """``body`` is bytes, or a flat uint8 tensor on the CPU or on the communication device."""
+
+    kind: int
+    header: bytes = b""
+    body: bytes | torch.Tensor = b""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) if isinstance(self.body, bytes) else self.body.numel()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the slot has room for the body."""
+        return self.size_bytes <= _ROOM - len(self.header)
+
+    def body_bytes(self) -> bytes:
+        return self.body if isinstance(self.body, bytes) else bytes(self.body.cpu().numpy())
+
+    def body_tensor(self) -> torch.Tensor:
+        """The body as a flat tensor, at an address fit for any dtype."""
+        if isinstance(self.body, torch.Tensor):
+            return self.body
+        return torch.frombuffer(bytearray(self.body), dtype=torch.uint8) if self.body else _EMPTY
+
+
+def _slot(message: Message, longest: int = 0) -> bytearray:
+    """The message as the first round sends it."""
+    kind, header, body = message
+    size_bytes = message.size_bytes
+    row = bytearray(SLOT_BYTES)
+    _FIXED.pack_into(row, 0, kind, len(header), size_bytes, longest)
+    start = _FIXED.size + len(header)
+    row[_FIXED.size : start] = header
+    if size_bytes <= _ROOM - len(header):
+        row[start : start + size_bytes] = body if isinstance(body, bytes) else message.body_bytes()
+    return row
+
+
+def _as_tensor(raw: bytearray) -> torch.Tensor:
+    """The same memory, for a backend to send or to fill."""
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+class _Slots:
+    """The memory of a first round, and what it says once it is filled."""
+
+    __slots__ = ("_found", "_missing", "_raw", "longest", "tensor")
+
+    def __init__(self, raw: bytearray) -> None:
+        self._raw = raw
+        self.tensor = _as_tensor(raw)
+        self._found: list[Message] = []
+        self._missing: list[tuple[int, int]] = []
+        #: the longest body of the round, if one did not fit into its slot; else 0
+        self.longest = 0
+
+    @classmethod
+    def empty(cls, count: int) -> _Slots:
+        return cls(bytearray(count * SLOT_BYTES))
+
+    def read(self) -> int:
+        """Read what has come; ``longest``, whose bodies follow in a second round."""
+        raw, longest = self._raw, 0
+        for place in range(0, len(raw), SLOT_BYTES):
+            kind, header_length, size_bytes, said = _FIXED.unpack_from(raw, place)
+            start = place + _FIXED.size + header_length
+            body = b""
+            if size_bytes <= _ROOM - header_length:
+                body = bytes(raw[start : start + size_bytes])
+            else:
+                self._missing.append((len(self._found), size_bytes))
+                longest = max(longest, size_bytes)
+            self._found.append(Message(kind, bytes(raw[place + _FIXED.size : start]), body))
+            longest = max(longest, said)
+        self.longest = longest
+        return longest
+
+    def messages(self, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
+        """The messages, with the bodies that came after them."""
+        for index, size_bytes in self._missing if bodies else ():
+            self._found[index] = self._found[index]._replace(body=bodies[index][:size_bytes])
+        return self._found
+
+
+def _padded(message: Message, length: int, device: torch.device) -> torch.Tensor:
+    body = message.body_tensor().to(device)
+    if body.numel() == length:
+        return body
+    padded = torch.empty(length, dtype=torch.uint8, device=device)
+    padded[: body.numel()] = body
+    return padded
+
+
+def _run(lane: Lane, name: str, detail: str, program: Program, size_bytes: int, timeout: float | None) -> Any:
+    if lane.world.policy.check:
+        program = checked(lane, signature(name, detail=detail), program=program)
+    return lane.run(name, program, size_bytes, timeout, awaited_soon=True)
+
+
+def all_gather_messages(
+    lane: Lane,
+    name: str,
+    message: Message,
+    timeout: float | None,
+    *,
+    then: Callable[[list[Message]], T],
+    device: torch.device = torch.device("cpu"),
+    detail: str = "",
+) -> Started[T]:
+    """``then`` of every rank's message, in rank order, on every rank. Bodies travel on ``device``."""
+    return _gather(lane, name, message, None, timeout, then, device, detail)
+
+
+def all_gather_rows(
+    lane: Lane,
+    name: str,
+    row: bytes,
+    timeout: float | None,
+    *,
+    then: Callable[[bytearray, int], T],
+    detail: str = "",
+) -> Started[T]:
+    """``then`` of every rank's row, joined, and the length of one, which is the same on every rank.
+
+    One native call, where the call itself says what everybody sends.
+    """
+    mine = _as_tensor(bytearray(row))
+    rows = bytearray(lane.group.size * len(row))
+    into = _as_tensor(rows)
+
+    def start(communicator: Any) -> Completion:
+        completion: Completion = communicator.all_gather(into, mine)
+        return completion
+
+    if lane.world.policy.check:
+        compared = checked(lane, signature(name, detail=detail), start)
+        operation = lane.run(name, compared, len(row), timeout)
+    else:
+        operation = lane.issue(lane.estimate(name, len(row)), start, len(row), timeout)
+    return Started((operation,), lambda: then(rows, len(row)))
+
+
+def gather_messages(
+    lane: Lane,
+    name: str,
+    message: Message,
+    dst: int,
+    timeout: float | None,
+    *,
+    then: Callable[[list[Message]], T],
+    device: torch.device = torch.device("cpu"),
+    detail: str = "",
+) -> Started[T]:
+    """``then`` of every rank's message on the group's ``dst``, and of an empty list elsewhere."""
+    return _gather(lane, name, message, dst, timeout, then, device, detail)
+
+
+def _gather(
+    lane: Lane,
+    name: str,
+    message: Message,
+    dst: int | None,
+    timeout: float | None,
+    then: Callable[[list[Message]], T],
+    device: torch.device,
+    detail: str,
+) -> Started[T]:
+    size = lane.group.size
+    slots = _Slots.empty(size)
+    bodies: list[torch.Tensor] = []
+    wanted = dst is None or dst == lane.group.rank
+
+    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+        # All ranks must know the longest body to pad theirs, also when one of them wants them.
+        first: Completion = communicator.all_gather(slots.tensor, _as_tensor(_slot(message)))
+        yield first
+        longest = slots.read()
+        if not longest:
+            return first
+        sent = _padded(message, longest, device)
+        if dst is None:
+            bodies.append(torch.empty((size, longest), dtype=torch.uint8, device=device))
+            last: Completion = communicator.all_gather(bodies[0].view(-1), sent)
+            return last
+        if wanted:
+            bodies.append(torch.empty((size, longest), dtype=torch.uint8, device=device))
+        last = communicator.gather(list(bodies[0].unbind(0)) if wanted else None, sent, dst)
+        return last
+
+    def finish() -> T:
+        return then(slots.messages(bodies[0].unbind(0) if bodies else ()) if wanted else [])
+
+    operation = _run(lane, name, detail, program, message.size_bytes, timeout)
+    return Started((operation,), finish)
+
+
+def broadcast_message(
+    lane: Lane,
+    name: str,
+    message: Message | None,
+    src: int,
+    timeout: float | None,
+    *,
+    then: Callable[[Message], T],
+    device: torch.device = torch.device("cpu"),
+    detail: str = "",
+) -> Started[T]:
+    """``then`` of the message of the group's ``src`` (who gives it) on every rank."""
+    slot = _Slots(_slot(message)) if message is not None else _Slots.empty(1)
+    body: list[torch.Tensor] = []
+
+    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+        first: Completion = communicator.broadcast(slot.tensor, src)
+        yield first  # also at the source: if the ranks do not agree on it, there is no second
+        longest = slot.read()
+        if not longest:
+            return first
+        body.append(
+            message.body_tensor().to(device).contiguous()
+            if message is not None
+            else torch.empty(longest, dtype=torch.uint8, device=device)
+        )
+        last: Completion = communicator.broadcast(body[0], src)
+        return last
+
+    size_bytes = message.size_bytes if message is not None else 0
+    operation = _run(lane, name, detail, program, size_bytes, timeout)
+    return Started((operation,), lambda: then(slot.messages(body)[0]))
+
+
+def scatter_messages(
+    lane: Lane,
+    name: str,
+    messages: Sequence[Message] | None,
+    src: int,
+    timeout: float | None,
+    *,
+    then: Callable[[Message], T],
+    device: torch.device = torch.device("cpu"),
+    detail: str = "",
+) -> Started[T]:
+    """``then`` of this rank's message of those that the group's ``src`` gives, one for each rank."""
+    slot = _Slots.empty(1)
+    body: list[torch.Tensor] = []
+    longest = max((0 if m.fits else m.size_bytes for m in messages), default=0) if messages else 0
+    slots = [_as_tensor(_slot(message, longest)) for message in messages] if messages is not None else None
+
+    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+        first: Completion = communicator.scatter(slot.tensor, slots, src)
+        yield first
+        needed = slot.read()
+        if not needed:
+            return first
+        body.append(torch.empty(needed, dtype=torch.uint8, device=device))
+        sent = [_padded(m, needed, device) for m in messages] if messages is not None else None
+        last: Completion = communicator.scatter(body[0], sent, src)
+        return last
+
+    operation = _run(lane, name, detail, program, longest, timeout)
+    return Started((operation,), lambda: then(slot.messages(body)[0]))

@@ -1,0 +1,88 @@
+"""Collectives of arbitrary objects, by an explicit codec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.order.lane import Lane
+from asynccoll.payload.codecs import get_codec
+from asynccoll.payload.messages import (
+    Message,
+    all_gather_messages,
+    broadcast_message,
+    gather_messages,
+    scatter_messages,
+)
+from asynccoll.payload.values import from_message, to_message
+from asynccoll.waiting.started import Started
+
+
+def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -> Started[list[Any]]:
+    chosen = get_codec(codec)
+    message = to_message(obj, chosen)
+    return all_gather_messages(
+        lane,
+        "all_gather_object",
+        message,
+        timeout,
+        then=lambda found: [_decode(lane, row, chosen) for row in found],
+    )
+
+
+def gather_object(
+    lane: Lane, obj: Any, dst: int, codec: Any, timeout: float | None
+) -> Started[list[Any] | None]:
+    chosen = get_codec(codec)
+    index = lane.group.index(dst, "dst")
+    return gather_messages(
+        lane,
+        "gather_object",
+        to_message(obj, chosen),
+        index,
+        timeout,
+        then=lambda found: [_decode(lane, row, chosen) for row in found] or None,
+        detail=f"dst={dst}",
+    )
+
+
+def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float | None) -> Started[Any]:
+    chosen = get_codec(codec)
+    index = lane.group.index(src, "src")
+    message = to_message(obj, chosen) if lane.group.rank == index else None
+    return broadcast_message(
+        lane,
+        "broadcast_object",
+        message,
+        index,
+        timeout,
+        then=lambda found: _decode(lane, found, chosen),
+        detail=f"src={src}",
+    )
+
+
+def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float | None) -> Started[Any]:
+    chosen = get_codec(codec)
+    index = lane.group.index(src, "src")
+    messages: list[Message] | None = None
+    if lane.group.rank == index:
+        if not isinstance(objs, (list, tuple)) or len(objs) != lane.group.size:
+            got = f"{len(objs)} objects" if isinstance(objs, (list, tuple)) else f"a {type(objs).__name__}"
+            raise InvalidArgumentError(
+                f"scatter_object: src must pass a list of {lane.group.size} objects, one for each rank; "
+                f"got {got}"
+            )
+        messages = [to_message(obj, chosen) for obj in objs]
+    return scatter_messages(
+        lane,
+        "scatter_object",
+        messages,
+        index,
+        timeout,
+        then=lambda found: _decode(lane, found, chosen),
+        detail=f"src={src}",
+    )
+
+
+def _decode(lane: Lane, message: Message, codec: Any) -> Any:
+    return from_message(message, lane.world.device, codec)

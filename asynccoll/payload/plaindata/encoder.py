@@ -1,0 +1,425 @@
+"""Objects of plain data as bytes; what cannot be decoded without running code is refused here, by name."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asynccoll.errors import PayloadTypeError
+from asynccoll.memory.plain import plain_tensor, raw
+from asynccoll.payload.plaindata import tags
+from asynccoll.payload.plaindata.types import (
+    PARTS,
+    UnfitError,
+    class_named,
+    fields_of,
+    plain_hash,
+    scalar_dtype,
+)
+from asynccoll.plan.spec import DTYPES_BY_NAME, dtype_name
+
+_U64 = struct.Struct("<BQ")
+_F64 = struct.Struct("<Bd")
+_BYTE = [bytes([value]) for value in range(256)]
+#: In C, and exact: a text is written as it is, so that lone surrogates come back as they were.
+_to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+_JSON = _SCALARS | {list, dict}
+_RUNS = frozenset({str, int, float, bool})
+
+
+def encode(obj: Any) -> bytes:
+    """``obj`` in the default codec's format; ``PayloadTypeError`` for what it does not carry."""
+    encoder = _Encoder()
+    try:
+        encoder.whole(obj)
+    except (UnfitError, AttributeError, RecursionError) as error:
+        raise PayloadTypeError(f"cannot encode a {type(obj).__name__}: {error}") from error
+    return b"".join(encoder.parts)
+
+
+class _Encoder:
+    __slots__ = ("_depth", "_kept", "_key_depth", "_keys", "_names", "_seen", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []  # bytes, and memory of tensors and arrays
+        self._seen: dict[int, int] = {}  # id -> its number among what can be referred to
+        self._kept: list[Any] = []  # what they are the ids of
+        self._keys: dict[tuple[Any, ...], int] = {}
+        self._names: dict[tuple[str, type], int] = {}
+        self._depth = 0
+        self._key_depth = 0  # in a key nothing is referred to, so that hashing takes no longer than reading
+
+    def value(self, x: Any) -> None:
+        _WRITE.get(type(x), _other)(self, x)
+
+    def whole(self, x: Any) -> None:
+        """``value`` of the object itself, which is JSON most of the time."""
+        if type(x) in (dict, list) and _is_json(x, set()):
+            try:
+                raw = _to_json(x).encode("utf-8", "surrogatepass")
+            except ValueError:  # an int of more digits than Python writes
+                raw = b""
+            if 0 < len(raw) <= tags.JSON_LENGTH:
+                self.parts.append(_BYTE[tags.JSON])
+                self.memory(raw, len(raw))
+                return
+        self.value(x)
+
+    # What values are made of
+
+    def size(self, count: int) -> None:
+        self.parts.append(_BYTE[count] if count < tags.LONG else _U64.pack(tags.LONG, count))
+
+    def text(self, x: str) -> None:
+        raw = x.encode("utf-8", "surrogatepass")
+        self.size(len(raw))
+        self.parts.append(raw)
+
+    def memory(self, raw: Any, size_bytes: int) -> None:
+        self.size(size_bytes)
+        self.parts.append(raw)
+
+    def again(self, x: Any) -> bool:
+        """Refer to ``x`` if it was written before."""
+        number = None if self._key_depth else self._seen.get(id(x))
+        if number is None:
+            return False
+        self.parts.append(_BYTE[tags.AGAIN])
+        self.size(number)
+        return True
+
+    def remember(self, x: Any) -> None:
+        """Count ``x`` among what can be referred to."""
+        if not self._key_depth:
+            self._seen[id(x)] = len(self._kept)
+            self._kept.append(x)
+
+    def items(self, values: Sequence[Any]) -> None:
+        """How many there are, and each of them."""
+        self.size(len(values))
+        if len(values) >= tags.MIN_RUN and self._run(values):
+            return
+        self.parts.append(_BYTE[tags.MIXED])
+        self._depth += 1
+        if self._depth > tags.MAX_DEPTH:
+            raise UnfitError(f"containers are nested more than {tags.MAX_DEPTH} deep, or one contains itself")
+        write, other = _WRITE.get, _other
+        for x in values:
+            write(type(x), other)(self, x)
+        self._depth -= 1
+
+    def _run(self, values: Sequence[Any]) -> bool:
+        """Write values of one simple type as one block."""
+        kinds = set(map(type, values))
+        if len(kinds) > 1:
+            return False
+        kind = kinds.pop()
+        if kind is float:
+            self.parts += (_BYTE[tags.FLOATS], struct.pack(f"<{len(values)}d", *values))
+        elif kind is int:
+            try:
+                self.parts += (_BYTE[tags.INTS], struct.pack(f"<{len(values)}q", *values))
+            except struct.error:  # one of them is longer
+                return False
+        elif kind is str:
+            return self._texts(values)
+        elif kind is bool:
+            self.parts += (_BYTE[tags.BOOLS], bytes(values))
+        else:
+            return False
+        return True
+
+    def _texts(self, values: Sequence[str]) -> bool:
+        if max(map(len, values)) > tags.SHARED_LENGTH:
+            return False
+        self.parts.append(_BYTE[tags.TEXTS])
+        self.text(_to_json(values))
+        return True
+
+    def keys(self, keys: Iterable[Any]) -> None:
+        """The keys of a dict, or the members of a set: what is hashed where it is decoded."""
+        self._key_depth += 1
+        self.items(list(keys))
+        self._key_depth -= 1
+
+    def mapping(self, x: dict[Any, Any]) -> None:
+        """Keys and values; the texts that are the keys of many dicts are written once."""
+        keys = tuple(x)
+        texts = set(map(type, keys)) == {str}
+        known = self._keys.get(keys) if texts else None  # equal keys may be of other types
+        if known is not None:
+            self.parts.append(_BYTE[tags.SAME_KEYS])
+            self.size(known)
+        elif texts and not self._key_depth:
+            self._keys[keys] = len(self._keys)
+            self.parts.append(_BYTE[tags.NEW_KEYS])
+            self.keys(keys)
+        else:
+            self.parts.append(_BYTE[tags.ANY_KEYS])
+            self.keys(keys)
+        self.items(list(x.values()))
+
+    def class_name(self, x: Any, tag: str, fields: Callable[[Any], tuple[str, ...]]) -> tuple[str, ...]:
+        """The class of ``x``, and the names of its fields: in full where it occurs first."""
+        kind: Any = type(x)
+        if self._key_depth and not plain_hash(kind, tag):
+            raise _refused(kind, "as a key it would run its own __hash__ or __eq__")
+        names = fields(kind)
+        number = self._names.get((tag, kind))
+        if number is not None:
+            self.size(number)
+            return names
+        try:
+            if class_named(kind.__module__, kind.__qualname__) is not kind:
+                raise UnfitError("its module has another class of this name")
+            self.size(len(self._names))
+            self._names[tag, kind] = len(self._names)
+        except UnfitError as error:
+            raise _refused(kind, str(error)) from None
+        self.text(kind.__module__)
+        self.text(kind.__qualname__)
+        self.items(names)
+        return names
+
+
+def _is_json(x: Any, seen: set[int]) -> bool:
+    """Whether the dict or list ``x`` comes back from JSON as it is: no other types, and nothing twice."""
+    values = x
+    if type(x) is dict:
+        if not {*map(type, x)} <= {str}:
+            return False
+        values = x.values()
+    kinds = {*map(type, values)}
+    if len(kinds) == 1 and len(x) > tags.JSON_RUN and not kinds.isdisjoint(_RUNS):
+        return False
+    seen.add(id(x))
+    if kinds <= _SCALARS:
+        return True
+    return kinds <= _JSON and all(
+        id(one) not in seen and _is_json(one, seen) for one in values if type(one) in (dict, list)
+    )
+
+
+def _refused(kind: type, why: str) -> PayloadTypeError:
+    return PayloadTypeError(
+        f"the default codec does not carry {kind.__module__}.{kind.__qualname__} ({why}); send plain data, "
+        'or pass codec="pickle" if you trust every rank'
+    )
+
+
+def _fields(tag: str) -> Callable[[type], tuple[str, ...]]:
+    def fields(kind: type) -> tuple[str, ...]:
+        try:
+            return fields_of(kind, tag)
+        except UnfitError as error:
+            raise _refused(kind, str(error)) from None
+
+    return fields
+
+
+_ENUM_FIELDS, _TUPLE_FIELDS, _DATACLASS_FIELDS = map(_fields, ("enum", "namedtuple", "dataclass"))
+
+
+def _int(to: _Encoder, x: int) -> None:
+    count = (x.bit_length() + 8) >> 3
+    to.parts.append(_BYTE[tags.INT])
+    to.memory(x.to_bytes(count, "little", signed=True), count)
+
+
+def _float(to: _Encoder, x: float) -> None:
+    to.parts.append(_F64.pack(tags.FLOAT, x))
+
+
+def _text(to: _Encoder, x: str) -> None:
+    shared = len(x) > tags.SHARED_LENGTH
+    if shared and to.again(x):
+        return
+    to.parts.append(_BYTE[tags.TEXT])
+    to.text(x)
+    if shared:
+        to.remember(x)
+
+
+def _bytes(to: _Encoder, x: bytes) -> None:
+    shared = len(x) > tags.SHARED_LENGTH
+    if shared and to.again(x):
+        return
+    to.parts.append(_BYTE[tags.BYTES])
+    to.memory(x, len(x))
+    if shared:
+        to.remember(x)
+
+
+def _bytearray(to: _Encoder, x: bytearray) -> None:
+    if not to.again(x):
+        to.parts.append(_BYTE[tags.BYTEARRAY])
+        to.memory(x, len(x))
+        to.remember(x)
+
+
+def _list(to: _Encoder, x: list[Any]) -> None:
+    if not to.again(x):
+        to.remember(x)  # before its members: one of them may refer to it
+        to.parts.append(_BYTE[tags.LIST])
+        to.items(x)
+
+
+def _tuple(to: _Encoder, x: tuple[Any, ...]) -> None:
+    if not to.again(x):
+        to.parts.append(_BYTE[tags.TUPLE])
+        to.items(x)
+        to.remember(x)
+
+
+def _dict(to: _Encoder, x: dict[Any, Any]) -> None:
+    if not to.again(x):
+        to.remember(x)
+        to.parts.append(_BYTE[tags.DICT])
+        to.mapping(x)
+
+
+def _ordered(to: _Encoder, x: collections.OrderedDict[Any, Any]) -> None:
+    if not to.again(x):
+        to.remember(x)
+        to.parts.append(_BYTE[tags.ORDERED])
+        to.mapping(x)
+
+
+def _counter(to: _Encoder, x: collections.Counter[Any]) -> None:
+    if not to.again(x):
+        to.remember(x)
+        to.parts.append(_BYTE[tags.COUNTER])
+        to.mapping(x)
+
+
+def _deque(to: _Encoder, x: collections.deque[Any]) -> None:
+    if not to.again(x):
+        to.remember(x)
+        to.parts.append(_BYTE[tags.DEQUE])
+        to.value(x.maxlen)
+        to.items(list(x))
+
+
+def _set(to: _Encoder, x: set[Any]) -> None:
+    if not to.again(x):
+        to.remember(x)
+        to.parts.append(_BYTE[tags.SET])
+        to.keys(x)
+
+
+def _frozenset(to: _Encoder, x: frozenset[Any]) -> None:
+    if not to.again(x):
+        to.parts.append(_BYTE[tags.FROZENSET])
+        to.keys(x)
+        to.remember(x)
+
+
+def _parts(number: int, split: Callable[[Any], tuple[Any, ...]]) -> Callable[[_Encoder, Any], None]:
+    head = bytes([tags.PARTS, number])
+
+    def write(to: _Encoder, x: Any) -> None:
+        to.parts.append(head)
+        to.items(split(x))
+
+    return write
+
+
+def _tensor(to: _Encoder, x: torch.Tensor) -> None:
+    if to.again(x):
+        return
+    x, given = plain_tensor("the default codec", x), x
+    if x.layout is not torch.strided or x.device.type == "meta" or dtype_name(x.dtype) not in DTYPES_BY_NAME:
+        raise PayloadTypeError(
+            f"cannot encode a {x.dtype} tensor ({x.layout}) on {x.device}; pass a dense one"
+        )
+    data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    to.parts.append(_BYTE[tags.TENSOR])
+    to.text(dtype_name(x.dtype))
+    to.items(tuple(x.shape))
+    to.memory(raw(data).numpy().data if data.numel() else b"", data.nbytes)
+    to.remember(given)
+
+
+def _array(to: _Encoder, x: Any) -> None:
+    if to.again(x):
+        return
+    scalar = isinstance(x, np.generic)
+    array = np.ascontiguousarray(x)
+    to.parts.append(_BYTE[tags.SCALAR if scalar else tags.ARRAY])
+    to.text(scalar_dtype(x.dtype.str))
+    to.items(tuple(x.shape))
+    to.memory(array.reshape(-1).view(np.uint8).data if array.nbytes else b"", array.nbytes)
+    to.remember(x)
+
+
+def _enum(to: _Encoder, x: enum.Enum) -> None:
+    if x.name not in type(x).__members__:
+        raise _refused(type(x), f"{x!r} is no single member; send its value")
+    to.parts.append(_BYTE[tags.ENUM])
+    to.class_name(x, "enum", _ENUM_FIELDS)
+    to.text(x.name)
+
+
+def _dataclass(to: _Encoder, x: Any) -> None:
+    if not to.again(x):
+        to.parts.append(_BYTE[tags.DATACLASS])
+        names = to.class_name(x, "dataclass", _DATACLASS_FIELDS)
+        to.items([getattr(x, name) for name in names])
+        to.remember(x)
+
+
+def _namedtuple(to: _Encoder, x: Any) -> None:
+    if not to.again(x):
+        to.parts.append(_BYTE[tags.NAMEDTUPLE])
+        to.class_name(x, "namedtuple", _TUPLE_FIELDS)
+        to.items(tuple(x))
+        to.remember(x)
+
+
+_WRITE: dict[type, Callable[[_Encoder, Any], None]] = {
+    type(None): lambda to, _: to.parts.append(_BYTE[tags.NONE]),
+    bool: lambda to, x: to.parts.append(_BYTE[tags.TRUE if x else tags.FALSE]),
+    int: _int,
+    float: _float,
+    str: _text,
+    bytes: _bytes,
+    bytearray: _bytearray,
+    list: _list,
+    tuple: _tuple,
+    dict: _dict,
+    collections.OrderedDict: _ordered,
+    collections.Counter: _counter,
+    collections.deque: _deque,
+    set: _set,
+    frozenset: _frozenset,
+    **{parts.kind: _parts(number, parts.split) for number, parts in PARTS.items()},
+}
+
+
+def _other(to: _Encoder, x: Any) -> None:
+    """What is known by more than its exact type."""
+    if isinstance(x, torch.Tensor):
+        _tensor(to, x)
+    elif isinstance(x, enum.Enum):
+        _enum(to, x)
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        _dataclass(to, x)
+    elif isinstance(x, tuple) and hasattr(x, "_fields"):
+        _namedtuple(to, x)
+    elif (
+        isinstance(x, (np.ndarray, np.generic))
+        and x.dtype.kind in "biufcSUMm"
+        and not isinstance(x, np.ma.MaskedArray)
+    ):
+        _array(to, x)
+    else:
+        raise _refused(x if isinstance(x, type) else type(x), "it decodes without running code")

@@ -1,0 +1,223 @@
+"""Python values and tensors of unknown shape <-> messages.
+
+Numbers are exact (an int is 64 bits, a float is its bits), strings any Unicode, tensors carry their
+dtype, shape and device type. What is none of these goes through a codec (``codecs``).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import pathlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
+from asynccoll.memory.plain import plain_tensor, raw
+from asynccoll.payload.codecs import Codec
+from asynccoll.payload.messages import Message
+from asynccoll.plan.spec import DTYPES_BY_NAME, ReduceOp, dtype_name
+
+__all__ = ["from_message", "is_value", "reduce_numbers", "to_message"]
+
+_INT, _FLOAT, _COMPLEX, _BOOL, _STR, _PATH, _TENSOR, _OBJECT, _NONE = range(9)
+_INT64 = struct.Struct("<q")
+_FLOAT64 = struct.Struct("<d")
+_COMPLEX128 = struct.Struct("<dd")
+
+
+def as_number(x: Any) -> Any:
+    """A NumPy scalar as the Python number it stands for; anything else as it is."""
+    item = getattr(x, "item", None)
+    if item is not None and getattr(x, "shape", None) == () and not isinstance(x, torch.Tensor):
+        return item()
+    return x
+
+
+def is_value(x: Any) -> bool:
+    """Whether ``x`` is a number, a string or a path."""
+    return isinstance(x, (bool, int, float, complex, str, pathlib.PurePath))
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a Python number (bool included)."""
+    return isinstance(x, (int, float, complex))
+
+
+def to_message(x: Any, codec: Codec | None = None) -> Message:
+    """``x`` as a message; with a ``codec``, anything that it can encode."""
+    x = as_number(x)
+    if isinstance(x, torch.Tensor) and codec is None:
+        return _tensor_message(x)
+    if codec is not None:
+        return Message(_OBJECT, codec.name.encode(), codec.encode(x))
+    kind = _kind_of(x)
+    if kind is not None:
+        return Message(kind, b"", _PACK[kind][1](x))
+    raise PayloadTypeError(
+        f"cannot send a {type(x).__name__}: expected a tensor, a number, a str, a pathlib.Path, or a "
+        "dict, list, tuple or dataclass of these; for other objects use the *_object functions"
+    )
+
+
+def _pack_int(x: int) -> bytes:
+    try:
+        return _INT64.pack(x)
+    except struct.error:
+        raise InvalidArgumentError(
+            f"the int {x} does not fit into 64 bits; send it as str, or with all_gather_object"
+        ) from None
+
+
+_PACK: dict[int, tuple[Callable[[Any], bool], Callable[[Any], bytes]]] = {
+    _BOOL: (lambda x: isinstance(x, bool), lambda x: bytes([x])),
+    _INT: (lambda x: isinstance(x, int), _pack_int),
+    _FLOAT: (lambda x: isinstance(x, float), _FLOAT64.pack),
+    _COMPLEX: (lambda x: isinstance(x, complex), lambda x: _COMPLEX128.pack(x.real, x.imag)),
+    _STR: (lambda x: isinstance(x, str), lambda x: x.encode("utf-8", "surrogatepass")),
+    _PATH: (
+        lambda x: isinstance(x, pathlib.PurePath),
+        lambda x: str(x).encode("utf-8", "surrogateescape"),
+    ),
+    _NONE: (lambda x: x is None, lambda x: b""),
+}
+_UNPACK: dict[int, Callable[[bytes], Any]] = {
+    _BOOL: lambda raw: bool(raw[0]),
+    _INT: lambda raw: _INT64.unpack(raw)[0],
+    _FLOAT: lambda raw: _FLOAT64.unpack(raw)[0],
+    _COMPLEX: lambda raw: complex(*_COMPLEX128.unpack(raw)),
+    _STR: lambda raw: raw.decode("utf-8", "surrogatepass"),
+    _PATH: lambda raw: pathlib.Path(raw.decode("utf-8", "surrogateescape")),
+    _NONE: lambda raw: None,
+}
+
+
+#: Of the types themselves; subclasses are looked for in ``_PACK``.
+_KINDS = {bool: _BOOL, int: _INT, float: _FLOAT, complex: _COMPLEX, str: _STR, type(None): _NONE}
+
+
+def _kind_of(x: Any) -> int | None:
+    """What a value is sent as; None if it cannot be."""
+    kind = _KINDS.get(type(x))
+    if kind is None:
+        kind = next((kind for kind, (matches, _) in _PACK.items() if matches(x)), None)
+    return kind
+
+
+#: How many bytes of a row each kind of number takes.
+_NUMBER_BYTES = {_BOOL: 1, _INT: 8, _FLOAT: 8, _COMPLEX: 16}
+_ROW_BYTES = 17
+_KIND_BYTE = {kind: bytes([kind]) for kind in _NUMBER_BYTES}
+
+
+def number_row(x: complex) -> bytes:
+    """A number as a row of a fixed length."""
+    kind = _kind_of(x)
+    assert kind in _NUMBER_BYTES, f"{x!r} was checked to be a number"
+    return (_KIND_BYTE[kind] + _PACK[kind][1](x)).ljust(_ROW_BYTES, b"\0")
+
+
+def numbers_of(rows: bytearray, length: int) -> list[Any]:
+    """The numbers in rows of ``number_row``."""
+    return [
+        _UNPACK[rows[start]](bytes(rows[start + 1 : start + 1 + _NUMBER_BYTES[rows[start]]]))
+        for start in range(0, len(rows), length)
+    ]
+
+
+def _tensor_message(x: torch.Tensor) -> Message:
+    x = plain_tensor("a message", x)
+    if x.layout is not torch.strided or x.device.type == "meta" or x.is_quantized:
+        raise PayloadTypeError(
+            f"cannot send a {x.layout} tensor on {x.device} whose shape the others do not know; pass a "
+            "dense one that has data"
+        )
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    header = "/".join((dtype_name(x.dtype), x.device.type, ",".join(map(str, x.shape)))).encode()
+    return Message(_TENSOR, header, raw(x))
+
+
+def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
+    """The tensor of a message, on ``device`` if it was sent from a device of that type, else the CPU."""
+    name, device_type, extents = message.header.decode().split("/")
+    shape = [int(extent) for extent in extents.split(",") if extent]
+    dtype = DTYPES_BY_NAME[name]
+    target = device if device.type == device_type else torch.device("cpu")
+    if not message.size_bytes:
+        return torch.empty(shape, dtype=dtype, device=target)
+    body = message.body_tensor()
+    if body.storage_offset() % dtype.itemsize:
+        body = body.clone()
+    return body.view(dtype).view(shape).to(target)
+
+
+def from_message(message: Message, device: torch.device, codec: Codec | None = None) -> Any:
+    """What was sent. An object is decoded only by the codec that this rank asked for."""
+    if message.kind == _TENSOR:
+        return tensor_from_message(message, device)
+    if message.kind == _OBJECT:
+        sent_by = message.header.decode()
+        if codec is None or codec.name != sent_by:
+            ours = "none" if codec is None else repr(codec.name)
+            raise CollectiveError(
+                f"an object was encoded by codec {sent_by!r}, but this rank decodes with {ours}; pass "
+                "the same codec= on every rank"
+            )
+        return codec.decode(message.body_bytes())
+    return _UNPACK[message.kind](message.body_bytes())
+
+
+# Reducing numbers
+
+
+def check_number_reduction(x: Any, op: ReduceOp) -> None:
+    """Refuse what has no meaning, before anything is sent."""
+    whole = isinstance(x, int)
+    if not is_number(x):
+        raise PayloadTypeError(f"{op.value} of a {type(x).__name__} has no meaning; it takes numbers")
+    if op is ReduceOp.AVG and whole:
+        raise PayloadTypeError(
+            f"avg of the {type(x).__name__} {x!r} has no meaning; reduce with sum, or pass a float"
+        )
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and isinstance(x, complex):
+        raise PayloadTypeError(f"{op.value} of complex numbers has no meaning: they have no order")
+    if op is ReduceOp.ADASUM:
+        raise PayloadTypeError(f"adasum of the {type(x).__name__} {x!r} has no meaning; it is for tensors")
+    if op in _BITWISE and not whole:
+        raise PayloadTypeError(f"{op.value} of the {type(x).__name__} {x!r} has no meaning; pass an int")
+
+
+_BITWISE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
+}
+_ON_NUMBERS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.SUM: operator.add,
+    ReduceOp.AVG: operator.add,
+    ReduceOp.PRODUCT: operator.mul,
+    ReduceOp.MIN: min,
+    ReduceOp.MAX: max,
+    **_BITWISE,
+}
+
+
+def reduce_numbers(numbers: list[Any], op: ReduceOp) -> Any:
+    """The numbers of all ranks reduced in rank order, by Python's own arithmetic.
+
+    Every rank does the same sum in the same order and gets the same bits; ints never overflow.
+    """
+    if op is ReduceOp.AND:
+        return type(numbers[0])(all(numbers))
+    if op is ReduceOp.OR:
+        return type(numbers[0])(any(numbers))
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and any(math.isnan(x) for x in numbers):
+        return float("nan")  # as torch does; Python's min depends on the order
+    total = functools.reduce(_ON_NUMBERS[op], numbers)
+    if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and isinstance(total, bool):
+        total = int(total)  # one bool alone: as many would be
+    return total / len(numbers) if op is ReduceOp.AVG else total

@@ -1,0 +1,9 @@
+"""What a call is, as values, and what is to be done about it: a pure function of these.
+
+Knows no process group, no device and no lane: what a backend can do comes as a frozen row.
+"""
+
+from asynccoll.plan.dispatch import plan
+from asynccoll.plan.spec import Capabilities, Op, Plan, Policy, ReduceOp, TensorSpec, Topology
+
+__all__ = ["Capabilities", "Op", "Plan", "Policy", "ReduceOp", "TensorSpec", "Topology", "plan"]

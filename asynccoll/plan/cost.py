@@ -1,0 +1,41 @@
+"""What a collective costs in a group: alpha + beta * bytes, and how large buckets should therefore be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Cost"]
+
+_LEAST_BUCKET_BYTES = 1 << 20
+_MOST_BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one all_reduce (``alpha + beta * bytes``), and of packing a byte (``gamma``)."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def bucket_bytes(self, total_bytes: int) -> int:
+        """The size of bucket that carries ``total_bytes`` soonest.
+
+        Each bucket costs ``alpha``; while it travels the next one is packed, but nothing hides the first:
+        ``total / size * alpha + size * gamma`` is least at the root of ``total * alpha / gamma``.
+        """
+        best = int((total_bytes * max(self.alpha, 0.0) / self.gamma) ** 0.5) if self.gamma > 0 else 0
+        return min(max(best, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
+
+    def __str__(self) -> str:
+        per_mib = self.beta * 2**20 * 1e6
+        packing = self.gamma * 2**20 * 1e6
+        return (
+            f"a call costs {self.alpha * 1e6:.0f} us and {per_mib:.0f} us/MiB, packing {packing:.0f} us/MiB"
+        )
+
+    @classmethod
+    def fit(cls, small: tuple[int, float], large: tuple[int, float], gamma: float) -> Cost:
+        """The line through two measured (bytes, seconds)."""
+        beta = max(0.0, (large[1] - small[1]) / (large[0] - small[0]))
+        return cls(max(1e-6, small[1] - beta * small[0]), beta, gamma)

@@ -1,0 +1,319 @@
+"""The pure planner: (operation, tensor, topology, policy) -> Plan. Chooses, never does.
+
+Everything that makes one backend differ from another is decided here from its row of capabilities:
+what is native, what is composed of other calls, and how elements look on the wire. No process
+group, no I/O, no state but the cache; the tables below are the whole of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from asynccoll.errors import PayloadTypeError, UnsupportedOpError
+from asynccoll.plan.spec import (
+    DTYPES_BY_NAME,
+    HALF,
+    Capabilities,
+    Op,
+    Plan,
+    Policy,
+    ReduceOp,
+    TensorSpec,
+    Topology,
+    Wire,
+    dtype_name,
+)
+
+__all__ = ["plan"]
+
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
+
+#: What each reduction is on truth values: a sum is an or, a product an and (as torch's own + and *).
+_ON_BOOL = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.OR: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.AND: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+#: The next wider dtype whose arithmetic, taken back, is the narrow dtype's own.
+_WIDER = {
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.float32
+    ),
+}
+_REAL = {
+    torch.complex32: torch.float32,  # torch adds no complex32, and a rounding is saved
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+#: What has as many bytes, for dtypes that a backend cannot move as they are.
+_CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
+_EXCHANGE = {
+    Op.ALL_REDUCE: Op.ALL_GATHER,
+    Op.REDUCE: Op.GATHER,
+    Op.REDUCE_SCATTER: Op.ALL_TO_ALL,
+}
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    op: Op,
+    spec: TensorSpec,
+    topology: Topology,
+    policy: Policy = Policy(),
+    reduce: ReduceOp | None = None,
+) -> Plan:
+    """The plan for ``op`` on a tensor like ``spec`` in ``topology``.
+
+    Raises ``PayloadTypeError`` for what has no meaning (an average of integers) and
+    ``UnsupportedOpError`` for what this backend can neither do nor be composed to do.
+    """
+    _refuse_quantized(op, spec)
+    _refuse_meaningless(op, spec, reduce)
+    _refuse_sparse(op, spec, topology.capabilities, reduce)
+    chosen = (
+        _plan_reduction(op, spec, topology, policy, reduce or ReduceOp.SUM)
+        if op.reduces
+        else _plan_movement(op, spec, topology)
+    )
+    return _staged(chosen, spec, topology, policy)
+
+
+def _refuse_quantized(op: Op, spec: TensorSpec) -> None:
+    if op is not Op.BARRIER and dtype_name(spec.dtype) not in DTYPES_BY_NAME:
+        raise PayloadTypeError(
+            f"{op.value} of a quantized tensor ({dtype_name(spec.dtype)}) is not supported, since its scale "
+            "does not go with it; pass x.dequantize(), or x.int_repr() and the scale"
+        )
+
+
+def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> None:
+    if not op.reduces or reduce is None:
+        return
+    dtype = spec.dtype
+    real = dtype.is_floating_point
+    meaning = {
+        ReduceOp.AVG: (real or dtype.is_complex, "reduce with sum, or convert to a float first"),
+        ReduceOp.ADASUM: (real, "it is for gradients; convert to a float first"),
+        ReduceOp.MIN: (not dtype.is_complex, "complex numbers have no order"),
+        ReduceOp.MAX: (not dtype.is_complex, "complex numbers have no order"),
+    }
+    meaning |= dict.fromkeys(
+        _BITWISE, (not (real or dtype.is_complex), "bitwise reductions are for integers and bool")
+    )
+    allowed, advice = meaning.get(reduce, (True, ""))
+    if not allowed:
+        raise PayloadTypeError(f"{op.value}: {reduce.value} of {dtype_name(dtype)} has no meaning; {advice}")
+
+
+def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce: ReduceOp | None) -> None:
+    if not spec.sparse or (op is Op.ALL_REDUCE and capabilities.sparse and reduce is ReduceOp.SUM):
+        return
+    raise UnsupportedOpError(
+        f"{op.value} of a sparse tensor is not supported on {capabilities.backend} "
+        "(only all_reduce with op='sum' on gloo and horovod is); pass x.to_dense()"
+    )
+
+
+def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
+    known = topology.capabilities
+    if op is not Op.BARRIER and op not in known.ops:
+        advice = ""
+        if op in (Op.SEND, Op.RECV):
+            advice = "; gloo, nccl and mpi have it, and permute or broadcast do it where all ranks call them"
+        raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
+    native, has = _native_call(op, known)
+    if op is Op.BARRIER or spec.dtype in known.move:
+        return Plan(op, known.backend, native, why=(has,))
+    carrier = _CARRIERS.get(spec.dtype.itemsize)
+    if carrier not in known.move:
+        carrier = torch.uint8
+    return Plan(
+        op,
+        known.backend,
+        native,
+        wire=Wire.VIEW,
+        wire_dtype=carrier,
+        why=(
+            has,
+            f"{known.backend} cannot copy {dtype_name(spec.dtype)}: it travels as {dtype_name(carrier)}",
+        ),
+    )
+
+
+def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:
+    """What the backend calls for ``op``, and how to say so."""
+    other = dict(known.built_of).get(op)
+    if other is None:
+        return op.value, f"{known.backend} has {op.value}"
+    return other, f"{known.backend} has no {op.value} of its own: it is made of {other}"
+
+
+def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy, reduce: ReduceOp) -> Plan:
+    known = topology.capabilities
+    if reduce is ReduceOp.ADASUM and not (op is Op.ALL_REDUCE and known.reduces(spec.dtype, reduce)):
+        raise UnsupportedOpError(
+            f"{op.value} with adasum of {dtype_name(spec.dtype)} is not supported on {known.backend}; "
+            "horovod has it for all_reduce of floats, where it is built with MPI or NCCL"
+        )
+    wire, dtype, on_wire, divide, why = _wire_arithmetic(spec.dtype, reduce, known)
+    native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
+    if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
+        native = False  # the product of complex numbers is not that of their parts
+    dense = op is Op.ALL_REDUCE and not spec.sparse
+    size = (spec.numel, spec.dtype.itemsize)
+    small = dense and topology.exchanges(*size)
+    native = native and not small
+    by_node = dense and native and topology.sums_nodes_first(*size, policy.by_node)
+    if not native and wire is Wire.CAST and spec.dtype in HALF & known.move:
+        wire, dtype, on_wire, divide = Wire.SAME, spec.dtype, reduce, False
+        why = (f"{dtype_name(dtype)} is accumulated in float32 and rounded once",)
+    transport = op if native else Op.ALL_TO_ALL if small else _EXCHANGE[op]
+    if transport not in known.ops:
+        raise UnsupportedOpError(
+            f"{op.value} with {reduce.value} of {dtype_name(spec.dtype)} is not supported on "
+            f"{known.backend}, and it lacks {transport.value} to compose it from"
+        )
+    call = transport.value
+    if native:
+        call, has = _native_call(op, known)
+        why = (f"{has} with {on_wire.value}", *why)
+        if by_node:
+            why = (_nodes_first(topology, policy), *why)
+    else:
+        if small:
+            lacks = f"for so few bytes the hops of an all_reduce on {known.backend} cost more than the data"
+        elif op in known.compose:
+            lacks = f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
+        else:
+            lacks = f"{known.backend} has no {on_wire.value} of {dtype_name(dtype)} for {op.value}"
+        why = (f"{lacks}: {transport.value}, then a local reduction in rank order", *why)
+    return Plan(
+        op,
+        known.backend,
+        call,
+        via="nodes" if by_node else "native" if native else transport.value,
+        wire=wire,
+        wire_dtype=None if wire is Wire.SAME else dtype,
+        reduce=reduce,
+        wire_reduce=on_wire,
+        divide=divide,
+        why=why,
+    )
+
+
+def _nodes_first(topology: Topology, policy: Policy) -> str:
+    """How an all_reduce by node goes, and why."""
+    each = topology.world_size // topology.nodes
+    chosen = (
+        "as initialize was told" if policy.by_node else "at this size they cost more than is sent besides"
+    )
+    return (
+        f"{topology.nodes} nodes of {each} ranks: each part is reduced within the nodes, then between them, "
+        f"and shared within them, which saves hops of a ring of {topology.world_size} ({chosen})"
+    )
+
+
+def _wire_arithmetic(
+    dtype: torch.dtype, reduce: ReduceOp, known: Capabilities
+) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
+    """How a reduction of ``dtype`` is done: (wire, dtype there, reduction there, divide, why)."""
+    name = dtype_name(dtype)
+    why: tuple[str, ...]
+    if dtype is torch.bool:
+        on_wire = _ON_BOOL[reduce]
+        why = (f"{reduce.value} of bool is {on_wire.value} of 0 and 1",)
+        if known.reduces(torch.bool, on_wire):
+            return Wire.SAME, torch.bool, on_wire, False, why
+        return Wire.VIEW, torch.uint8, on_wire, False, (*why, "bool travels as uint8")
+    if reduce in _LOGICAL:
+        on_wire = _LOGICAL[reduce]
+        why = (f"{reduce.value} is {on_wire.value} of (x != 0), as uint8",)
+        return Wire.LOGICAL, torch.uint8, on_wire, False, why
+    if known.reduces(dtype, reduce):
+        return Wire.SAME, dtype, reduce, False, ()
+    if reduce is ReduceOp.AVG:
+        return _average(dtype, known)
+    if dtype in _REAL:
+        return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} travels as pairs of reals",)
+    if dtype is torch.uint64:
+        ordered = reduce in (ReduceOp.MIN, ReduceOp.MAX)
+        wire = Wire.FLIPPED if ordered else Wire.VIEW
+        return wire, torch.int64, reduce, False, ("uint64 is reduced as int64 of the same bits",)
+    wider = _WIDER.get(dtype)
+    if wider is not None:
+        why = (f"{known.backend} cannot reduce {name}: it travels as {dtype_name(wider)}",)
+        return Wire.CAST, wider, reduce, False, why
+    if dtype in _LOCAL:
+        return Wire.SAME, dtype, reduce, False, ()
+    raise UnsupportedOpError(f"{reduce.value} of {name} is not supported: convert it to float32 first")
+
+
+def _average(
+    dtype: torch.dtype, known: Capabilities
+) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
+    """The same for an average that the backend has not: a sum, divided."""
+    why: tuple[str, ...]
+    if dtype in HALF:
+        why = (f"{dtype_name(dtype)} is averaged in float32 and rounded once: its sum could overflow",)
+        return Wire.CAST, torch.float32, ReduceOp.SUM, True, why
+    wire, wire_dtype, on_wire, _, why = _wire_arithmetic(dtype, ReduceOp.SUM, known)
+    return wire, wire_dtype, on_wire, True, (*why, "average as a sum, divided afterwards")
+
+
+_LOCAL = frozenset(
+    {
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+
+def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:
+    """The plan with what is the same for every operation: device, contiguity, the check."""
+    known = topology.capabilities
+    why, stage = list(chosen.why), None
+    if spec.device not in known.devices:
+        stage = min(known.devices)
+        why.append(f"a {spec.device} tensor is staged through {stage}, where {known.backend} works")
+    if not spec.contiguous:
+        why.append("a contiguous copy is sent")
+    if policy.check:
+        why.append("signatures of all ranks are compared before the data moves (check='full')")
+    return Plan(
+        chosen.op,
+        chosen.backend,
+        chosen.native,
+        chosen.via,
+        chosen.wire,
+        chosen.wire_dtype,
+        chosen.reduce,
+        chosen.wire_reduce,
+        chosen.divide,
+        stage,
+        tuple(why),
+    )

@@ -1,0 +1,4 @@
+"""How a process joins and leaves: ``initialize``, ``finalize``, and which context a call runs in.
+
+Puts a world together of whatever it takes; must not know what is sent there.
+"""

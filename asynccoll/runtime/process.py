@@ -1,0 +1,466 @@
+"""``initialize``, ``finalize``, and which context a call runs in.
+
+The current context is looked up, never assumed: the calling context's own (where ranks are threads of
+one process), else the process's, else torch's default group if the user made one (adopted), else the
+embedded world of one, unless a launcher says that this process is one of several.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.backends import table
+from asynccoll.backends.common.tcpstore import served
+from asynccoll.backends.request import of_torch
+from asynccoll.backends.serial.backend import SerialBackend
+from asynccoll.environment.detection import detect
+from asynccoll.errors import (
+    CollectiveTimeoutError,
+    ForkedProcessError,
+    InvalidArgumentError,
+    NotInitializedError,
+)
+from asynccoll.host import exits as exiting
+from asynccoll.host import forks
+from asynccoll.world.context import Context, Identity
+from asynccoll.world.group import Group
+from asynccoll.world.resolving import check_ranks, resolve_group
+
+__all__ = [
+    "available_backends",
+    "backend",
+    "current",
+    "device",
+    "finalize",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "hostname",
+    "initialize",
+    "is_initialized",
+    "new_group",
+]
+
+CHECK_VARIABLE = "ASYNCCOLL_CHECK"
+BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
+_CHECKS = ("off", "local", "full")
+
+_of_thread: ContextVar[Context | None] = ContextVar("asynccoll_context", default=None)
+
+
+#: What is to be done for each world that this process joins, once it has.
+_renewed: list[Callable[[Context], object]] = []
+when_joined = _renewed.append
+
+
+class _Process:
+    """What the process as a whole has: never a rank where ranks are threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.context: Context | None = None  # initialized here
+        self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
+        self.embedded: Context | None = None  # the world of one
+        self.said: str | None = None  # WORLD_SIZE in the environment in which that was right
+        self.finalized = False
+        self.thread_ranks: list[Context] = []  # those that are threads of this process
+        self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
+        self.parent: Context | None = None  # its context, in a forked child: says who this is
+        self.parent_adopted = False
+
+
+_process = _Process()
+
+
+def _in_forked_child() -> None:
+    """It has its parent's place in the world, whose connections and native objects are the parent's alone."""
+    global _process  # what a process has is what this module is for
+    before, _process = _process, _Process()
+    adopted = before.adopted[1] if before.adopted else None
+    mine = _of_thread.get() or before.context or adopted or before.parent
+    _of_thread.set(None)
+    forks.keep(before, served)
+    if dist.is_available():
+        _process.inherited = dist.distributed_c10d.GroupMember.WORLD
+        forks.keep(*dist.distributed_c10d._world.pg_map.items())
+    if mine is None:
+        return
+    if isinstance(mine.backend, SerialBackend):  # nobody else is there to be disturbed
+        _process.context = Context(SerialBackend(), Identity(), timeout=mine.timeout, check="off")
+        return
+    _process.parent = mine
+    _process.parent_adopted = before.parent_adopted if mine is before.parent else mine is adopted
+    for context in {before.context, adopted, mine, *before.thread_ranks}:
+        if context is not None and context is not before.parent:
+            forks.keep(context.disown(_forked(context)))
+
+
+def _forked(context: Context) -> ForkedProcessError:
+    return ForkedProcessError(
+        f"this process ({os.getpid()}) was forked from rank {context.rank} of {context.world_size}, whose "
+        "connections it cannot use: who it is can be asked here (ac.get_rank() and the like), but it cannot "
+        "communicate. Do that in the parent, call ac.initialize() here, or start processes with the 'spawn' "
+        "method"
+    )
+
+
+forks.in_child(after_in_child=_in_forked_child)
+
+
+def current() -> Context:
+    """The context a call runs in; ``NotInitializedError`` if there is none."""
+    context = _of_thread.get()
+    if context is not None and not context.closed:
+        return context
+    context = _process.context
+    return context if context is not None else _implicit(_process)
+
+
+def existing() -> Context | None:
+    """The context a call would run in if there is one already: none is made."""
+    adopted = _process.adopted[1] if _process.adopted else None
+    known = (_of_thread.get(), _process.context, adopted, _process.embedded)
+    return next((context for context in known if context is not None and not context.closed), None)
+
+
+def _parent(process: _Process) -> Context | None:
+    """In a forked child that has no world of its own: its parent's context, to be asked who this is."""
+    if process.context is not None or _torch_group(process) is not None:
+        return None
+    if process.parent is None and process.inherited is not None and dist.is_initialized():
+        # Nothing of ours was used in the parent: torch's group says the rest.
+        process.parent = table.adopt(of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off")
+        process.parent_adopted = True
+    return process.parent
+
+
+def forked() -> bool:
+    """Whether this is a forked child, of whose world only its place is known here."""
+    return _of_thread.get() is None and _parent(_process) is not None
+
+
+def _known() -> Context:
+    """Whom to ask who this is: the context a call would run in, in a forked child the parent's."""
+    if _of_thread.get() is None and (parent := _parent(_process)) is not None:
+        return parent
+    return current()
+
+
+def _implicit(process: _Process) -> Context:
+    if process.thread_ranks:
+        context = _of_backward(process.thread_ranks)
+        if context is not None:
+            return context
+        raise NotInitializedError(
+            "ranks are threads of this process, and this thread is none of them: call from the thread "
+            "that called ac.initialize, or from a task or thread that inherits its context "
+            "(contextvars.copy_context().run)"
+        )
+    if _torch_group(process) is not None:
+        return _adopt(process)
+    parent = _parent(process)
+    if parent is not None:
+        raise _forked(parent)
+    if process.finalized:
+        raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
+    said = os.environ.get("WORLD_SIZE")  # what people set by hand; a launcher's are there from the start
+    if process.embedded is not None and process.said == said:
+        return process.embedded
+    info = detect(os.environ)
+    if info.world_size > 1:
+        raise NotInitializedError(
+            f"this is rank {info.rank} of {info.world_size} ({info.launcher} started it), but "
+            "ac.initialize() was not called; call it at the start of the program"
+        )
+    with process.lock:
+        if process.embedded is None:
+            process.embedded = Context(SerialBackend(), Identity(), check="off")
+        process.said = said
+        return process.embedded
+
+
+def _of_backward(contexts: list[Context]) -> Context | None:
+    """The rank for whose device autograd's own thread runs backward, with its hooks, just now."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    for context in list(contexts):
+        serves = getattr(context.backend, "serves_this_thread", None)
+        if serves is not None and serves():
+            return context
+    return None
+
+
+def _torch_group(process: _Process) -> Any:
+    """torch's default group, if the user made one in this process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    native = dist.distributed_c10d.GroupMember.WORLD
+    return None if native is process.inherited else native
+
+
+def _adopt(process: _Process) -> Context:
+    """A context on the default group that the user made with torch; ours to use, theirs to destroy."""
+    native = dist.distributed_c10d._get_default_group()
+    with process.lock:
+        if process.adopted is not None:
+            if process.adopted[0]() is native:
+                return process.adopted[1]
+            _abandon(process, process.adopted[1])
+        store = dist.distributed_c10d._get_default_store()
+        context = table.adopt(
+            of_torch(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
+        )
+        context.begin()
+        process.adopted = (weakref.ref(native), context)
+        _install_exit_hook()
+        return context
+
+
+def initialize(
+    backend: str | None = None,
+    *,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float = 1800.0,
+    check: str | None = None,
+    **backend_options: Any,
+) -> None:
+    """Join the world; every rank calls it, and from then on collectives go to the others.
+
+    Without arguments it does what the launcher's environment says (torchrun, ``asynccoll run``, SLURM,
+    mpiexec, horovodrun), and makes a world of one where there is no launcher.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"serial"``, ... (in any case), or torch's
+            ``"cpu:gloo,cuda:nccl"``. None chooses: serial without a launcher, mpi under mpiexec, horovod
+            under horovodrun, xla-tpu on a TPU; else nccl with a GPU for each local rank, else gloo. (The
+            environment variable ``ASYNCCOLL_BACKEND`` says otherwise.)
+        init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``, as in
+            ``torch.distributed.init_process_group``.
+        store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a
+            ``HashStore``, which lives in one process, ranks are taken to be threads of it.
+        rank, world_size: this process's place; from the environment if not given.
+        timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``.
+        check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
+            ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
+            ``ASYNCCOLL_CHECK`` sets the default.
+        backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
+            ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
+
+    Raises:
+        InvalidArgumentError: called twice, or arguments that contradict each other.
+        BackendNotFoundError: an unknown backend, or its package is missing (with the line to install it).
+        LaunchEnvironmentError: the launcher's variables are incomplete or contradict each other.
+        CollectiveTimeoutError: the other ranks did not come.
+    """
+    process = _process
+    mode = _check_mode(check)
+    if not timeout > 0:
+        raise InvalidArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    with process.lock:
+        if _of_thread.get() is not None or process.context is not None:
+            raise InvalidArgumentError(
+                f"asynccoll is already initialized ({current()!r}); call ac.finalize() first"
+            )
+        if backend is None:
+            backend = os.environ.get(BACKEND_VARIABLE) or None
+    context = table.create(
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        check=mode,
+        options=backend_options,
+    )
+    context.begin()
+    with process.lock:
+        if context.thread_rank:
+            process.thread_ranks.append(context)
+            _of_thread.set(context)
+        else:
+            process.context = context
+        process.finalized = False
+        _install_exit_hook()
+    for renew in _renewed:
+        renew(context)
+
+
+def _check_mode(check: str | None) -> str:
+    mode = check if check is not None else os.environ.get(CHECK_VARIABLE, "local")
+    if mode not in _CHECKS:
+        raise InvalidArgumentError(f"check must be one of {', '.join(map(repr, _CHECKS))}, got {mode!r}")
+    return mode
+
+
+def finalize(*, abort: bool = False) -> None:
+    """Leave the world: wait for what is outstanding, then close everything this package opened.
+
+    Every rank calls it. With ``abort=True`` nothing is waited for: outstanding works fail with
+    ``AbortedError`` here, and the peers' with ``PeerLostError``. A process group that the user made is
+    left alone. Does nothing if there is nothing to finalize.
+
+    Raises:
+        CollectiveTimeoutError: work was still out after the context's timeout; it was then aborted.
+    """
+    process = _process
+    context = _of_thread.get()
+    if context is None:
+        context = process.context or (process.adopted[1] if process.adopted else None)
+    if context is None:
+        return
+    stuck = [] if abort else context.drain(context.timeout)
+    try:
+        context.close(abort=abort or bool(stuck))
+    finally:
+        _forget(process, context)
+    if stuck:
+        raise CollectiveTimeoutError(f"finalize aborted what was still out: {stuck}")
+
+
+def _forget(process: _Process, context: Context) -> None:
+    with process.lock:
+        if context.thread_rank:
+            _of_thread.set(None)
+            process.thread_ranks.remove(context)
+        elif process.context is context:
+            process.context = None
+            process.finalized = True
+        elif process.adopted is not None and process.adopted[1] is context:
+            process.adopted = None
+
+
+def refresh() -> str:
+    """What this process is part of: ``"ours"`` (``initialize`` was called), ``"adopted"`` or ``"none"``.
+
+    Lets go of a context whose torch group the user has destroyed or replaced behind our back.
+    """
+    process = _process
+    context = _of_thread.get() or process.context
+    if context is not None:
+        orphaned = getattr(context.backend, "orphaned", None)  # only c10d stands and falls with torch's
+        if orphaned is None or not orphaned():
+            return "ours"
+        _abandon(process, context)
+    if forked():
+        return "adopted" if process.parent_adopted else "ours"
+    native = None if process.thread_ranks else _torch_group(process)
+    if process.adopted is not None and process.adopted[0]() is not native:
+        _abandon(process, process.adopted[1])
+    return "none" if native is None else "adopted"
+
+
+def _abandon(process: _Process, context: Context) -> None:
+    """Close what can no longer be used; the peers do so too, or will find out: nobody is waited for."""
+    try:
+        context.close(abort=True, patience=0.0)
+    finally:
+        _forget(process, context)
+
+
+def _install_exit_hook() -> None:
+    exiting.install(_open_worlds, lambda context: _forget(_process, context))
+
+
+def _open_worlds() -> list[Context]:
+    """Those to be left when the process ends; where ranks are threads, each leaves its own."""
+    contexts = [_process.context, _process.adopted[1] if _process.adopted else None]
+    return [context for context in contexts if context is not None and not context.closed]
+
+
+# Where am I
+
+
+def is_initialized() -> bool:
+    """Whether ``initialize`` was called (and ``finalize`` not since), or a torch group is there to adopt.
+
+    In a forked child: whether it was so in its parent.
+    """
+    process = _process
+    if _of_thread.get() is not None or process.context is not None or forked():
+        return True
+    return not process.thread_ranks and _torch_group(process) is not None
+
+
+def get_rank(group: Any = None) -> int:
+    """This rank's index in ``group`` (the world by default); -1 outside of it."""
+    context = _known()
+    return context.rank if group is None else resolve_group(context, group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks in ``group`` (the world by default); -1 outside of it."""
+    context = _known()
+    if group is None:
+        return context.world_size
+    resolved = resolve_group(context, group)
+    return resolved.size if resolved.rank >= 0 else -1
+
+
+def get_local_rank() -> int:
+    """This rank's index among those of its node."""
+    return _known().identity.local_rank
+
+
+def get_nproc_per_node() -> int:
+    """The number of ranks on this node."""
+    return _known().identity.nproc_per_node
+
+
+def get_nnodes() -> int:
+    """The number of nodes."""
+    return _known().identity.nnodes
+
+
+def get_node_rank() -> int:
+    """The index of this node."""
+    return _known().identity.node_rank
+
+
+def device() -> torch.device:
+    """The device this rank's tensors live on: its GPU with nccl and Horovod, the CPU with gloo and mpi."""
+    return _known().backend.device
+
+
+def backend() -> str:
+    """The name of the backend in use: ``"gloo"``, ``"nccl"``, ``"serial"``, ..."""
+    return _known().backend.name
+
+
+def hostname() -> str:
+    """The name of this node."""
+    return socket.gethostname()
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that ``initialize`` can load here, sorted."""
+    return table.available()
+
+
+def new_group(ranks: Any) -> Group:
+    """The group of the global ``ranks`` (sorted, as torch does). Called by every rank, in the same order.
+
+    Members then pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same
+    ranks gives the same group.
+    """
+    context = current()
+    group = context.add_group(check_ranks(context, ranks))
+    prepare = getattr(context.backend, "prepare_group", None)
+    if prepare is not None:
+        prepare(group.ranks)
+    return group

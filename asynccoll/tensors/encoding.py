@@ -1,0 +1,122 @@
+"""Elements to the wire and back: what a ``Plan`` names, done. Local tensor work, no communication.
+
+``encode`` gives a contiguous tensor that the backend may send (and, for reductions, overwrite);
+``decode`` turns what came back into the dtype the caller passed. ``reduce_chunks`` is the local half
+of composed reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asynccoll.plan.spec import HALF, Plan, ReduceOp, Wire
+
+__all__ = ["decode", "encode", "reduce_chunks"]
+
+_TOP_BIT = torch.iinfo(torch.int64).min
+
+
+def encode(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """``x`` as it travels: contiguous, in the plan's wire dtype, on the plan's device.
+
+    Shares memory with ``x`` where nothing had to change; whoever overwrites it clones first.
+    """
+    if plan.stage is not None:
+        x = x.to(plan.stage)
+    return x.contiguous() if plan.wire is Wire.SAME else _ENCODE[plan.wire](x, plan)
+
+
+def decode(wire: torch.Tensor, plan: Plan, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The received ``wire`` tensor as ``dtype`` on ``device``: the inverse of ``encode``."""
+    x = wire if plan.wire is Wire.SAME else _DECODE[plan.wire](wire, dtype)
+    return x if plan.stage is None else x.to(device)
+
+
+def _view(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x.view(dtype)``, for 0-d and empty tensors too; the last dimension grows or shrinks."""
+    if x.dtype is dtype:
+        return x
+    if not x.numel():  # torch checks the strides of what is not there
+        last = x.shape[-1] * x.element_size() // dtype.itemsize
+        return x.new_empty((*x.shape[:-1], last), dtype=dtype)
+    if x.dim() == 0:
+        x = x.reshape(1)
+    if x.stride(-1) != 1:  # one element is contiguous whatever its stride, at which torch looks all the same
+        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))
+    return x.view(dtype)
+
+
+def _encode_view(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    assert plan.wire_dtype is not None
+    return _view(x.contiguous(), plan.wire_dtype)
+
+
+def _encode_cast(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return x.contiguous().to(plan.wire_dtype)
+
+
+def _encode_real(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return torch.view_as_real(x.contiguous().resolve_conj()).to(plan.wire_dtype)
+
+
+def _encode_logical(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    if x.is_complex():  # XLA's own conversion looks at the real part alone
+        return torch.view_as_real(x.contiguous()).to(torch.bool).any(-1).view(torch.uint8)
+    wide = x.view(torch.int64) if x.dtype is torch.uint64 and x.dim() else x
+    return (wide.contiguous().to(torch.bool)).view(torch.uint8)
+
+
+def _encode_flipped(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return _view(x.contiguous(), torch.int64).bitwise_xor(_TOP_BIT)
+
+
+_ENCODE: dict[Wire, Callable[[torch.Tensor, Plan], torch.Tensor]] = {
+    Wire.VIEW: _encode_view,
+    Wire.CAST: _encode_cast,
+    Wire.REAL: _encode_real,
+    Wire.LOGICAL: _encode_logical,
+    Wire.FLIPPED: _encode_flipped,
+}
+_DECODE: dict[Wire, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
+    Wire.VIEW: _view,
+    Wire.CAST: lambda wire, dtype: wire.to(dtype),
+    Wire.REAL: lambda wire, dtype: torch.view_as_complex(wire.to(dtype.to_real())),
+    Wire.LOGICAL: lambda wire, dtype: wire.to(dtype),
+    Wire.FLIPPED: lambda wire, dtype: _view(wire.bitwise_xor(_TOP_BIT), dtype),
+}
+
+#: ``f(a, b, out=)``; ``out`` may be one of the two
+_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def reduce_chunks(
+    chunks: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The chunks of all ranks reduced in rank order, so that every rank gets the same bits.
+
+    Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
+    ``out`` may be the memory of one of the first two chunks.
+    """
+    first = chunks[0]
+    if first.dtype in HALF:
+        wide = reduce_chunks([chunk.float() for chunk in chunks], op)
+        return wide.to(first.dtype) if out is None else out.copy_(wide)
+    if op is ReduceOp.AVG:
+        return reduce_chunks(chunks, ReduceOp.SUM, out).div_(len(chunks))
+    if len(chunks) == 1:
+        return first.clone() if out is None else out.copy_(first)
+    combine = _COMBINE[op]
+    into = combine(first, chunks[1], out=out)
+    for chunk in chunks[2:]:
+        combine(into, chunk, out=into)
+    return into

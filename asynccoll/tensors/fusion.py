@@ -1,0 +1,99 @@
+"""Many small tensors as few large ones: which travel together, packed, and handed back as views.
+
+Buckets are filled in leaf order, by dtype and device, up to a size: a function of the tensors' shapes and
+of that size alone, so that every rank makes the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _nn  # where DDP has them, too: one call for all tensors
+
+from asynccoll.memory.aliasing import has_memory
+from asynccoll.modes.captured import uncast
+
+__all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]
+
+#: As DDP's: large enough to reach the bandwidth, small enough to overlap.
+BUCKET_BYTES = 25 << 20
+
+#: What tensors that travel together have in common. Read of every one, so by a function in C.
+kind_of = attrgetter("dtype", "device", "layout")
+_numel = torch.Tensor.numel
+_dim = torch.Tensor.dim
+
+
+class Bucket(NamedTuple):
+    """The leaves (by position) that travel together."""
+
+    indices: tuple[int, ...]
+
+
+def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Which of ``tensors`` travel together: same dtype and device, at most ``limit_bytes`` (or one).
+
+    What is not dense travels alone.
+    """
+    kinds = list(map(kind_of, tensors))
+    if len(set(kinds)) == 1 and kinds[0][2] is torch.strided:
+        total_bytes = sum(map(_numel, tensors)) * tensors[0].element_size()
+        if total_bytes <= limit_bytes:
+            return [Bucket(tuple(range(len(tensors))))]
+    return _filled(tensors, kinds, limit_bytes)
+
+
+def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int) -> list[Bucket]:
+    filling: dict[Any, tuple[list[int], int]] = {}
+    full: list[Bucket] = []
+    for index, (x, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        if kind[2] is not torch.strided:
+            full.append(Bucket((index,)))
+            continue
+        size = x.nbytes
+        members, used = filling.get(kind) or ([], 0)
+        if members and used + size > limit_bytes:
+            full.append(Bucket(tuple(members)))
+            members, used = [], 0
+        members.append(index)
+        filling[kind] = (members, used + size)
+    return [*full, *(Bucket(tuple(members)) for members, _ in filling.values())]
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether none needs another shape (biases, norms, buckets), which takes as long as copying it."""
+    return set(map(_dim, tensors)) == {1}
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor of the elements of ``tensors``, in order."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    if _flat(tensors):
+        return uncast(torch.cat, list(tensors))
+    return uncast(_nn.flatten_dense_tensors, list(tensors))
+
+
+def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Put ``tensors`` into ``views`` of one flat tensor, or the other way round."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(views), list(tensors))
+
+
+def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``flat`` (whose history autograd does not record) in the shapes of ``like``: the inverse of ``pack``.
+
+    They share its memory.
+    """
+    sizes = list(map(_numel, like))
+    if flat.numel() != sum(sizes):
+        raise ValueError(f"{flat.numel()} elements are not those of {len(like)} tensors")
+    if _flat(like) and has_memory(flat):  # lazy ones would be copies
+        return list(flat.unsafe_split_with_sizes(sizes))
+    views = list(_nn.unflatten_dense_tensors(flat, list(like)))
+    if 0 in sizes:  # which torch before 2.10 gives back without their other dimensions
+        views = [view if view.numel() else view.view(x.shape) for view, x in zip(views, like, strict=True)]
+    return views

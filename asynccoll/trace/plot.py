@@ -1,0 +1,202 @@
+"""How a timeline looks: rows of bars in matplotlib, compute above, communication below.
+
+Colours are those of Okabe and Ito, which stay apart for colour-blind readers and in grey; what is
+waited for is hatched as well. Only ``Timeline.plot`` comes here, so that matplotlib loads when needed.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from asynccoll.errors import BackendNotFoundError
+from asynccoll.trace.spans import Span, covered, intersection, stack
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw"]
+
+COMPUTE = ("#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#F0E442")
+HIDDEN = "#E69F00"
+WAITED = "#D55E00"
+INK = "#222222"
+MUTED = "#6b6b6b"
+_PALE = {"#56B4E9", "#F0E442", HIDDEN}  # dark ink reads better on these
+WIDTH_INCHES = 11.0
+TRACK_INCHES = 0.26
+#: All tracks together; where there are many they become thinner, and lose their labels.
+MOST_INCHES = 16.0
+LABELLED_INCHES = 0.15
+#: Width of a letter in inches at the size of the labels, by which it is told whether a label fits.
+LETTER_INCHES = 0.075
+
+
+class Drawn(Protocol):
+    """The timeline that is drawn."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Its bars, from the first to the last."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+
+    def hidden_fraction(self) -> float:
+        """How much of the communication lay behind compute."""
+
+
+def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
+    """Draw ``timeline`` into ``path``."""
+    figure_type = _figure_type()
+    rows = stack(timeline.spans)
+    tracks = sum(len(stacked) for _, stacked in rows)
+    track_inches = min(TRACK_INCHES, MOST_INCHES / max(1, tracks))
+    height = 1.5 + track_inches * tracks + 0.12 * len(rows)
+    figure: Figure = figure_type(figsize=(WIDTH_INCHES, height), layout="constrained")
+    axes = figure.add_subplot()
+    picture = _Picture(timeline, axes, legible=track_inches >= LABELLED_INCHES)
+    picture.add_rows(rows)
+    picture.finish(title if title is not None else _title(timeline))
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _figure_type() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendNotFoundError(
+            "timeline.plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8' "
+            "(timeline.to_chrome needs nothing)"
+        ) from error
+    return Figure
+
+
+def _title(timeline: Drawn) -> str:
+    where = f"Rank {timeline.rank} of {timeline.world_size}"
+    hidden = timeline.hidden_fraction()
+    if math.isnan(hidden):  # nothing was sent
+        return where
+    return f"{where}: {hidden:.0%} of the communication is hidden behind compute"
+
+
+def _bytes(size: int) -> str:
+    """``1.5 MiB``."""
+    amount, units = float(size), ["B", "KiB", "MiB", "GiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
+
+
+def _lane(name: str, tracks: list[list[Span]]) -> str:
+    """The label of a lane's row; with the operation, if it is always the same."""
+    names = {span.name for track in tracks for span in track}
+    return f"lane {name}\n{names.pop()}" if len(names) == 1 else f"lane {name}"
+
+
+class _Picture:
+    """One axes being filled from top to bottom; times are in milliseconds from the first span."""
+
+    def __init__(self, timeline: Drawn, axes: Axes, *, legible: bool) -> None:
+        self.axes = axes
+        self.legible = legible  # what is written into a bar, and the line round it
+        spans = timeline.spans
+        self.origin = min((span.start for span in spans), default=0.0)
+        self.last = max((span.end or timeline.seconds for span in spans), default=1e-3)
+        compute = [self._interval(span) for span in spans if not span.is_operation]
+        self.compute = covered(compute)
+        self.colours: dict[str, str] = {}
+        self.y = 0.0
+        self.ticks: list[tuple[float, str]] = []
+        self.legend: dict[str, dict[str, Any]] = {}
+
+    def _interval(self, span: Span) -> tuple[float, float]:
+        end = self.last if span.end is None else span.end
+        return 1e3 * (span.start - self.origin), 1e3 * (end - self.origin)
+
+    def add_rows(self, rows: list[tuple[str, list[list[Span]]]]) -> None:
+        before: bool | None = None
+        for name, tracks in rows:
+            operations = tracks[0][0].is_operation
+            if before is not None:
+                self.y += 0.45 if before != operations else 0.25
+            if before is False and operations:
+                self.axes.axhline(self.y - 0.225, color=MUTED, linewidth=0.8)
+            before = operations
+            self._add_row(_lane(name, tracks) if operations else name, tracks)
+
+    def _add_row(self, label: str, tracks: list[list[Span]]) -> None:
+        self.ticks.append((self.y + len(tracks) / 2, label))
+        for track in tracks:
+            for span in track:
+                draw_span = self._add_operation if span.is_operation else self._add_compute
+                draw_span(span)
+            self.y += 1
+
+    def _add_compute(self, span: Span) -> None:
+        colour = self.colours.setdefault(span.name, COMPUTE[len(self.colours) % len(COMPUTE)])
+        self._bar([self._interval(span)], facecolor=colour)
+        self.legend.setdefault(span.name, {"facecolor": colour})
+        self._label(span, span.name, INK if colour in _PALE else "white")
+
+    def _add_operation(self, span: Span) -> None:
+        start, end = self._interval(span)
+        hidden = intersection([(start, end)], self.compute)
+        waited = {"facecolor": WAITED, "hatch": "////", "edgecolor": "white"}
+        self._bar([(start, end)], **waited)
+        self._bar(hidden, facecolor=HIDDEN)
+        self.legend.setdefault("communication hidden behind compute", {"facecolor": HIDDEN})
+        self.legend.setdefault("communication waited for", waited)
+        size = _bytes(span.size_bytes) if span.size_bytes else ""
+        self._label(span, f"{span.name} {size}".strip(), INK) or self._label(span, size, INK)
+
+    def _bar(self, intervals: list[tuple[float, float]], **look: Any) -> None:
+        look = {"edgecolor": "white", **look, "linewidth": 0.5 if self.legible else 0.0}
+        widths = [(start, end - start) for start, end in intervals]
+        self.axes.broken_barh(widths, (self.y + 0.06, 0.88), **look)
+
+    def _label(self, span: Span, text: str, colour: str) -> bool:
+        """Write ``text`` into the bar of ``span`` if it has the room; whether it had."""
+        from matplotlib.patheffects import withStroke
+
+        if not self.legible:
+            return False
+        start, end = self._interval(span)
+        room = (end - start) / max(1e-9, 1e3 * (self.last - self.origin)) * (WIDTH_INCHES - 2)
+        if room <= LETTER_INCHES * len(text):
+            return False
+        middle = (start + end) / 2
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+        shown = self.axes.text(middle, self.y + 0.5, text, color=colour, clip_on=True, **look)
+        if span.is_operation:  # legible on the hatching
+            shown.set_path_effects([withStroke(linewidth=2, foreground="white")])
+        return True
+
+    def finish(self, title: str) -> None:
+        from matplotlib.patches import Patch
+
+        axes = self.axes
+        axes.set_title(title, loc="left", fontsize=12, color=INK)
+        axes.set_xlabel("time in ms", color=INK)
+        axes.set_xlim(0, max(1e-3, 1e3 * (self.last - self.origin)))
+        axes.set_ylim(self.y + 0.1, -0.1)  # the first row on top
+        axes.set_yticks([y for y, _ in self.ticks], [label for _, label in self.ticks])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        handles = [Patch(label=label, **look) for label, look in self.legend.items()]
+        if handles:
+            figure = axes.get_figure()
+            assert figure is not None
+            figure.legend(
+                handles=handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False
+            )

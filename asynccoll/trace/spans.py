@@ -1,0 +1,74 @@
+"""Bars of a timeline, and how they lie beside and across each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Span", "covered", "intersection", "length", "stack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One bar of a timeline. Times are seconds since the recording began.
+
+    ``end`` is None for what was still going on when asked. ``row`` is the lane of an operation, or the
+    thread (or chosen row) of a span of compute; ``size_bytes``, ``sequence`` and ``place`` (file and
+    line) are those of the operation, 0 and empty for compute.
+    """
+
+    name: str
+    row: str
+    start: float
+    end: float | None
+    is_operation: bool = False
+    size_bytes: int = 0
+    sequence: int = 0
+    place: str = ""
+
+
+def stack(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:
+    """The rows, compute first, each as tracks on which no two spans overlap. Spans come by start."""
+    rows: dict[tuple[bool, str], list[list[Span]]] = {}
+    for span in spans:
+        tracks = rows.setdefault((span.is_operation, span.row), [])
+        for track in tracks:
+            last = track[-1].end
+            if last is not None and last <= span.start:
+                track.append(span)
+                break
+        else:
+            tracks.append([span])
+    return [(row, tracks) for (_, row), tracks in sorted(rows.items(), key=lambda item: item[0][0])]
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of ``intervals``, as disjoint ones in order."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def intersection(
+    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Where both are, each disjoint and in order."""
+    both = []
+    i = j = 0
+    while i < len(some) and j < len(others):
+        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if start < end:
+            both.append((start, end))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)

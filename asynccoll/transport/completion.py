@@ -1,0 +1,222 @@
+"""What a started operation looks like to whoever waits for it, whatever backend started it.
+
+A ``Completion`` is the only thing that crosses from a backend to the core: is it done, wait for it a
+bounded time without the GIL, tell me when. Waiters (``waiting``), lanes and programs are written
+against it alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+
+from asynccoll.host.forks import renew
+
+__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
+
+Callback = Callable[[], object]
+#: Held for the moment in which any promise changes; nothing is allocated under it.
+_settling = threading.Lock()
+renew(_settling)
+
+
+class Completion:
+    """One started native operation. Subclasses are a backend's; the methods never raise its failure."""
+
+    __slots__ = ()
+
+    #: ``wait`` with a bound really waits (and harms nothing); else only ``add_callback`` tells.
+    blockable = True
+    #: ``synchronize`` has something to do.
+    stream_ordered = False
+    #: It is known to have ended well, with nothing left to ask or to order.
+    fine: bool = False
+
+    def done(self) -> bool:
+        """Whether the operation has finished or failed."""
+        raise NotImplementedError
+
+    def landed(self) -> bool:
+        """Whether the device has done it, too, where being done is only a matter of its stream's order."""
+        return self.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` with the GIL released; whether it is done."""
+        raise NotImplementedError
+
+    def add_callback(self, callback: Callback) -> None:
+        """Call ``callback`` once when done: at once if it is, else on the completing thread."""
+        raise NotImplementedError
+
+    def error(self) -> BaseException | None:
+        """The native failure, once done."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Order the current device stream after the operation (nothing to do on the CPU)."""
+
+    def abandon(self) -> None:
+        """It may never end, and whoever waited has been told: nobody need look at it any more."""
+
+    def writing(self) -> bool:
+        """Whether a native operation may still write to its memory, although nobody waits any more."""
+        return False
+
+
+class Ready(Completion):
+    """Done from the start: the world of one, and what was refused while it waited in a queue."""
+
+    __slots__ = ("_error", "fine")
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self.fine = error is None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def add_callback(self, callback: Callback) -> None:
+        callback()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+READY = Ready()
+
+
+class Promise(Completion):
+    """Completed by whoever holds it: a program's last step, a waiter thread, the progress thread."""
+
+    __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
+
+    def __init__(self) -> None:
+        self._event: threading.Event | None = None  # most promises are never waited for, and it is dear
+        self._callbacks: list[Callback] = []
+        self._done = False
+        self._error: BaseException | None = None
+        #: the native completion this stands for, once known (for stream ordering)
+        self.source: Completion | None = None
+        #: what a program has sent besides the call that it waits for
+        self.sent: Callable[[], Iterable[Completion]] = tuple
+
+    def done(self) -> bool:
+        return self._done
+
+    def writing(self) -> bool:
+        source = self.source
+        return (source is not None and source.writing()) or any(one.writing() for one in self.sent())
+
+    def landed(self) -> bool:
+        return self._done and (self.source is None or self._error is not None or self.source.landed())
+
+    def wait(self, seconds: float) -> bool:
+        if not self._done:
+            event = self._event or threading.Event()
+            with _settling:
+                if self._done:
+                    return True
+                event = self._event = self._event or event
+            event.wait(seconds)
+        return self._done
+
+    def add_callback(self, callback: Callback) -> None:
+        with _settling:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    @property
+    def stream_ordered(self) -> bool:  # type: ignore[override]  # a constant of most classes, derived here
+        return self.source is not None and self.source.stream_ordered
+
+    def synchronize(self) -> None:
+        if self.source is not None:
+            self.source.synchronize()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Complete it, once; a later call changes nothing."""
+        with _settling:
+            if self._done:
+                return
+            self._error = error
+            self._done = True
+        if self._event is not None:
+            self._event.set()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def follow(self, completion: Completion) -> None:
+        """Complete as ``completion`` does."""
+        self.source = completion
+        if completion.done():
+            self.settle(completion.error())
+        else:
+            completion.add_callback(lambda: self.settle(completion.error()))
+
+
+class AllOf(Completion):
+    """Done when every part is; fails with the first part (in order) that failed."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Completion]) -> None:
+        self.parts = parts
+
+    @property
+    def blockable(self) -> bool:  # type: ignore[override]  # a constant of most classes, derived here
+        return all(part.blockable for part in self.parts)
+
+    @property
+    def stream_ordered(self) -> bool:  # type: ignore[override]  # as blockable
+        return any(part.stream_ordered for part in self.parts)
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def writing(self) -> bool:
+        return any(part.writing() for part in self.parts)
+
+    def landed(self) -> bool:
+        return all(part.landed() for part in self.parts)
+
+    def wait(self, seconds: float) -> bool:
+        deadline = monotonic() + seconds
+        return all(part.done() or part.wait(max(0.0, deadline - monotonic())) for part in self.parts)
+
+    def add_callback(self, callback: Callback) -> None:
+        left = len(self.parts)
+        lock = threading.Lock()
+
+        def one_done() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            callback()
+
+        if not self.parts:
+            callback()
+        for part in self.parts:
+            part.add_callback(one_done)
+
+    def error(self) -> BaseException | None:
+        return next((error for part in self.parts if (error := part.error())), None)
+
+    def synchronize(self) -> None:
+        for part in self.parts:
+            part.synchronize()
+
+    def abandon(self) -> None:
+        for part in self.parts:
+            part.abandon()

@@ -1,0 +1,104 @@
+"""Reusable threads for native operations that can only be waited for (gloo's send and recv).
+
+Jobs of one key run in order; jobs of different keys never wait for each other, so that a message that
+is late holds up only its own stream. A thread serves one key at a time, is reused for the next, and
+ends when it has had nothing to do for a while: there are as many as streams that wait, not as
+operations.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from weakref import WeakSet
+
+from asynccoll.host.forks import in_child
+
+__all__ = ["InProgress", "Waiters"]
+
+_IDLE_SECONDS = 10.0
+_pools: WeakSet[Waiters] = WeakSet()
+
+
+class Waiters:
+    """A pool of such threads."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._wake = threading.Condition()
+        self._jobs: dict[Hashable, deque[Callable[[], object]]] = {}
+        self._ready: deque[Hashable] = deque()
+        self._idle = 0
+        _pools.add(self)
+
+    def forget_parent(self) -> None:
+        """In a forked child, which has none of the parent's threads, nor their jobs."""
+        self.__init__(self._name)  # type: ignore[misc]  # the same object: others hold it
+
+    def submit(self, key: Hashable, job: Callable[[], object]) -> None:
+        """Run ``job`` after those of the same ``key``. It must not raise."""
+        with self._wake:
+            queue = self._jobs.get(key)
+            if queue is not None:
+                queue.append(job)
+                return
+            self._jobs[key] = deque([job])
+            self._ready.append(key)
+            if self._idle >= len(self._ready):
+                self._wake.notify()
+                return
+        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (key := self._next_key()) is not None:
+            while (job := self._next_job(key)) is not None:
+                job()
+
+    def _next_key(self) -> Hashable | None:
+        with self._wake:
+            self._idle += 1
+            try:
+                if not self._wake.wait_for(lambda: self._ready, _IDLE_SECONDS):
+                    return None
+                return self._ready.popleft()
+            finally:
+                self._idle -= 1
+
+    def _next_job(self, key: Hashable) -> Callable[[], object] | None:
+        with self._wake:
+            queue = self._jobs[key]
+            if queue:
+                return queue.popleft()
+            del self._jobs[key]
+            return None
+
+
+def _forget_parent() -> None:
+    for pool in list(_pools):
+        pool.forget_parent()
+
+
+in_child(after_in_child=_forget_parent)
+
+
+class InProgress:
+    """How many threads are inside a block that must not be cut off: ``with in_progress: ...``."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._count += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Until there is none; whether that came true in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._count, seconds)

@@ -1,0 +1,541 @@
+"""``Work``: the awaitable handle of a collective that has started.
+
+A ``Work`` is a view on an operation that the runtime holds: drop it and the operation goes on, cancel
+an awaiter and the operation goes on. What is left to do once the bytes are there (concatenate, decode,
+average) runs once, at whoever waits first.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextvars import ContextVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from asynccoll.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ForkedProcessError,
+    PayloadTypeError,
+    UnawaitedWorkWarning,
+    WorkNotDoneError,
+)
+from asynccoll.host.forks import renew
+from asynccoll.memory.unfilled import claims, let_go
+from asynccoll.modes.captured import as_called
+from asynccoll.transport.streams import Mark
+from asynccoll.waiting.landing import landing
+from asynccoll.waiting.started import Started
+from asynccoll.waiting.suspending import block, pause, quick, suspend
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from asynccoll.order.operation import Operation
+
+__all__ = ["Work", "handed_out", "noted", "wait_all", "waited_for"]
+
+_NOTHING: Any = None
+_log = logging.getLogger("asynccoll.work")
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_PENDING = 0
+_FINISHING = 1
+_DONE = 2
+_FAILED = 3
+#: So many works of a scope are kept before it looks which of them are of no more interest.
+_FEW = 64
+_claim = threading.Lock()
+renew(_claim)
+#: Who waits for another thread to finish a work: hardly ever anybody.
+_finishing: dict[int, threading.Event] = {}
+
+#: Where works go that are created while a scope is open, for the scope to wait for.
+scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
+
+
+class Work(Generic[T]):
+    """A collective that has started, and its result.
+
+    - ``await work`` gives the result, on asyncio or trio, any number of times, from any number of tasks;
+      ``work.wait(timeout=None)`` gives it without a loop (inside one it blocks it).
+    - *Ready* is what both promise: the result may be used on the current device stream. On the CPU
+      (gloo, mpi, horovod) the bytes are there. On nccl the current stream is ordered after the
+      operation and the host has not waited; ``await work.on_host()`` does.
+    - All awaiters get the same object. Cancelling an awaiter stops its waiting, not the operation.
+    - A work that fails raises the same error for every waiter: ``CollectiveTimeoutError``,
+      ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``.
+    - Dropped without having been waited for, it warns (``UnawaitedWorkWarning``) with the place that
+      created it; ``detach()`` says that this is meant.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_cut_short",
+        "_error",
+        "_finish",
+        "_heard",
+        "_mapped",
+        "_mark",
+        "_operations",
+        "_state",
+        "_streamed",
+        "_value",
+        "out",
+    )
+
+    def __init__(
+        self, operations: tuple[Operation, ...], finish: Callable[[], T] | None, value: T = _NOTHING
+    ) -> None:
+        self._operations = operations
+        # None: the result is ``value`` as it will be, and nothing is left to do
+        self._finish = None if finish is None else as_called(finish)
+        self._state = _PENDING
+        self._heard = False
+        self._cut_short = False
+        self._error: BaseException | None = None
+        self._streamed = False  # a device's stream orders it; then all waiters' streams are ordered after it
+        self._mark: Mark | None = None  # where what was left to do has been computed
+        self._value = value
+        self.out: Any = None  # what it fills for its user, if anything
+        self._mapped: Work[Any] | None = None  # the one of whose result this one's is made
+
+    # Waiting
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        self._heard = True
+        if self._state == _PENDING:
+            plain = self._finish is None
+            try:
+                for operation in self._operations:
+                    if not quick(operation):
+                        yield from suspend(operation)
+                    plain = plain and operation.over
+            except BaseException:
+                self._cut_short = True
+                raise
+            if not self._operations:
+                yield from pause()
+            elif plain:
+                self._state = _DONE  # nothing ran, so that two threads may say so at once
+                return self._value
+        else:
+            yield from pause()
+        return self._outcome()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, waited for without an event loop.
+
+        ``timeout`` in seconds bounds this wait; past it ``CollectiveTimeoutError`` is raised and the
+        operation is still out. The operation's own ``timeout=`` holds as well.
+        """
+        self._heard = True
+        if self._state == _PENDING:
+            plain = self._finish is None
+            ends = None if timeout is None else monotonic() + timeout
+            try:
+                for operation in self._operations:
+                    block(operation, None if ends is None else ends - monotonic())
+                    plain = plain and operation.over
+            except BaseException:
+                self._cut_short = True
+                raise
+            if plain and self._operations:
+                self._state = _DONE  # as in __await__
+                return self._value
+        return self._outcome()
+
+    async def on_host(self) -> T:
+        """The result, once the host may read it (on the CPU that is the same as ready).
+
+        Raises:
+            CollectiveTimeoutError: the device has not come so far within the operation's ``timeout=``, which
+                counts from the call. Call ``on_host`` again to go on waiting, for as long again.
+            CollectiveError: a kernel on the device has failed, or a peer is lost (``PeerLostError``).
+        """
+        value = await self
+        if self._operations:
+            last = self._operations[-1]
+            world = last.lane.world
+            await world.computed(value)
+            if self._streamed and (left := landing(self._operations, world.device)) is not None:
+                try:
+                    await Work((left,), None)
+                except CollectiveTimeoutError:
+                    last.extend()
+                    raise
+        return value
+
+    # Looking
+
+    @property
+    def pending(self) -> bool:
+        """Whether nobody has got its outcome yet; also if it is there to be had (``done``)."""
+        return self._state < _DONE
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether somebody stopped waiting for it before it was done: cancelled, or out of time."""
+        return self._cut_short
+
+    def in_flight(self) -> tuple[Operation, ...]:
+        """Its operations whose native calls may still use its memory, whoever still waits for them."""
+        return tuple(operation for operation in self._operations if not operation.completion.done())
+
+    def fills(self, out: Any) -> None:
+        """It fills ``out``, which is nobody else's until somebody has waited."""
+        self.out = out
+        claims.add(self)
+
+    @property
+    def claims(self) -> bool:
+        """Whether ``out`` is nobody else's: nobody has got it, or the call failed and still writes to it."""
+        if self._state == _FAILED:
+            return any(operation.completion.writing() for operation in self._operations)
+        return self._state != _DONE
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What it waits for."""
+        return self._operations
+
+    def supersede(self, why: str) -> None:
+        """Unless it has its result, it will never have one: something else uses its memory."""
+        if self.pending:
+            self._fail(CollectiveError(why))
+
+    def done(self) -> bool:
+        """Whether waiting would return at once (with the result or the error).
+
+        Inputs may be written to, and ``out`` be read, once somebody has waited, or called ``result()``.
+        """
+        if self._state > _FINISHING:
+            return True
+        for operation in self._operations:
+            if not operation.done():
+                operation.attend()  # to ask again and again is to wait, too
+                return False
+        return True
+
+    def result(self) -> T:
+        """The result of a work that is done; ``WorkNotDoneError`` before."""
+        self._check_done("result")
+        self._heard = True
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """The error of a work that is done, or None; ``WorkNotDoneError`` before."""
+        self._check_done("exception")
+        self._heard = True
+        try:
+            self._outcome()
+        except BaseException as error:
+            return error
+        return None
+
+    def _check_done(self, what: str) -> None:
+        if not self.done():
+            raise WorkNotDoneError(
+                f"{what}() of {self!r}, which is not done; await it, or call wait() or done() first"
+            )
+
+    def __bool__(self) -> bool:
+        raise PayloadTypeError(
+            "a Work has no truth value: await it for its result, or ask work.done() whether it is done"
+        )
+
+    def __repr__(self) -> str:
+        state = "failed" if self._state == _FAILED else "done" if self.done() else "in flight"
+        names = ", ".join(f"{op.name} #{op.sequence} on {op.lane}" for op in self._operations[:3])
+        more = ", ..." if len(self._operations) > 3 else ""
+        return f"<Work {names or 'complete'}{more}: {state}>"
+
+    # Deriving
+
+    def map(self, function: Callable[[T], U]) -> Work[U]:
+        """A work whose result is ``function`` of this one's, applied once, at the waiter."""
+        self._heard = True
+        derived = Work(self._operations, lambda: function(self._outcome()))
+        derived._mapped = self
+        return noted(derived)
+
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call ``callback(work)`` once the work is done: at once if it is.
+
+        Else on the completing thread, where it must not block or wait for other works. What it raises
+        is logged (``asynccoll.waiting.work``): that thread completes other works, too.
+        """
+        if not self._operations:
+            _call_back(callback, self)
+            return
+        left = len(self._operations)
+
+        def one_done() -> None:
+            nonlocal left
+            with _claim:
+                left -= 1
+                if left:
+                    return
+            _call_back(callback, self)
+
+        for operation in self._operations:
+            operation.add_waker(one_done)
+            if not operation.done():
+                operation.attend()  # as for whoever waits
+
+    def detach(self) -> None:
+        """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do.
+
+        An ``out=`` is filled all the same, by whoever ends the operation.
+        """
+        self._heard = True
+        if self.out is not None:
+            self.add_done_callback(Work.exception)
+        elif self._mapped is not None:
+            self._mapped.detach()
+
+    def as_future(self) -> asyncio.Future[T]:
+        """An ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather`` and ``wait_for``.
+
+        Cancelling it leaves the operation alone.
+        """
+        import asyncio
+
+        async def outcome() -> T:
+            return await self
+
+        self._heard = True
+        return asyncio.ensure_future(outcome())
+
+    def as_concurrent_future(self) -> concurrent.futures.Future[T]:
+        """A ``concurrent.futures.Future`` for code that waits in threads."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        self._heard = True
+
+        def settle(work: Work[T]) -> None:
+            error = work.exception()
+            if error is None:
+                future.set_result(work.result())
+            else:
+                future.set_exception(error)
+
+        self.add_done_callback(settle)
+        return future
+
+    # Finishing
+
+    def _outcome(self) -> T:
+        """The cached result or error; computes it if nobody has."""
+        here = False
+        if self._state < _DONE:
+            if self._finish is None and self._succeeded():
+                self._state = _DONE  # as in __await__
+            else:
+                here = self._settle()
+        if self._state == _FAILED:
+            assert self._error is not None
+            raise self._error.with_traceback(None)
+        if self._streamed and not here:
+            self._order()
+        return self._value
+
+    def _order(self) -> None:
+        """Order the current stream, which need not be the first waiter's, after what made the result."""
+        if self._mark is not None:
+            self._mark.order()
+        else:
+            for operation in self._operations:
+                operation.completion.synchronize()
+
+    def _succeeded(self) -> bool:
+        """Whether all operations ended well, on the host alone: on a stream there is more to do."""
+        for operation in self._operations:
+            completion = operation.completion
+            if operation.failure is not None or completion.stream_ordered or completion.error() is not None:
+                return False
+        return True
+
+    def _settle(self) -> bool:
+        """Finish, or wait for the thread that does; whether it was done here."""
+        while self._state < _DONE:
+            with _claim:
+                mine = self._state == _PENDING
+                if mine:
+                    self._state = _FINISHING
+                elif self._state == _FINISHING:
+                    finished = _finishing.setdefault(id(self), threading.Event())
+            if mine:
+                self._finish_here()
+                return True
+            elif self._state == _FINISHING:
+                finished.wait()
+        return False
+
+    def _finish_here(self) -> None:
+        state = _PENDING  # of an interrupt, which is this waiter's own: whoever waits next finishes
+        try:
+            self._complete()
+            state = _DONE
+        except Exception as error:
+            self._error = error
+            state = _FAILED
+        finally:
+            if state != _PENDING:
+                self._finish = None  # lets go of what it closed over
+            self._state = state
+            if _finishing:
+                with _claim:
+                    late = _finishing.pop(id(self), None)
+                if late is not None:
+                    late.set()
+
+    def _complete(self) -> None:
+        """Raise what an operation failed with, or do what is left to do."""
+        for operation in self._operations:
+            if (error := operation.error()) is not None:
+                raise error
+            if operation.completion.stream_ordered:
+                self._streamed = True
+                operation.order()
+        if self._finish is not None:
+            self._value = self._finish()
+            if self._streamed:
+                self._mark = Mark(self._operations[-1].lane.world.device)
+
+    def _fail(self, error: BaseException) -> None:
+        """It will never have a result."""
+        self._finish = None
+        self._error = error
+        self._state = _FAILED
+
+    def _send(self) -> None:
+        """Make sure that it is under way, which only the works of a ``coalescing`` block may not be."""
+
+    def __del__(self) -> None:
+        if self.out is not None and self.claims:
+            let_go(self.out, self._operations)
+        if self._heard or not self._operations:
+            return
+        if isinstance(self._operations[0].failure, ForkedProcessError):  # a copy: the parent has it
+            return
+        place = self._operations[0].place
+        names = ", ".join(operation.name for operation in self._operations[:3])
+        try:
+            warnings.warn_explicit(
+                f"{names} started at {place} was never awaited: its result, and an error in it, would "
+                "be lost (await it, call wait(), or detach() it)",
+                UnawaitedWorkWarning,
+                place.file,
+                place.line,
+            )
+        except BaseException:  # warnings turned into errors, or an interpreter that is shutting down
+            import sys
+
+            if sys is not None and sys.unraisablehook is not None:
+                raise
+
+    def __reduce__(self) -> Any:
+        raise PayloadTypeError("a Work belongs to its process and cannot be pickled; await it instead")
+
+    def __copy__(self) -> Any:
+        raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
+
+
+class Members:
+    """The works of a scope. Results that somebody has got are let go, however long the scope is open."""
+
+    __slots__ = ("_left", "_lock", "_most", "_outer", "_works")
+
+    def __init__(self, outer: Members | None = None) -> None:
+        """``outer``: those of the enclosing scope, which get what is started once this one has been left."""
+        self._lock = threading.Lock()
+        self._most = _FEW
+        self._works: list[Work[Any]] = []
+        self._outer = outer
+        self._left = False
+
+    def add(self, work: Work[Any]) -> None:
+        with self._lock:
+            if not self._left:
+                if len(self._works) >= self._most:
+                    self._works[:] = [one for one in self._works if one._state != _DONE]
+                    self._most = max(_FEW, 2 * len(self._works))
+                self._works.append(work)
+                return
+        if self._outer is not None:
+            self._outer.add(work)
+
+    def outstanding(self) -> Iterator[Work[Any]]:
+        """Those whose outcome nobody has got, also if they are started meanwhile. Then the scope is left."""
+        while (work := self._next()) is not None:
+            yield work
+
+    def _next(self) -> Work[Any] | None:
+        with self._lock:
+            while self._works:
+                work = self._works.pop(0)
+                if work.pending:
+                    return work
+            self._left = True
+            return None
+
+    def errors(self) -> list[BaseException]:
+        """Those that somebody has got."""
+        return [work._error for work in self._works if work._error is not None]
+
+
+def noted(work: Work[T]) -> Work[T]:
+    """``work``, for which an open scope will wait."""
+    members = scope_members.get()
+    if members is not None:
+        members.add(work)
+    return work
+
+
+def handed_out(started: Started[T], out: Any = None) -> Work[T]:
+    """The one work of a call, for its user: made here alone, of all that it has started. It fills ``out``."""
+    work = Work(started.operations, started.finish, started.value)
+    if out is not None:
+        work.fills(out)
+    return noted(work)
+
+
+def waited_for(started: Started[T]) -> T:
+    """The result, waited for here and now: of what no user has in hand, as the collectives of a backward."""
+    return Work(started.operations, started.finish, started.value).wait()
+
+
+async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
+    """The results of ``works``, in their order, once all are done.
+
+    Every work is waited for even if one fails; then the first error (in order) is raised. One task
+    awaits them in turn: it costs no task per work.
+    """
+    listed = list(works)
+    first: BaseException | None = None
+    for work in listed:
+        try:
+            await work
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
+    return [work.result() for work in listed]
+
+
+def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
+    """Call it, like ``concurrent.futures``: the caller has others to call, and other works to complete."""
+    try:
+        callback(work)
+    except Exception:
+        _log.exception("the done-callback %r of %r raised", callback, work)

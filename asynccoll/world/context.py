@@ -1,0 +1,342 @@
+"""One rank's world: its backend, its groups and lanes, and who is watching them.
+
+A context is a value that is looked up (``runtime``), never a set of module globals: where ranks are
+threads of one process, each has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.health.liveness import Liveness
+from asynccoll.health.refusals import Refusals
+from asynccoll.health.watchdog import Watch
+from asynccoll.host.store import Clients
+from asynccoll.plan.spec import Policy
+from asynccoll.waiting.children import Children
+from asynccoll.world.group import Group
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from asynccoll.order.lane import Lane
+    from asynccoll.order.operation import Operation
+    from asynccoll.transport.communicator import Backend, Communicator
+    from asynccoll.transport.completion import Completion
+
+__all__ = ["Context", "Identity"]
+
+#: How long the rank that serves the store stays for ranks that have not left yet.
+LEAVE_SECONDS = 30.0
+#: The same where something went wrong, so that they may be stuck.
+ABORT_SECONDS = 2.0
+LEAVE_POLL_SECONDS = 0.005
+#: How often one looks whether the device has done what the host has seen done.
+LAND_POLL_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Where this rank is in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    nproc_per_node: int = 1
+    node_rank: int = 0
+    nnodes: int = 1
+
+
+class Context:
+    """What ``initialize`` makes, or what is adopted or embedded without it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity,
+        *,
+        store: dist.Store | None = None,
+        timeout: float = 1800.0,
+        check: str = "local",
+        thread_rank: bool = False,
+        nodes: tuple[int, ...] = (),
+        by_node: bool | None = None,
+    ) -> None:
+        """``nodes``: that of each rank, as every rank knows them, if they do; ``by_node``: see ``Policy``."""
+        self.backend = backend
+        self.identity = identity
+        self.rank = identity.rank
+        self.world_size = identity.world_size
+        self.timeout = timeout
+        self.checks_order = check != "off" and identity.world_size > 1
+        self.policy = Policy(check == "full" and identity.world_size > 1, by_node)
+        self.nodes = nodes
+        self.thread_rank = thread_rank
+        self.closed = False
+        #: ``initialize`` is over
+        self.joined = False
+        #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
+        self.observers: tuple[Callable[[Operation, int], object], ...] = ()
+        self.store = store if identity.world_size > 1 else None
+        self.clients = Clients(store) if store is not None else None
+        self.groups: dict[tuple[int, ...], Group] = {}
+        self.children = Children(self._close_lanes)
+        self._lock = threading.Lock()
+        self.world = self.add_group(tuple(range(self.world_size)))
+        self.watch = Watch(self)
+        shared = self.clients if self.world_size > 1 else None
+        self.refusals = Refusals(shared, self.rank)
+        self.liveness = Liveness(shared, self.rank)
+
+    def __repr__(self) -> str:
+        return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
+
+    @property
+    def meeting_seconds(self) -> float:
+        """How long the members of a lane that is being opened are waited for.
+
+        While the world comes together, as long as ``initialize`` may take; later without a bound: an
+        operation there has a deadline of its own, after which it can be awaited again.
+        """
+        return math.inf if self.joined else self.timeout
+
+    def begin(self) -> None:
+        """All ranks are here, and ``initialize`` is over."""
+        self.joined = True
+        self.watch.begin()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are, and its numbers go."""
+        return self.backend.device
+
+    @property
+    def open_waits(self) -> bool:
+        """Whether a communicator is opened together with its other members."""
+        return self.backend.open_waits
+
+    @property
+    def ends_alone(self) -> bool:
+        """Whether a call may be over on one rank before its peers have made theirs."""
+        return self.backend.ends_alone
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there is anybody, and a store to hear of them."""
+        return self.store is not None
+
+    def open(self, lane: Lane, epoch: int) -> Communicator:
+        """A communicator of the lane's members, for one epoch."""
+        given_up = lambda: self.closed or lane.broken is not None  # noqa: E731  # what it says
+        group = lane.group
+        assert isinstance(group, Group)
+        opened = self.backend.open(group.opening(lane.key, epoch, given_up))
+        # Where all members had to come, all beacons are in the store: from now on the dead can be named.
+        self.liveness.learn(group.ranks)
+        return opened
+
+    def watch_over(self, operation: Operation) -> None:
+        """Somebody waits for it: look from time to time whether it can still end."""
+        self.watch.add(operation)
+
+    def watch_no_more(self, operation: Operation) -> None:
+        """Nobody waits for it now."""
+        self.watch.discard(operation)
+
+    def refuse(
+        self,
+        lane: Lane,
+        reason: BaseException,
+        place: int | None = None,
+        *,
+        spare: Completion | None = None,
+        part: int | None = None,
+    ) -> None:
+        """Tell the peers that this rank does not make a call (``Refusals.refuse``)."""
+        self.refusals.refuse(lane, reason, place, spare=spare, part=part)
+
+    def look_for_refusals(self) -> None:
+        """Halt the lanes on which a peer has refused a call."""
+        self.refusals.look(self.lanes())
+
+    def add_group(self, ranks: tuple[int, ...]) -> Group:
+        """The group of ``ranks``: one per set, however often it is asked for."""
+        with self._lock:
+            group = self.groups.get(ranks)
+            if group is None:
+                group = self.groups[ranks] = Group(self, ranks)
+            return group
+
+    def _close_lanes(self, name: str) -> None:
+        """Close the lanes of this name, in all groups in which this rank has used it."""
+        for group in self._sorted_groups():
+            group.close_lane(name, unless_unused=True)
+
+    def lanes(self) -> list[Lane]:
+        """Every open lane, in an order that is the same on all members."""
+        return [lane for group in self._sorted_groups() for lane in group.lanes()]
+
+    def _sorted_groups(self) -> list[Group]:
+        with self._lock:
+            return [self.groups[ranks] for ranks in sorted(self.groups)]
+
+    def outstanding(self) -> list[Operation]:
+        """Every operation that is not done."""
+        return [operation for lane in self.lanes() for operation in lane.outstanding()]
+
+    def drain(self, seconds: float) -> list[Operation]:
+        """Wait up to ``seconds`` for everything outstanding, also on the device; what is still out then."""
+        deadline = monotonic() + seconds
+        for operation in self.outstanding():
+            self.watch.add(operation)  # a peer may be gone, or have refused its side
+            while not operation.landed() and (left := deadline - monotonic()) > 0:
+                if operation.completion.wait(min(left, 0.1)) and not operation.landed():
+                    sleep(LAND_POLL_SECONDS)
+        # Whom a refusal of ours is still on its way to must not find us gone.
+        lanes = [lane for group in self._sorted_groups() for lane in group.lanes()]
+        while any(lane.is_settling for lane in lanes) and monotonic() < deadline:
+            sleep(LAND_POLL_SECONDS)
+        return self.outstanding()
+
+    def close(self, *, abort: bool, patience: float = LEAVE_SECONDS) -> None:
+        """Close lanes, then the backend, then leave. Nothing may be in flight unless ``abort``.
+
+        The order is what makes it sound: threads that may be in native code first, or the interpreter
+        could end under them; the store last, and on the rank that serves it only once the others have
+        said that they need it no more.
+        """
+        self.closed = True
+        self.watch.stop()
+        self.refusals.close()
+        if not abort:
+            self._say_how_far()
+        for group in self._sorted_groups():
+            group.close(abort=abort)
+        self.backend.close(abort=abort)
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is the one that served it
+            self._leave(min(patience, ABORT_SECONDS) if abort else patience)
+        self.liveness.close()
+        if self.clients is not None:
+            self.clients.close()
+
+    def _say_how_far(self) -> None:
+        """Tell the peers which calls this rank has made, so that they do not take it for lost in those."""
+        if self.clients is None or self.world_size == 1 or self.thread_rank:
+            return
+        made = {f"{lane.group.key}/{lane.key}": lane.sequence for lane in self.lanes()}
+        with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
+            store.set(_farewell(self.rank), json.dumps(made))
+
+    def _farewells(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
+        """Those of ``ranks`` that have left in order, and how far they were on each lane."""
+        said: dict[int, dict[str, int]] = {}
+        if self.clients is not None:
+            with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
+                for rank in ranks:
+                    if store.check([_farewell(rank)]):
+                        said[rank] = json.loads(store.get(_farewell(rank)))
+        return said
+
+    def store_answers(self) -> bool:
+        """Whether the rank that may serve the store is there: over a cut link a request never ends."""
+        if self.rank == 0:
+            return True
+        return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
+
+    def _leave(self, patience: float) -> None:
+        """Say goodbye in the store; rank 0, which may serve it, stays until all have, or are dead."""
+        if self.clients is None or self.world_size == 1 or self.thread_rank:
+            return
+        if self.rank > 0:
+            if not self.liveness.lost((0,)):
+                with self.clients.borrow() as store:
+                    store.set(f"left/{self.rank}", "")
+            return
+        deadline = monotonic() + patience
+        while (staying := self._staying()) and monotonic() < deadline:
+            if set(staying) <= set(self.liveness.lost(staying)):
+                return
+            sleep(LEAVE_POLL_SECONDS)
+
+    def _staying(self) -> tuple[int, ...]:
+        """The ranks that have not said goodbye."""
+        assert self.clients is not None
+        with self.clients.borrow() as store:
+            return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
+
+    def disown(self, error: CollectiveError) -> list[Completion]:
+        """In a forked child: it says who this is, and carries nothing; what of it must not be destroyed."""
+        self._lock = threading.Lock()
+        self.liveness.disown()
+        return [completion for group in self.groups.values() for completion in group.disown(error)]
+
+    async def computed(self, value: object) -> None:
+        """Wait until ``value`` is computed, where a backend puts that off (xla)."""
+        on_host = getattr(self.backend, "on_host", None)
+        if on_host is not None:
+            await on_host(value)
+
+    # Failures
+
+    def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
+        """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
+        if not isinstance(error, PeerLostError) or error.ranks:
+            return error
+        lost = self.loss(lane, error)
+        if lost is not None:
+            return lost
+        refused = self.refusals.published(lane)  # asked second: the store may be gone with rank 0
+        if refused is not None:
+            refused.__cause__ = error
+        return refused or error
+
+    def loss(self, lane: Lane, error: CollectiveError | None = None) -> PeerLostError | None:
+        """The error that names the ranks of the lane's group that are gone, if any is."""
+        # With an error, somebody has just gone or closed.
+        ranks = lane.group.ranks
+        lost = (
+            self.liveness.lost(ranks, routine=True)
+            if error is None
+            else self.liveness.lost(ranks, patience=0.3)
+        )
+        # Rank 0 stays for the store when it has left; and whoever closed a connection may not be out yet.
+        staying = {0}.intersection(ranks) if error is None else ranks if not lost else ()
+        left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
+        lost = tuple(sorted({*lost, *left}))
+        if error is None:  # who has left did its part in what it had called: that may end
+            key = f"{lane.group.key}/{lane.key}"
+            lost = tuple(r for r in lost if r not in left or lane.needs(r, left[r].get(key, 0)))
+        if not lost:
+            return None
+        who = ", ".join(self.liveness.describe(rank) for rank in lost)
+        gone = "has left its world (finalize)" if set(lost) <= left.keys() else "is gone"
+        heard = f"; {error}" if error is not None else f": {lane} cannot go on"
+        named = PeerLostError(f"{who} {gone}{heard}", lost)
+        named.__cause__ = error.__cause__ if error is not None else None
+        return named
+
+    def pass_on(self, lane: Lane) -> None:
+        """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
+        communicator: Any = lane.communicator
+        if communicator is not None:
+            threading.Thread(
+                target=_quietly, args=(communicator.abort,), name="asynccoll-abort", daemon=True
+            ).start()
+
+
+def _farewell(rank: int) -> str:
+    return f"farewell/{rank}"
+
+
+def _quietly(action: Any) -> None:
+    with contextlib.suppress(Exception):
+        action()

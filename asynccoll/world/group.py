@@ -1,0 +1,269 @@
+"""Groups of ranks, and the lanes in them.
+
+A ``Group`` is a value-like view: which ranks, where am I in it, which lanes are open. It opens no
+communicator of its own; its lanes do, by name, when first used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from asynccoll.errors import (
+    CollectiveError,
+    InvalidArgumentError,
+    LaneLimitError,
+    PayloadTypeError,
+    UnsupportedOpError,
+)
+from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
+from asynccoll.order.needs import World
+from asynccoll.order.start_order import Turnstile
+from asynccoll.plan.spec import Topology, equal_nodes, place_of
+from asynccoll.transport.communicator import Opening
+
+if TYPE_CHECKING:
+    from asynccoll.errors import CollectiveError
+    from asynccoll.host.store import Clients
+    from asynccoll.plan.cost import Cost
+    from asynccoll.transport.communicator import Backend
+    from asynccoll.transport.completion import Completion
+
+__all__ = ["MAX_LANES", "Group"]
+
+#: Lanes cost threads and descriptors; a program that needs more has a leak of names.
+MAX_LANES = 32
+
+
+class Surroundings(World, Protocol):
+    """The context that a group is of."""
+
+    backend: Backend
+    world_size: int
+    nodes: tuple[int, ...]
+    thread_rank: bool
+    clients: Clients | None
+
+    @property
+    def meeting_seconds(self) -> float:
+        """How long the members of a lane that is being opened are waited for."""
+
+    def store_answers(self) -> bool:
+        """Whether the rank that may serve the store is there."""
+
+
+class Group:
+    """A sorted set of global ranks that communicate. Made by ``ac.new_group``; never by hand.
+
+    ``group.ranks`` are the global ranks, ``group.rank`` is this rank's index (-1 if outside),
+    ``group.size`` the number of members.
+    """
+
+    def __init__(self, context: Surroundings, ranks: tuple[int, ...]) -> None:
+        self.context = context
+        self.ranks = ranks
+        self.size = len(ranks)
+        self._indices = {rank: index for index, rank in enumerate(ranks)}
+        self.rank = self._indices.get(context.rank, -1)
+        self.is_world = self.size == context.world_size
+        node_of = [context.nodes[rank] for rank in ranks] if context.nodes else []
+        #: How many equal nodes it is made of; 1 where that is not so, or not known to all ranks.
+        self.nodes = equal_nodes(node_of)
+        #: This member's node, and its index there.
+        self.place = place_of(self.rank, node_of) if self.nodes > 1 and self.rank >= 0 else (0, self.rank)
+        self.cost: Cost | None = None  # of its collectives, once measured
+        self._topologies: dict[str, Topology] = {}
+        self.opened: dict[str, Lane] = {}
+        self._closing: set[Lane] = set()
+        self._closed: dict[str, int] = {}  # how often: ranks that open a name again meet by another key
+        self._turnstile: Turnstile | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<asynccoll.Group {list(self.ranks)} on {self.context.backend.name}>"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._indices
+
+    @property
+    def key(self) -> str:
+        """The name by which members meet, the same on each of them."""
+        return "world" if self.is_world else "-".join(map(str, self.ranks))
+
+    def topology(self, device: str) -> Topology:
+        """What planning must know of this group, for tensors on a device of this type."""
+        found = self._topologies.get(device)
+        if found is None:
+            known = self.context.backend.capabilities(device)
+            found = self._topologies[device] = Topology(known, self.size, self.nodes)
+        return found
+
+    def opening(self, lane: str, epoch: int, given_up: Callable[[], bool]) -> Opening:
+        """What a backend is told to open a communicator of these ranks."""
+        context = self.context
+        return Opening(
+            self.ranks,
+            self.rank,
+            self.is_world,
+            self.key,
+            lane,
+            epoch,
+            context.clients,
+            context.timeout,
+            context.meeting_seconds,
+            given_up,
+            context.store_answers,
+            self.nodes,
+            self.place,
+        )
+
+    def turnstile(self, lane: str) -> Turnstile | None:
+        """What ``lane`` must pass before it starts an operation; None where any order will do."""
+        context = self.context
+        if lane == DEFAULT or not context.backend.orders_lanes or context.clients is None or self.size == 1:
+            return None
+        if self._turnstile is None:
+            self._turnstile = Turnstile(self, context.clients)
+        return self._turnstile
+
+    def lane(self, name: str = DEFAULT) -> Lane:
+        """The lane called ``name``, opened on first use. Only members may ask."""
+        found = self.opened.get(name)
+        return found if found is not None else self._new_lane(name)
+
+    def _new_lane(self, name: str) -> Lane:
+        if self.rank < 0:
+            raise self._not_a_member()
+        with self._lock:
+            if name in self.opened:
+                return self.opened[name]
+            named = [lane for lane in self.opened if not lane.endswith(BACKWARD)]
+            if len(named) >= MAX_LANES and not name.endswith(BACKWARD):
+                raise LaneLimitError(
+                    f"group of ranks {list(self.ranks)} has {len(named)} lanes, the most it may have, "
+                    f"and was asked for {name!r}; reuse names, or close those that are over with "
+                    f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
+                )
+            lane = self.opened[name] = Lane(
+                self, self.context, name, self._next_key(name), self.turnstile(name)
+            )
+            return lane
+
+    def _next_key(self, name: str) -> str:
+        """By which the ranks of a lane meet that is opened under this name now."""
+        times = self._closed.get(name, 0)
+        return f"{name}~{times}" if times else name
+
+    def close_lane(self, name: str, *, unless_unused: bool = False) -> None:
+        """Close the lane called ``name`` once all members have, and what is out on it is over."""
+        with self._lock:
+            for each in (name, name + BACKWARD):
+                lane = self.opened.pop(each, None)
+                if lane is not None or not unless_unused:
+                    self._closed[each] = self._closed.get(each, 0) + 1
+                if lane is not None:
+                    self._closing.add(lane)
+                    closer = threading.Thread(
+                        target=self._close, args=(lane,), name=f"asynccoll-close-{each}", daemon=True
+                    )
+                    closer.start()
+
+    def _close(self, lane: Lane) -> None:
+        context = self.context
+        lane.wait_until_over()
+        if context.clients is not None and self.size > 1 and lane.broken is None:
+            # A peer may still be in a call in which this rank has done its part.
+            with contextlib.suppress(RuntimeError, CollectiveError):
+                key = f"closed/{self.key}/{lane.key}"
+                context.clients.meet(key, self.rank, self.size, context.timeout, lambda: context.closed)
+        if not context.closed:  # else that closes it
+            lane.close()
+            with self._lock:
+                self._closing.discard(lane)
+
+    def _not_a_member(self) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"rank {self.context.rank} is not in the group of ranks {list(self.ranks)}; only "
+            "members may communicate in it (guard the call with `ac.get_rank(group) >= 0`)"
+        )
+
+    def disown(self, error: CollectiveError) -> list[Completion]:
+        """In a forked child: the lanes are the parent's; what of them must not be destroyed."""
+        self._lock = threading.Lock()
+        return [completion for lane in self.opened.values() for completion in lane.disown(error)]
+
+    def close(self, *, abort: bool) -> None:
+        """Close the lanes and what orders them."""
+        if self._turnstile is not None:
+            self._turnstile.close()
+        for lane in self.lanes():
+            lane.close(abort=abort)
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.
+
+        ``DistributedDataParallel(model, process_group=ac.new_group([0, 1]).process_group())``.
+        It has connections of its own, so that torch's collectives never interleave with those of a lane.
+        Made on the first call, which waits for all members; gone after ``ac.finalize()``.
+
+        Raises:
+            UnsupportedOpError: the backend is none of torch's, or ranks are threads of one process.
+            InvalidArgumentError: this rank is not a member.
+        """
+        if self.rank < 0:
+            raise self._not_a_member()
+        if self.context.thread_rank:
+            raise UnsupportedOpError(
+                "torch knows one process group per name and process; here ranks are threads"
+            )
+        context = self.context
+        opening = self.opening(DEFAULT, 0, lambda: context.closed)
+        native = context.backend.native_group(opening, self.lane().communicator)
+        if not isinstance(native, dist.ProcessGroup):
+            raise UnsupportedOpError(
+                f"{context.backend.name} has no torch process group; gloo and nccl have one"
+            )
+        return native
+
+    def known_by(self, key: str) -> Lane:
+        """The lane whose ranks meet by ``key``."""
+        with self._lock:
+            return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
+
+    def meant(self, name: str, key: str) -> Lane | None:
+        """The lane whose ranks meet by ``key``, opened if it is the next of its name.
+
+        One that is closing has calls in flight while its name is free, or another's. None where this rank has
+        yet to close the one that had the name before.
+        """
+        with contextlib.suppress(StopIteration):
+            return self.known_by(key)
+        if name in self.opened or self._next_key(name) != key:
+            return None
+        lane = self.lane(name)
+        return lane if lane.key == key else None
+
+    def lanes(self) -> list[Lane]:
+        """The open lanes, by name: the same order on every rank."""
+        with self._lock:
+            opened = [self.opened[name] for name in sorted(self.opened)]
+            return [*opened, *sorted(self._closing, key=lambda lane: lane.key)]
+
+    def index(self, rank: int, role: str) -> int:
+        """The position in the group of the global ``rank``, which the call names as its ``role``."""
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise PayloadTypeError(f"{role} must be a global rank (int), got {rank!r}")
+        index = self._indices.get(rank)
+        if index is None:
+            allowed = (
+                f"0 to {self.size - 1}" if self.is_world else f"one of {list(self.ranks)} (global ranks)"
+            )
+            raise InvalidArgumentError(f"{role}={rank} is not in the group; expected {allowed}")
+        return index

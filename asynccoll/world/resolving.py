@@ -1,0 +1,77 @@
+"""The group that is meant by whatever a user may write as ``group=``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
+from asynccoll.world.context import Context
+from asynccoll.world.group import Group
+
+__all__ = ["ad_hoc_group", "check_ranks", "resolve_group"]
+
+
+def resolve_group(context: Context, group: Any) -> Group:
+    """The ``Group`` for whatever a user may write as ``group=``."""
+    if group is None:
+        return context.world
+    if isinstance(group, Group):
+        if group.context is not context:
+            raise InvalidArgumentError(
+                f"{group!r} belongs to a context that was finalized or is another rank's; make a new "
+                "one with ac.new_group(ranks)"
+            )
+        return group
+    native = _native_ranks(group)
+    return ad_hoc_group(context, group if native is None else native)
+
+
+def ad_hoc_group(context: Context, ranks: Any) -> Group:
+    """The group of a rank list, made once per set of ranks."""
+    wanted = check_ranks(context, ranks)
+    known = context.groups.get(wanted)
+    if known is None:
+        if not context.backend.ad_hoc_groups:
+            raise UnsupportedOpError(
+                f"{context.backend.name} cannot open the group {list(wanted)} among its members alone; "
+                "call ac.new_group(ranks) on every rank first"
+            )
+        known = context.add_group(wanted)
+    return known
+
+
+def check_ranks(context: Context, ranks: Any) -> tuple[int, ...]:
+    """The rank list as sorted global ranks, each of them in the world and named once."""
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
+        raise PayloadTypeError(
+            "group must be None, an asynccoll Group, a list of global ranks, a one-dimensional "
+            f"DeviceMesh or a torch ProcessGroup, got {type(ranks).__name__}: {ranks!r}"
+        )
+    listed = list(ranks)
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in listed):
+        raise PayloadTypeError(f"a group lists global ranks (int), got {listed!r}")
+    wanted = tuple(sorted(set(listed)))
+    if not wanted or len(wanted) != len(listed):
+        raise InvalidArgumentError(f"a group lists each rank once and at least one, got {listed!r}")
+    if wanted[0] < 0 or wanted[-1] >= context.world_size:
+        raise InvalidArgumentError(
+            f"group {listed!r} names ranks outside the world; expected 0 to {context.world_size - 1}"
+        )
+    return wanted
+
+
+def _native_ranks(group: Any) -> list[int] | None:
+    """The ranks of a DeviceMesh or a torch process group, or None for anything else."""
+    if isinstance(group, dist.ProcessGroup):
+        return list(dist.get_process_group_ranks(group))
+    if not (hasattr(group, "mesh") and hasattr(group, "get_group")):
+        return None
+    if group.ndim != 1:
+        raise InvalidArgumentError(
+            f"a collective runs over one mesh dimension, got a DeviceMesh of {group.ndim}; "
+            'name one, as in mesh["dp"]'
+        )
+    return list(dist.get_process_group_ranks(group.get_group()))
