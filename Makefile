@@ -143,7 +143,7 @@ quick: ## the inner loop: what is quick, on two ranks and asyncio; two minutes (
 lint: ## formatting, lint rules, and who may import whom
 	@$(TEST) ruff format --check --output-format concise
 	@$(TEST) ruff check --output-format concise
-	@$(TEST) lint-imports --no-cache | tail -6
+	@$(TEST) lint-imports --no-cache --no-logo
 
 fix: ## let the formatter and the linter repair what they can
 	@$(TEST) ruff format
