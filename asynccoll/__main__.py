@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from asynccoll.cli.commands import main
+from asynccoll.cli.main import main
 
 sys.exit(main())

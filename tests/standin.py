@@ -291,7 +291,6 @@ def device() -> Iterator[Device]:
     with (
         mock.patch.multiple(torch.cuda, **stands_in),
         mock.patch.object(backend, "open", open_here),
-        mock.patch.object(backend, "stream_ordered", True),
     ):
         try:
             with Deferring(one):

@@ -127,7 +127,7 @@ def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path:
     monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "boot_id")
     (tmp_path / "boot_id").write_text("another\n")
     assert host.node_name() not in (here, "")
-    monkeypatch.setattr(host.socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(host.host, "gethostname", lambda: "another")
     (tmp_path / "boot_id").unlink()
     assert host.node_name() not in (here, "")
     monkeypatch.setenv(host.VARIABLE, "rack 7")

@@ -16,7 +16,7 @@ import asynccoll as ac
 import needs
 import spawned
 from asynccoll.launch import horovodrun
-from patience import patient
+from patience import outlive, patient
 from worlds import rank_environment
 
 needs.need_package("horovod", "horovod", "the environment horovod has it: make horovod")
@@ -194,7 +194,7 @@ def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: s
     assert job.returncode == 128 + number, said
     assert "asynccoll run: " in said
     assert "Traceback" not in said, said
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "a rank lives on"
+    assert not outlive(ranks), "a rank lives on"
 
 
 # ---------------------------------------------------------------- spawn

@@ -9,8 +9,8 @@ import pytest
 import scripts
 
 BACKEND = """
+from asynccoll.backends.api import Context, Identity
 from asynccoll.backends.serial.backend import SerialBackend
-from asynccoll.world.context import Context, Identity
 
 
 def create(request):
@@ -95,7 +95,7 @@ def test_sync_takes_a_backend_of_another_package(tmp_path: Path, installed: dict
 
 
 EXPLAINS = """
-    from asynccoll.cli.commands import main
+    from asynccoll.cli.main import main
     import sys
     sys.argv = ["asynccoll", "explain", "all_reduce", "--backend", "toy", "--world-size", "2"]
     sys.exit(main())

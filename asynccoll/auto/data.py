@@ -15,8 +15,6 @@ from asynccoll.auto.place import Place, here
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
-XLA = "xla-tpu"
-
 
 class DistributedProxySampler(DistributedSampler[Any]):
     """This rank's share of what another sampler draws, the same draw on every rank.
@@ -77,8 +75,8 @@ def dataloader_for(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) 
     """The same for a given place."""
     if place.world_size > 1:
         _share(place, dataset, kwargs)
-    on_xla = place.backend == XLA
-    if on_xla and kwargs.get("pin_memory", False):
+    pins = place.training.pins_memory
+    if not pins and kwargs.get("pin_memory", False):
         warnings.warn(
             "Found incompatible options: xla support and pin_memory args equal True. "
             "Argument `pin_memory=False` will be used to construct data loader.",
@@ -89,7 +87,7 @@ def dataloader_for(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) 
         kwargs["pin_memory"] = kwargs.get("pin_memory", place.device.type == "cuda")
     place.log.info("Use data loader kwargs for dataset '%s': \n\t%s", repr(dataset)[:20].strip(), kwargs)
     loader = DataLoader(dataset, **kwargs)
-    return _on_device(place, loader) if on_xla and place.world_size > 1 else loader
+    return place.training.loader(loader, place.device, place.log) if place.world_size > 1 else loader
 
 
 def _share(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
@@ -133,12 +131,3 @@ def _sampler(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> Sam
             stacklevel=5,
         )
     return sampler
-
-
-def _on_device(place: Place, loader: DataLoader[Any]) -> Any:
-    from torch_xla.distributed.parallel_loader import MpDeviceLoader
-
-    place.log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
-    wrapped = MpDeviceLoader(loader, place.device)
-    wrapped.sampler = loader.sampler
-    return wrapped

@@ -17,13 +17,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asynccoll.auto.data import XLA, DistributedProxySampler, auto_dataloader
+from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
@@ -40,10 +40,9 @@ __all__ = [
     "auto_optim",
 ]
 
-HOROVOD = "horovod"
-#: Backends that DDP does not serve. (torch_xla's own ``optimizer_step`` reduces outside of our order, and
-#: aborts where replicas are threads; Horovod's optimizer has its gradients in flight until ``step``.)
-_WITHOUT_DDP = frozenset({"mpi", HOROVOD, XLA})
+#: What ``auto_optim`` takes where backward averages; names of parameters are for Horovod's messages alone.
+_OPTIONS = frozenset(inspect.signature(overlap_gradients).parameters)
+_NAMES = "named_parameters"
 #: How many optimizers have been given a lane, in each context: all ranks make them in one order.
 _lanes_given: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -84,7 +83,7 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
             place.log.info("Apply torch DataParallel on model")
             return nn.DataParallel(model, **kwargs)
         return model
-    if place.backend in _WITHOUT_DDP:
+    if not place.training.ddp:
         if sync_bn and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
             warnings.warn(
                 f"sync_bn=True has no effect on {place.backend}: SyncBatchNorm needs DistributedDataParallel "
@@ -145,46 +144,15 @@ def auto_optim(optimizer: O, **kwargs: Any) -> O:
 def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
     """The same for a given place."""
     _refuse_apex(optimizer)
-    if place.backend == HOROVOD:
-        if _for_horovod(kwargs):
-            return _of_horovod(optimizer, kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name != "named_parameters"}
-        _start_as_rank_0(optimizer)
-    if place.backend in _WITHOUT_DDP and place.world_size > 1:
-        _average_in_backward(optimizer, kwargs)
-    if place.backend == XLA:
-        optimizer.register_step_post_hook(_execute)
+    training = place.training
+    if not _OPTIONS.issuperset(kwargs.keys() - {_NAMES}):
+        own = training.own_optimizer(optimizer, kwargs)
+        if own is not None:
+            return cast("O", own)
+    training.adopt(optimizer)
+    if not training.ddp and place.world_size > 1:
+        _average_in_backward(optimizer, {name: value for name, value in kwargs.items() if name != _NAMES})
     return optimizer
-
-
-def _execute(*_: Any) -> None:
-    """Have XLA run what the step has recorded, as its own ``optimizer_step`` does."""
-    import torch_xla
-
-    torch_xla.sync()
-
-
-def _for_horovod(kwargs: dict[str, Any]) -> bool:
-    """Whether there are options of Horovod's optimizer alone; parameters' names are for its messages."""
-    ours = {*inspect.signature(overlap_gradients).parameters, "named_parameters"}
-    return not ours.issuperset(kwargs)
-
-
-def _of_horovod(optimizer: O, kwargs: dict[str, Any]) -> O:
-    import horovod.torch as hvd
-
-    distributed: O = hvd.DistributedOptimizer(optimizer, **kwargs)
-    _start_as_rank_0(distributed)
-    return distributed
-
-
-def _start_as_rank_0(optimizer: Optimizer) -> None:
-    import horovod.torch as hvd
-
-    if optimizer.state or not isinstance(
-        optimizer, torch.optim.LBFGS
-    ):  # which Horovod cannot send; it has none
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from asynccoll.runtime.process import (
-    backend,
     device,
     get_local_rank,
     get_nproc_per_node,
     get_rank,
     get_world_size,
+    known,
 )
+
+if TYPE_CHECKING:
+    from asynccoll.backends.api import Training
 
 __all__ = ["Place", "here"]
 
@@ -23,25 +27,27 @@ _log = logging.getLogger("asynccoll.auto")
 
 @dataclass(frozen=True)
 class Place:
-    """This rank in its world, on which backend (None for a world of one) and device."""
+    """This rank in its world, on which backend and device, and how that wants to be trained on."""
 
     rank: int
     world_size: int
     local_rank: int
     nproc_per_node: int
-    backend: str | None
+    backend: str
     device: torch.device
+    training: Training
     log: logging.Logger = _log
 
 
 def here() -> Place:
     """The place of the current context."""
-    name = backend()
+    used = known().backend
     return Place(
         get_rank(),
         get_world_size(),
         get_local_rank(),
         get_nproc_per_node(),
-        None if name == "serial" else name,
+        used.name,
         device(),
+        used.training,
     )

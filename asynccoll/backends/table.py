@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from asynccoll.backends.api.request import Request
 from asynccoll.backends.horovod import library as horovod_library
-from asynccoll.backends.request import Request
 from asynccoll.environment.detection import MPI_LAUNCHERS, LaunchInfo, detect
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from asynccoll.plan.spec import Capabilities
     from asynccoll.world.context import Context
 
-__all__ = ["adopt", "available", "capabilities_of", "check_usable", "create", "others"]
+__all__ = [
+    "adopt",
+    "alone",
+    "available",
+    "capabilities_of",
+    "check_usable",
+    "create",
+    "lazy",
+    "others",
+    "starting",
+    "usual_device",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,12 @@ class _Entry:
     factory: str
     present: Callable[[], bool]
     install: str
+    #: under these launchers it is meant where none is named
+    launchers: frozenset[str] = frozenset()
+    #: how ``asynccoll.launch`` starts its ranks
+    started: str = "processes"
+    #: on whose tensors it is mostly used
+    device: str = "cpu"
 
 
 def _has(package: str) -> Callable[[], bool]:
@@ -46,25 +63,37 @@ def _has(package: str) -> Callable[[], bool]:
 
 _C10D = "asynccoll.backends.c10d.backend:create"
 _TABLE: dict[str, _Entry] = {
-    "serial": _Entry("asynccoll.backends.serial.backend:create", lambda: True, ""),
+    "serial": _Entry(
+        "asynccoll.backends.serial.backend:create", lambda: True, "", frozenset({"serial"}), started="here"
+    ),
     "gloo": _Entry(_C10D, dist.is_gloo_available, "a torch built with gloo"),
     "nccl": _Entry(
         _C10D,
         lambda: dist.is_nccl_available() and torch.cuda.is_available(),
         "a torch built with CUDA and NCCL, and a GPU",
+        device="cuda",
     ),
     "mpi": _Entry(
         "asynccoll.backends.mpi.backend:create",
         _has("mpi4py"),
         "mpi4py and an MPI library: pip install asynccoll[mpi]",
+        MPI_LAUNCHERS,
+        started="mpiexec",
     ),
     "horovod": _Entry(
-        "asynccoll.backends.horovod.backend:create", horovod_library.present, horovod_library.INSTALL
+        "asynccoll.backends.horovod.backend:create",
+        horovod_library.present,
+        horovod_library.INSTALL,
+        frozenset({"horovod"}),
+        started="horovod",
     ),
     "xla-tpu": _Entry(
         "asynccoll.backends.xla.backend:create",
         _has("torch_xla"),
         "torch_xla and the torch it is made for: pip install asynccoll[xla]",
+        frozenset({"tpu"}),
+        started="replicas",
+        device="xla",
     ),
 }
 
@@ -129,12 +158,9 @@ def _check_place(
 def _choose(launch: LaunchInfo | None) -> str:
     """The backend for a launcher, when the user names none."""
     if launch is not None:
-        if launch.launcher == "serial":
-            return "serial"
-        by_launcher = {"horovod": "horovod", "tpu": "xla-tpu", **dict.fromkeys(MPI_LAUNCHERS, "mpi")}
-        chosen = by_launcher.get(launch.launcher)
-        if chosen is not None:
-            return chosen
+        for name, entry in _TABLE.items():
+            if launch.launcher in entry.launchers:
+                return name
     if torch.cuda.is_available() and dist.is_nccl_available():
         ranks_here = 1 if launch is None or launch.own_gpus else launch.local_world_size
         if torch.cuda.device_count() >= ranks_here:
@@ -212,6 +238,32 @@ def capabilities_of(name: str, device: str) -> Capabilities:
             "its world"
         )
     return cast("Capabilities", told(name, device))
+
+
+def starting(name: str) -> str:
+    """How the ranks of backend ``name`` are started: ``"processes"`` unless its row says otherwise."""
+    entry = _TABLE.get(name)
+    return "processes" if entry is None else entry.started
+
+
+def usual_device(name: str) -> str:
+    """The type of device on whose tensors backend ``name`` is mostly used."""
+    entry = _TABLE.get(_normal(name))
+    return "cpu" if entry is None else entry.device
+
+
+#: Devices whose tensors are computed later and have no memory that could be read: who computes them.
+_LAZY = {"xla": "asynccoll.backends.xla.device"}
+
+
+def lazy(device: torch.device) -> Any:
+    """What knows the lazy tensors of ``device``: ``compute(x)`` and ``settled(x)``."""
+    return importlib.import_module(_LAZY[device.type])
+
+
+def alone() -> Context:
+    """The world of one that is there where nobody has made any."""
+    return _factory("serial")(Request("serial", None))
 
 
 def adopt(

@@ -1,8 +1,8 @@
-"""The command line: ``asynccoll run | info | explain``.
+"""The command line: a file for each command of ``asynccoll``, and the table of them.
 
-Parses and prints; the work is done elsewhere.
+Parses and prints; the work is done elsewhere, and imported only by the command that needs it.
 """
 
-from asynccoll.cli.commands import main
+from asynccoll.cli.main import main
 
 __all__ = ["main"]

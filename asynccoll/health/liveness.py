@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
-import socket
-import threading
-from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
+from asynccoll import host
+from asynccoll.host import lines
 from asynccoll.host.network import own_address
 from asynccoll.host.store import values
 
@@ -31,14 +29,6 @@ PROBE_SECONDS = 0.5
 #: again, it says nothing.
 SILENCE_SECONDS = 4.0
 _AGAIN_SECONDS = 0.01
-#: Connections that the beacon holds without serving them, one of each rank; the system may allow fewer.
-_PEERS = 1 << 16
-#: Seconds of silence, seconds between questions, questions: what Linux has; others have defaults.
-_KEEPALIVE = {
-    getattr(socket, name): value
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
-    if hasattr(socket, name)
-}
 
 
 class Liveness:
@@ -47,22 +37,19 @@ class Liveness:
     def __init__(self, clients: Clients | None, rank: int) -> None:
         self._clients = clients
         self._rank = rank
-        self._beacon: socket.socket | None = None
+        self._beacon: lines.Line | None = None
         self._peers: dict[int, tuple[str, int, str, int]] = {}
-        self._lines: dict[int, socket.socket] = {}
+        self._lines: dict[int, lines.Line] = {}
         self._silent: dict[int, float] = {}  # since when
-        self._asking = threading.Lock()
+        self._asking = host.Lock()
         if clients is not None:
             self._publish(clients)
 
     def _publish(self, clients: Clients) -> None:
-        host = own_address(clients.host) or "127.0.0.1"
-        self._beacon = socket.socket(_family(host), socket.SOCK_STREAM)
-        self._beacon.bind((host, 0))
-        self._beacon.listen(_PEERS)
-        port = self._beacon.getsockname()[1]
+        address = own_address(clients.host) or "127.0.0.1"
+        self._beacon, port = lines.listen(address)
         with clients.borrow() as store:
-            store.set(_key(self._rank), json.dumps([host, port, socket.gethostname(), os.getpid()]))
+            store.set(_key(self._rank), json.dumps([address, port, host.gethostname(), os.getpid()]))
 
     def learn(self, ranks: tuple[int, ...]) -> None:
         """Read what ``ranks`` have published, while the store is there: rank 0 may take it with it."""
@@ -73,8 +60,8 @@ class Liveness:
             if not store.check([_key(rank) for rank in unknown]):
                 unknown = [rank for rank in unknown if store.check([_key(rank)])]
             for rank, said in zip(unknown, values(store, [_key(rank) for rank in unknown]), strict=True):
-                host, port, name, pid = json.loads(said)
-                self._peers[rank] = (host, port, name, pid)
+                address, port, name, pid = json.loads(said)
+                self._peers[rank] = (address, port, name, pid)
 
     def lost(
         self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
@@ -87,21 +74,22 @@ class Liveness:
         """
         self.learn(ranks)
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
-        until = monotonic() + patience
+        until = host.monotonic() + patience
         while True:
             with self._asking:
                 gone = self._gone(asked, routine)
-            if gone or monotonic() >= until:
+            if gone or host.monotonic() >= until:
                 return gone
-            sleep(_AGAIN_SECONDS)
+            host.sleep(_AGAIN_SECONDS)
 
     def _gone(self, peers: dict[int, tuple[str, int, str, int]], routine: bool) -> tuple[int, ...]:
         """Those whose connection has ended, or who do not answer a first one."""
-        for rank in [rank for rank in peers if rank in self._lines and not _is_open(self._lines[rank])]:
+        for rank in [rank for rank in peers if rank in self._lines and not lines.is_open(self._lines[rank])]:
             self._lines.pop(rank).close()
-        lines, silent = _connect({rank: peer for rank, peer in peers.items() if rank not in self._lines})
-        self._lines |= lines
-        now = monotonic()
+        asked = {rank: peer[:2] for rank, peer in peers.items() if rank not in self._lines}
+        answered, silent = lines.connect(asked, PROBE_SECONDS)
+        self._lines |= answered
+        now = host.monotonic()
         before = {rank: since for rank, since in self._silent.items() if rank not in self._lines}
         self._silent = dict.fromkeys(silent, now) | before
         spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
@@ -115,12 +103,12 @@ class Liveness:
         """``rank 2 (host n1, pid 71)``."""
         if rank not in self._peers:
             return f"rank {rank}"
-        _, _, host, pid = self._peers[rank]
-        return f"rank {rank} (host {host}, pid {pid})"
+        _, _, name, pid = self._peers[rank]
+        return f"rank {rank} (host {name}, pid {pid})"
 
     def disown(self) -> None:
         """In a forked child: a copy of the beacon would shine on after the rank has died."""
-        self._asking = threading.Lock()
+        self._asking = host.Lock()
         self.close()
 
     def close(self) -> None:
@@ -136,46 +124,3 @@ class Liveness:
 
 def _key(rank: int) -> str:
     return f"beacon/{rank}"
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _is_open(line: socket.socket) -> bool:
-    """Whether the other end still stands; nobody ever sends anything."""
-    try:
-        return bool(line.recv(1))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def _connect(
-    peers: dict[int, tuple[str, int, str, int]],
-) -> tuple[dict[int, socket.socket], list[int]]:
-    """A connection to each peer whose kernel accepts for it, all asked at once; and who is silent."""
-    lines: dict[int, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
-        for rank, (host, port, _, _) in peers.items():
-            attempt = socket.socket(_family(host), socket.SOCK_STREAM)
-            attempt.setblocking(False)
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE.items():  # a host that is gone ends it, too
-                attempt.setsockopt(socket.IPPROTO_TCP, option, value)
-            attempt.connect_ex((host, port))
-            selector.register(attempt, selectors.EVENT_WRITE, rank)
-        deadline = monotonic() + PROBE_SECONDS
-        while selector.get_map() and (left := deadline - monotonic()) > 0:
-            for key, _ in selector.select(left):
-                attempt = key.fileobj  # type: ignore[assignment]  # registered as a socket above
-                selector.unregister(attempt)
-                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                    lines[key.data] = attempt
-                else:
-                    attempt.close()
-        silent = list(selector.get_map().values())
-        for key in silent:
-            key.fileobj.close()  # type: ignore[union-attr]
-    return lines, [key.data for key in silent]

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from asynccoll import host
 from asynccoll.errors import CollectiveError, CollectiveTimeoutError, PeerRefusedError
 from asynccoll.host.store import values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
@@ -56,17 +55,17 @@ class _Pace:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._limit = lane.world.timeout
-        self._asked = monotonic()
+        self._asked = host.monotonic()
         self.hurry()
 
     def hurry(self) -> None:
         """Something has happened: the time for the rest of it begins."""
         self._seconds = _FIRST_PAUSE_SECONDS
-        self._ends = monotonic() + self._limit
+        self._ends = host.monotonic() + self._limit
 
     def pause(self, *, for_peers: bool) -> None:
         """Wait a little. ``for_peers``: who are to answer in time."""
-        now = monotonic()
+        now = host.monotonic()
         if now >= self._asked + _ASK_SECONDS:
             self._asked = now
             lost = self._lane.world.loss(self._lane)
@@ -74,7 +73,7 @@ class _Pace:
                 self._lane.lose(lost)
         if for_peers and now >= self._ends:
             raise TimeoutError(f"not all ranks said within {self._limit} s what they did")
-        sleep(self._seconds)
+        host.sleep(self._seconds)
         self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
 
 
@@ -84,9 +83,9 @@ class Refusals:
     def __init__(self, clients: Clients | None, rank: int) -> None:
         self._clients = clients
         self._rank = rank
-        self._settling: set[threading.Thread] = set()
+        self._settling: dict[host.Thread, None] = {}
         #: Held while peers' refusals are read, which go once this rank has stated the epoch after theirs.
-        self._reading = threading.Lock()
+        self._reading = host.Lock()
 
     # The rank that refuses
 
@@ -149,10 +148,8 @@ class Refusals:
         """See ``cut`` through, on a thread of its own, if there is a new one."""
         if cut is None:
             return
-        thread = threading.Thread(
-            target=self._see_through, args=(lane, cut), name="asynccoll-settle", daemon=True
-        )
-        self._settling.add(thread)
+        thread = host.Thread(target=self._see_through, args=(lane, cut), name="asynccoll-settle", daemon=True)
+        self._settling[thread] = None
         thread.start()
 
     def _see_through(self, lane: Lane, cut: Cut) -> None:
@@ -163,7 +160,7 @@ class Refusals:
         except (RuntimeError, TimeoutError) as error:  # the store is gone, or a rank says nothing
             self._give_up(lane, cut, error)
         finally:
-            self._settling.discard(threading.current_thread())
+            self._settling.pop(host.current_thread(), None)
 
     def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
         """From the refusal to the verdict; the next cut, if there is one in what was held meanwhile."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from time import monotonic
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
+
+from asynccoll import host
 
 if TYPE_CHECKING:
     from asynccoll.errors import PeerLostError
@@ -53,10 +54,11 @@ class Watch:
 
     def __init__(self, world: Watched) -> None:
         self._world = world
-        self._wake = threading.Condition()
-        self._watched: set[Operation] = set()
-        self._lately: set[Operation] = set()  # waited for since the last look, for however short a time
-        self._thread: threading.Thread | None = None
+        self._wake = host.Condition()
+        # As keys, here and below: a set has its order from addresses.
+        self._watched: dict[Operation, None] = {}
+        self._lately: dict[Operation, None] = {}  # waited for since the last look, for however short a time
+        self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # with nothing to look after; else it looks once a second by itself
 
@@ -65,7 +67,7 @@ class Watch:
         if not self._world.has_peers:
             return
         with self._wake:
-            self._watched.add(operation)
+            self._watched[operation] = None
             self._start()
 
     def begin(self) -> None:
@@ -76,7 +78,7 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None and not self._stopped:
-            self._thread = threading.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+            self._thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
             self._thread.start()
         elif self._asleep:
             self._wake.notify()
@@ -84,9 +86,9 @@ class Watch:
     def discard(self, operation: Operation) -> None:
         """Nobody does any more, or just now."""
         with self._wake:
-            self._watched.discard(operation)
+            self._watched.pop(operation, None)
             if not operation.done():
-                self._lately.add(operation)
+                self._lately[operation] = None
 
     def stop(self) -> None:
         """End the thread; when this returns it is in no native call that the interpreter could end under."""
@@ -94,7 +96,7 @@ class Watch:
             self._stopped = True
             self._wake.notify()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not host.current_thread():
             thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
@@ -105,10 +107,10 @@ class Watch:
                     self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
                 if self._stopped:
                     return
-                late = monotonic() - PATIENCE_SECONDS
-                self._watched = {op for op in self._watched if not op.done()}
-                asked_for, self._lately = self._watched | self._lately, set()
-                lanes = {op.lane for op in asked_for if op.started <= late and not op.done()}
+                late = host.monotonic() - PATIENCE_SECONDS
+                self._watched = dict.fromkeys(op for op in self._watched if not op.done())
+                asked_for, self._lately = self._watched | self._lately, {}
+                lanes = dict.fromkeys(op.lane for op in asked_for if op.started <= late and not op.done())
             if lanes or idle:
                 try:
                     self._ask_after(lanes)
@@ -123,7 +125,7 @@ class Watch:
         self._asleep = False
         return not woken
 
-    def _ask_after(self, lanes: set[Order]) -> None:
+    def _ask_after(self, lanes: Iterable[Order]) -> None:
         """Find out whether a rank is gone that ``lanes`` wait for, or one has refused a call on any lane."""
         for lane in lanes:
             lost = self._world.loss(lane)

@@ -1,4 +1,38 @@
-"""What the system gives: processes, forks, exits, sockets, the store, and who is calling from where.
+"""What the system gives: threads and clocks, processes, forks, exits, sockets, the store, and who is calling.
 
 Knows nothing of collectives: whatever is above is handed to it as a function or a value.
 """
+
+from asynccoll.host.primitives import (
+    Condition,
+    Event,
+    Lock,
+    RLock,
+    SimpleQueue,
+    Thread,
+    current_thread,
+    get_ident,
+    gethostname,
+    give_way,
+    monotonic,
+    perf_counter,
+    sleep,
+)
+from asynccoll.host.state import per_process
+
+__all__ = [
+    "Condition",
+    "Event",
+    "Lock",
+    "RLock",
+    "SimpleQueue",
+    "Thread",
+    "current_thread",
+    "get_ident",
+    "gethostname",
+    "give_way",
+    "monotonic",
+    "per_process",
+    "perf_counter",
+    "sleep",
+]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+from asynccoll import host
 
 __all__ = ["Actor", "Descent", "asyncio_task", "current", "descends", "ended", "label", "left", "trio_task"]
 
@@ -30,9 +31,9 @@ class _ThreadActor:
 
     __slots__ = ("__weakref__", "ident", "name", "thread")
 
-    def __init__(self, thread: threading.Thread) -> None:
+    def __init__(self, thread: host.Thread) -> None:
         self.thread = thread
-        self.ident = threading.get_ident()
+        self.ident = host.get_ident()
         self.name = thread.name
 
 
@@ -68,11 +69,11 @@ def current() -> Descent:
         actor = node.actor
         if actor is task:
             return node
-        if task is None and type(actor) is _ThreadActor and actor.ident == threading.get_ident():
+        if task is None and type(actor) is _ThreadActor and actor.ident == host.get_ident():
             return node
         while node is not None and ended(node.actor):
             node = node.parent  # the line is kept as long as it matters, not as long as it was
-    node = Descent(task if task is not None else _ThreadActor(threading.current_thread()), node)
+    node = Descent(task if task is not None else _ThreadActor(host.current_thread()), node)
     _descent.set(node)
     return node
 

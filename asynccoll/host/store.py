@@ -11,14 +11,13 @@ can be given up.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from time import monotonic, sleep
 
 import torch.distributed as dist
 
+from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
 
 __all__ = ["Clients", "Exchange", "Waiting", "host_of", "values"]
@@ -42,7 +41,7 @@ class Clients:
         self.host = host_of(store)
         self._client: dist.Store | None = None
         self._gone: dist.DistNetworkError | None = None
-        self._lock = threading.RLock()
+        self._lock = host.RLock()
 
     def take(self) -> dist.Store:
         """A connection of its own for a library that goes on using it."""
@@ -94,15 +93,15 @@ class Clients:
 
     def await_keys(self, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
         """The keys that are not set when waiting ends: none, or those that did not come in time."""
-        deadline = monotonic() + seconds
+        deadline = host.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
             with self.borrow() as client:
                 if client.check(keys):
                     return []
-                if given_up() or monotonic() >= deadline:
+                if given_up() or host.monotonic() >= deadline:
                     return [key for key in keys if not client.check([key])]
-            sleep(pause)
+            host.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asynccoll.backends.table import starting
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.launch.request import RunRequest
 
@@ -42,8 +43,14 @@ def _refuse_xla(request: RunRequest) -> int:
 
 Engine = Callable[[RunRequest], int]
 
-#: What starts the ranks of a backend and returns the exit code, where that is not torch elastic.
-ENGINES: dict[str, Engine] = {"mpi": _run_mpiexec, "horovod": _run_horovodrun, "xla-tpu": _refuse_xla}
+#: By what ``backends.table`` says of a backend; each returns the exit code.
+ENGINES: dict[str, Engine] = {
+    "here": _run_elastic,
+    "processes": _run_elastic,
+    "mpiexec": _run_mpiexec,
+    "horovod": _run_horovodrun,
+    "replicas": _refuse_xla,
+}
 
 
 def run(request: RunRequest) -> int:
@@ -52,4 +59,4 @@ def run(request: RunRequest) -> int:
     Raises:
         UnsupportedOpError: nothing starts ranks of the backend asked for.
     """
-    return ENGINES.get((request.backend or "").lower(), _run_elastic)(request)
+    return ENGINES[starting((request.backend or "").lower())](request)

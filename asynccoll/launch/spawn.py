@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from asynccoll.backends.table import check_usable
+from asynccoll.backends.table import check_usable, starting
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
@@ -79,7 +79,7 @@ def spawn(
     Nodes(nproc_per_node)  # refuses what is no number of ranks
     check_plain("spawn", fn)
     task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
-    return _STARTERS.get(name, _spawn_processes)(task, nproc_per_node, dict(kwargs))
+    return _STARTERS[starting(name)](task, nproc_per_node, dict(kwargs))
 
 
 def check_plain(name: str, fn: Callable[..., Any]) -> None:
@@ -354,9 +354,11 @@ def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
     )
 
 
+#: By what ``backends.table`` says of a backend.
 _STARTERS: dict[str, Callable[[Job, int, dict[str, Any]], Any]] = {
-    "serial": _spawn_serial,
-    "mpi": _spawn_mpi,
+    "here": _spawn_serial,
+    "processes": _spawn_processes,
+    "mpiexec": _spawn_mpi,
     "horovod": _spawn_horovod,
-    "xla-tpu": _spawn_xla,
+    "replicas": _spawn_xla,
 }

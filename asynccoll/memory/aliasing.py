@@ -5,7 +5,6 @@ Knows tensors, and nothing of what is done with them.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from asynccoll import host
 from asynccoll.host.forks import renew
 from asynccoll.plan.trees import flatten
 
@@ -224,7 +224,7 @@ class Claims:
         # Not looked at yet. Appended to without a lock: garbage is collected with anybody's held.
         self._new: list[_Ref] = []
         self._memories: dict[torch.device, _Memory] = {}
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         renew(self._lock)
 
     def add(self, claim: Claim) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory.aliasing import Claim, Claims
 
@@ -62,7 +63,7 @@ class Filler(Claim, Protocol):
 
 
 #: Works whose ``out`` is nobody else's.
-claims = Claims()
+claims = host.per_process(Claims)
 
 
 class _Dropped:

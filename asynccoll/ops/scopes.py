@@ -238,7 +238,7 @@ class TaskGroup:
     def __init__(self) -> None:
         self._group: AnyioTaskGroup | None = None
         self._live: set[str] = set()
-        self._ended: set[str] = set()
+        self._ended: dict[str, None] = {}
         self._actor: actors.Actor = None
         self._outer: TaskGroup | None = None  # of the same task
         self._parent = DEFAULT
@@ -275,7 +275,7 @@ class TaskGroup:
     def _forget(self) -> None:
         """It was left: see to the lanes of its children, unless that is the group's around it."""
         _groups.set(self._outer)
-        ended, self._ended = self._ended, set()
+        ended, self._ended = self._ended, {}
         actor, self._actor = self._actor, None
         outer, self._outer = self._outer, None
         if outer is not None and outer.is_of(actor):
@@ -333,7 +333,7 @@ class TaskGroup:
                 await child
         finally:
             self._live.discard(own)
-            self._ended.add(own)
+            self._ended[own] = None
             if (context := existing()) is not None:
                 context.children.ended(own)
 

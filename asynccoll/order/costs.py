@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import astuple
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from asynccoll import host
 from asynccoll.plan.cost import Cost
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.transport.completion import Completion
@@ -59,9 +59,9 @@ def _measured(communicator: Any) -> Generator[Completion, None, Cost]:
         x = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
         best = float("inf")
         for _ in range(_REPEATS):
-            start = perf_counter()
+            start = host.perf_counter()
             yield communicator.all_reduce(x, ReduceOp.SUM)
-            best = min(best, perf_counter() - start)
+            best = min(best, host.perf_counter() - start)
         found.append((size_bytes, best))
     return Cost.fit(found[0], found[1], _packing(x))
 
@@ -70,7 +70,7 @@ def _packing(x: torch.Tensor) -> float:
     """Seconds per byte of copying ``x`` into new memory."""
     best = float("inf")
     for _ in range(_REPEATS):
-        start = perf_counter()
+        start = host.perf_counter()
         torch.cat([x, x])
-        best = min(best, perf_counter() - start)
+        best = min(best, host.perf_counter() - start)
     return best / (2 * x.nbytes)

@@ -11,14 +11,13 @@ What a lane must not know: what the operations mean, and which backend runs them
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from time import sleep
 from typing import TYPE_CHECKING, Any
 
+from asynccoll import host
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
@@ -113,7 +112,7 @@ class Lane:
         self._started = 0  # the highest place that was queued and issued since
         self._touched = 0  # the place of the latest call that failed while it was being issued
         self._checks_owner = world.checks_order and not name.endswith(BACKWARD)
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self._queue: deque[Job] = deque()
         self._active: Job | None = None
         self._turnstile = turnstile
@@ -121,7 +120,7 @@ class Lane:
         self._driving = False
         self._kicked = False
         self._opening = False
-        self._opener: threading.Thread | None = None
+        self._opener: host.Thread | None = None
         self._cut: Cut | None = None  # something is refused, see there; None in the normal case
         self._settled: Verdict | None = None  # the latest
         self._generation = 0  # the epoch for which the communicator was, or will be, opened
@@ -753,7 +752,7 @@ class Lane:
             self._install(self.world.open(self, generation))
             self._opened_once.settle()
             return
-        self._opener = threading.Thread(
+        self._opener = host.Thread(
             target=self._open_here, args=(generation,), name=f"asynccoll-open-{self.name}", daemon=True
         )
         self._opener.start()
@@ -862,7 +861,7 @@ class Lane:
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child: refuse what comes, fail what is in flight; what of it must not be destroyed."""
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self.broken = error
         return [operation.disown(error) for operation in (*self._in_flight, *self._apart)]
 
@@ -872,7 +871,7 @@ class Lane:
             self.world.watch_over(operation)  # a peer may be gone, or have refused its side
         pause = _FIRST_PAUSE_SECONDS
         while self.outstanding() and self.broken is None and not self.world.closed:
-            sleep(pause)
+            host.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def close(self, *, abort: bool = False) -> None:

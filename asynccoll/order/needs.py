@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from asynccoll.errors import CollectiveError, PeerLostError
     from asynccoll.plan.cost import Cost
     from asynccoll.plan.spec import Policy, Topology
-    from asynccoll.transport.communicator import Backend, Communicator
+    from asynccoll.transport.backend import Backend
+    from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion
 
 __all__ = ["Members", "World"]

@@ -6,12 +6,11 @@ dropped handle; the user's ``Work`` may go at any time.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from asynccoll import host
 from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
@@ -27,7 +26,7 @@ __all__ = ["Estimate", "Operation"]
 INLINE_SECONDS = 1e-3
 #: By so much a timer may be early.
 EARLY_SECONDS = 1e-3
-_wakers_lock = threading.Lock()
+_wakers_lock = host.Lock()
 renew(_wakers_lock)
 
 
@@ -108,7 +107,7 @@ class Operation:
         self.sequence = sequence
         self.completion = completion
         self._spot = spot
-        self.started = now = monotonic()
+        self.started = now = host.monotonic()
         self._timeout = timeout
         self.deadline = now + timeout
         #: somebody has seen it end well
@@ -150,7 +149,7 @@ class Operation:
 
     def extend(self) -> None:
         """Somebody was told that its time is over: who waits on waits for as long again."""
-        now = monotonic()
+        now = host.monotonic()
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections import deque
 from datetime import timedelta
-from time import sleep
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
+
+from asynccoll import host
 
 if TYPE_CHECKING:
     from asynccoll.host.store import Clients
@@ -65,17 +65,17 @@ class Turnstile:
         self._group = group
         self._clients = clients
         self._store = clients.take()
-        self._thread: threading.Thread | None = None
+        self._thread: host.Thread | None = None
         self._closed = False
         self._leads = group.rank == 0
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self._waiting: deque[Passing] = deque()  # on the first rank: who asked, in order
         self._occupied = False
         self._passed = 0
-        self._free = threading.Event()
+        self._free = host.Event()
         self._free.set()
         if not self._leads:
-            self._thread = threading.Thread(target=self._follow, name="asynccoll-order", daemon=True)
+            self._thread = host.Thread(target=self._follow, name="asynccoll-order", daemon=True)
             self._thread.start()
 
     def request(self, lane: Passing) -> None:
@@ -151,7 +151,7 @@ class Turnstile:
             lane = self._group.meant(name, key)
             if lane is not None:
                 return lane
-            sleep(_PAUSE_SECONDS)
+            host.sleep(_PAUSE_SECONDS)
         return None
 
     def close(self) -> None:

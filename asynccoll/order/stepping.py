@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from time import monotonic
 from typing import Protocol
 
+from asynccoll import host
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.progress import progress
 
@@ -57,10 +57,10 @@ class Stepping(Promise):
             self.attended = False
 
     def _step(self, seconds: float) -> bool:
-        deadline = monotonic() + seconds
+        deadline = host.monotonic() + seconds
         while not self._done:
             step = self._last or self._job.step
-            left = max(0.0, deadline - monotonic())
+            left = max(0.0, deadline - host.monotonic())
             if step is None or not step.blockable or not self._job.driven:
                 self.hand_over()
                 return super().wait(left)

@@ -7,14 +7,13 @@ a timeline, its timeout, and a peer that is lost or refuses is an error that nam
 # Without postponed annotations: DDP compares those of a hook with the types themselves.
 
 import contextlib
-import queue
-import threading
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
@@ -24,7 +23,7 @@ from asynccoll.waiting.work import Work
 __all__ = ["DDPState", "ddp_hook"]
 
 _Bucket = tuple[Work[torch.Tensor], "torch.futures.Future[None]"]
-_Buckets = queue.SimpleQueue["_Bucket | None"]
+_Buckets = host.SimpleQueue["_Bucket | None"]
 
 
 class DDPState:
@@ -40,9 +39,9 @@ class DDPState:
         self.group = group
         self.lane = backward_lane(lane)
         self.timeout = timeout
-        self._out: _Buckets = queue.SimpleQueue()
+        self._out: _Buckets = host.SimpleQueue()
         # One thread waits for all of them, so that a lost peer or a timeout is noticed as in any wait.
-        waiter = threading.Thread(target=_wait_for, args=(self._out,), name=f"asynccoll-{lane}", daemon=True)
+        waiter = host.Thread(target=_wait_for, args=(self._out,), name=f"asynccoll-{lane}", daemon=True)
         waiter.start()
         weakref.finalize(self, self._out.put, None)
 

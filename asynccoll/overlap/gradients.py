@@ -19,16 +19,15 @@ Built on the public operations alone.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import torch
 
+from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
@@ -133,7 +132,7 @@ class GradientReducer:
         self._begun = False  # whether a gradient is in its bucket, or has left
         self._gathered = False  # whether backward has run under no_sync since the last reduction
         self._rounds = 0  # reductions since the last step, where somebody says ``stepped``
-        self._lock = threading.Lock()  # with several devices, several threads run one backward
+        self._lock = host.Lock()  # with several devices, several threads run one backward
         self._hooks: list[Any] = []
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._join(parameters)
@@ -409,10 +408,10 @@ def _hook(
 
 def _wait_each(works: list[Work[Any]], timeout: float | None) -> None:
     """Wait for every one, then raise the first error in order."""
-    deadline = monotonic() + (math.inf if timeout is None else timeout)
+    deadline = host.monotonic() + (math.inf if timeout is None else timeout)
     first: Exception | None = None
     for work in works:
-        left = deadline - monotonic()
+        left = deadline - host.monotonic()
         try:
             work.wait(max(0.0, left) if left < math.inf else None)
         except Exception as error:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.waiting.work import Work
 
@@ -176,7 +176,7 @@ def _caller() -> object:
             return trio.lowlevel.current_task()
         except RuntimeError:
             pass
-    return threading.current_thread()
+    return host.current_thread()
 
 
 def size_bytes(x: Any) -> int:

@@ -12,17 +12,11 @@ from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.health.checks import compare, signature
 from asynccoll.memory.plain import plain_tensor, plain_tensors, writable, writable_together
 from asynccoll.order.lane import Lane
+from asynccoll.payload.kinds import is_number, is_value
 from asynccoll.payload.messages import (
     Message,
 )
-from asynccoll.payload.values import (
-    as_number,
-    check_number_reduction,
-    from_message,
-    is_number,
-    is_value,
-    to_message,
-)
+from asynccoll.payload.values import as_number, check_number_reduction, from_message, to_message
 from asynccoll.plan.spec import Op, ReduceOp, dtype_name
 from asynccoll.plan.trees import TreeSpec, flatten, unflatten
 from asynccoll.tensors import autograd

@@ -25,10 +25,7 @@ from asynccoll.payload.messages import (
     all_gather_messages,
     gather_messages,
 )
-from asynccoll.payload.values import (
-    as_number,
-    to_message,
-)
+from asynccoll.payload.values import as_number, to_message
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd

@@ -23,17 +23,12 @@ from asynccoll.payload.common import (
     require_tensor,
     values_of,
 )
+from asynccoll.payload.kinds import number_row, numbers_of
 from asynccoll.payload.messages import (
     all_gather_rows,
     gather_messages,
 )
-from asynccoll.payload.values import (
-    as_number,
-    number_row,
-    numbers_of,
-    reduce_numbers,
-    to_message,
-)
+from asynccoll.payload.values import as_number, reduce_numbers, to_message
 from asynccoll.plan.spec import Op, ReduceOp, dtype_name, reduce_op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd

@@ -22,11 +22,7 @@ from asynccoll.payload.messages import (
     broadcast_message,
     scatter_messages,
 )
-from asynccoll.payload.values import (
-    as_number,
-    from_message,
-    to_message,
-)
+from asynccoll.payload.values import as_number, from_message, to_message
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import flatten, is_tree
 from asynccoll.tensors import autograd

@@ -9,25 +9,26 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import pathlib
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import CollectiveError, PayloadTypeError
 from asynccoll.memory.plain import plain_tensor, raw
 from asynccoll.payload.codecs import Codec
+from asynccoll.payload.kinds import KINDS, OBJECT, TENSOR, is_number, kind_of
 from asynccoll.payload.messages import Message
 from asynccoll.plan.spec import DTYPES_BY_NAME, ReduceOp, dtype_name
 
-__all__ = ["from_message", "is_value", "reduce_numbers", "to_message"]
-
-_INT, _FLOAT, _COMPLEX, _BOOL, _STR, _PATH, _TENSOR, _OBJECT, _NONE = range(9)
-_INT64 = struct.Struct("<q")
-_FLOAT64 = struct.Struct("<d")
-_COMPLEX128 = struct.Struct("<dd")
+__all__ = [
+    "as_number",
+    "check_number_reduction",
+    "from_message",
+    "reduce_numbers",
+    "tensor_from_message",
+    "to_message",
+]
 
 
 def as_number(x: Any) -> Any:
@@ -38,95 +39,20 @@ def as_number(x: Any) -> Any:
     return x
 
 
-def is_value(x: Any) -> bool:
-    """Whether ``x`` is a number, a string or a path."""
-    return isinstance(x, (bool, int, float, complex, str, pathlib.PurePath))
-
-
-def is_number(x: Any) -> bool:
-    """Whether ``x`` is a Python number (bool included)."""
-    return isinstance(x, (int, float, complex))
-
-
 def to_message(x: Any, codec: Codec | None = None) -> Message:
     """``x`` as a message; with a ``codec``, anything that it can encode."""
     x = as_number(x)
     if isinstance(x, torch.Tensor) and codec is None:
         return _tensor_message(x)
     if codec is not None:
-        return Message(_OBJECT, codec.name.encode(), codec.encode(x))
-    kind = _kind_of(x)
+        return Message(OBJECT, codec.name.encode(), codec.encode(x))
+    kind = kind_of(x)
     if kind is not None:
-        return Message(kind, b"", _PACK[kind][1](x))
+        return Message(kind, b"", KINDS[kind].pack(x))
     raise PayloadTypeError(
         f"cannot send a {type(x).__name__}: expected a tensor, a number, a str, a pathlib.Path, or a "
         "dict, list, tuple or dataclass of these; for other objects use the *_object functions"
     )
-
-
-def _pack_int(x: int) -> bytes:
-    try:
-        return _INT64.pack(x)
-    except struct.error:
-        raise InvalidArgumentError(
-            f"the int {x} does not fit into 64 bits; send it as str, or with all_gather_object"
-        ) from None
-
-
-_PACK: dict[int, tuple[Callable[[Any], bool], Callable[[Any], bytes]]] = {
-    _BOOL: (lambda x: isinstance(x, bool), lambda x: bytes([x])),
-    _INT: (lambda x: isinstance(x, int), _pack_int),
-    _FLOAT: (lambda x: isinstance(x, float), _FLOAT64.pack),
-    _COMPLEX: (lambda x: isinstance(x, complex), lambda x: _COMPLEX128.pack(x.real, x.imag)),
-    _STR: (lambda x: isinstance(x, str), lambda x: x.encode("utf-8", "surrogatepass")),
-    _PATH: (
-        lambda x: isinstance(x, pathlib.PurePath),
-        lambda x: str(x).encode("utf-8", "surrogateescape"),
-    ),
-    _NONE: (lambda x: x is None, lambda x: b""),
-}
-_UNPACK: dict[int, Callable[[bytes], Any]] = {
-    _BOOL: lambda raw: bool(raw[0]),
-    _INT: lambda raw: _INT64.unpack(raw)[0],
-    _FLOAT: lambda raw: _FLOAT64.unpack(raw)[0],
-    _COMPLEX: lambda raw: complex(*_COMPLEX128.unpack(raw)),
-    _STR: lambda raw: raw.decode("utf-8", "surrogatepass"),
-    _PATH: lambda raw: pathlib.Path(raw.decode("utf-8", "surrogateescape")),
-    _NONE: lambda raw: None,
-}
-
-
-#: Of the types themselves; subclasses are looked for in ``_PACK``.
-_KINDS = {bool: _BOOL, int: _INT, float: _FLOAT, complex: _COMPLEX, str: _STR, type(None): _NONE}
-
-
-def _kind_of(x: Any) -> int | None:
-    """What a value is sent as; None if it cannot be."""
-    kind = _KINDS.get(type(x))
-    if kind is None:
-        kind = next((kind for kind, (matches, _) in _PACK.items() if matches(x)), None)
-    return kind
-
-
-#: How many bytes of a row each kind of number takes.
-_NUMBER_BYTES = {_BOOL: 1, _INT: 8, _FLOAT: 8, _COMPLEX: 16}
-_ROW_BYTES = 17
-_KIND_BYTE = {kind: bytes([kind]) for kind in _NUMBER_BYTES}
-
-
-def number_row(x: complex) -> bytes:
-    """A number as a row of a fixed length."""
-    kind = _kind_of(x)
-    assert kind in _NUMBER_BYTES, f"{x!r} was checked to be a number"
-    return (_KIND_BYTE[kind] + _PACK[kind][1](x)).ljust(_ROW_BYTES, b"\0")
-
-
-def numbers_of(rows: bytearray, length: int) -> list[Any]:
-    """The numbers in rows of ``number_row``."""
-    return [
-        _UNPACK[rows[start]](bytes(rows[start + 1 : start + 1 + _NUMBER_BYTES[rows[start]]]))
-        for start in range(0, len(rows), length)
-    ]
 
 
 def _tensor_message(x: torch.Tensor) -> Message:
@@ -138,7 +64,7 @@ def _tensor_message(x: torch.Tensor) -> Message:
         )
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     header = "/".join((dtype_name(x.dtype), x.device.type, ",".join(map(str, x.shape)))).encode()
-    return Message(_TENSOR, header, raw(x))
+    return Message(TENSOR, header, raw(x))
 
 
 def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
@@ -157,9 +83,9 @@ def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
 
 def from_message(message: Message, device: torch.device, codec: Codec | None = None) -> Any:
     """What was sent. An object is decoded only by the codec that this rank asked for."""
-    if message.kind == _TENSOR:
+    if message.kind == TENSOR:
         return tensor_from_message(message, device)
-    if message.kind == _OBJECT:
+    if message.kind == OBJECT:
         sent_by = message.header.decode()
         if codec is None or codec.name != sent_by:
             ours = "none" if codec is None else repr(codec.name)
@@ -168,7 +94,7 @@ def from_message(message: Message, device: torch.device, codec: Codec | None = N
                 "the same codec= on every rank"
             )
         return codec.decode(message.body_bytes())
-    return _UNPACK[message.kind](message.body_bytes())
+    return KINDS[message.kind].unpack(message.body_bytes())
 
 
 # Reducing numbers

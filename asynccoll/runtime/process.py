@@ -7,9 +7,8 @@ embedded world of one, unless a launcher says that this process is one of severa
 
 from __future__ import annotations
 
+import copy
 import os
-import socket
-import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asynccoll import host
 from asynccoll.backends import table
-from asynccoll.backends.common.tcpstore import served
-from asynccoll.backends.request import of_torch
-from asynccoll.backends.serial.backend import SerialBackend
+from asynccoll.backends.api.request import of_torch
+from asynccoll.backends.api.tcpstore import served
 from asynccoll.environment.detection import detect
 from asynccoll.errors import (
     CollectiveTimeoutError,
@@ -31,7 +30,7 @@ from asynccoll.errors import (
 )
 from asynccoll.host import exits as exiting
 from asynccoll.host import forks
-from asynccoll.world.context import Context, Identity
+from asynccoll.world.context import Context
 from asynccoll.world.group import Group
 from asynccoll.world.resolving import check_ranks, resolve_group
 
@@ -69,7 +68,7 @@ class _Process:
     """What the process as a whole has: never a rank where ranks are threads."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = host.RLock()
         self.context: Context | None = None  # initialized here
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
         self.embedded: Context | None = None  # the world of one
@@ -81,27 +80,24 @@ class _Process:
         self.parent_adopted = False
 
 
-_process = _Process()
-
-
-def _in_forked_child() -> None:
+def _in_forked_child(process: _Process) -> None:
     """It has its parent's place in the world, whose connections and native objects are the parent's alone."""
-    global _process  # what a process has is what this module is for
-    before, _process = _process, _Process()
+    before = copy.copy(process)
+    process.__init__()  # type: ignore[misc]  # the same object, in another process
     adopted = before.adopted[1] if before.adopted else None
     mine = _of_thread.get() or before.context or adopted or before.parent
     _of_thread.set(None)
     forks.keep(before, served)
     if dist.is_available():
-        _process.inherited = dist.distributed_c10d.GroupMember.WORLD
+        process.inherited = dist.distributed_c10d.GroupMember.WORLD
         forks.keep(*dist.distributed_c10d._world.pg_map.items())
     if mine is None:
         return
-    if isinstance(mine.backend, SerialBackend):  # nobody else is there to be disturbed
-        _process.context = Context(SerialBackend(), Identity(), timeout=mine.timeout, check="off")
+    if mine.backend.survives_fork:
+        process.context = Context(mine.backend, mine.identity, timeout=mine.timeout, check="off")
         return
-    _process.parent = mine
-    _process.parent_adopted = before.parent_adopted if mine is before.parent else mine is adopted
+    process.parent = mine
+    process.parent_adopted = before.parent_adopted if mine is before.parent else mine is adopted
     for context in {before.context, adopted, mine, *before.thread_ranks}:
         if context is not None and context is not before.parent:
             forks.keep(context.disown(_forked(context)))
@@ -116,7 +112,7 @@ def _forked(context: Context) -> ForkedProcessError:
     )
 
 
-forks.in_child(after_in_child=_in_forked_child)
+_process = host.per_process(_Process, forked=_in_forked_child)
 
 
 def current() -> Context:
@@ -151,7 +147,7 @@ def forked() -> bool:
     return _of_thread.get() is None and _parent(_process) is not None
 
 
-def _known() -> Context:
+def known() -> Context:
     """Whom to ask who this is: the context a call would run in, in a forked child the parent's."""
     if _of_thread.get() is None and (parent := _parent(_process)) is not None:
         return parent
@@ -186,7 +182,7 @@ def _implicit(process: _Process) -> Context:
         )
     with process.lock:
         if process.embedded is None:
-            process.embedded = Context(SerialBackend(), Identity(), check="off")
+            process.embedded = table.alone()
         process.said = said
         return process.embedded
 
@@ -196,8 +192,7 @@ def _of_backward(contexts: list[Context]) -> Context | None:
     if torch._C._current_graph_task_id() == -1:
         return None
     for context in list(contexts):
-        serves = getattr(context.backend, "serves_this_thread", None)
-        if serves is not None and serves():
+        if context.backend.serves_this_thread():
             return context
     return None
 
@@ -353,8 +348,7 @@ def refresh() -> str:
     process = _process
     context = _of_thread.get() or process.context
     if context is not None:
-        orphaned = getattr(context.backend, "orphaned", None)  # only c10d stands and falls with torch's
-        if orphaned is None or not orphaned():
+        if not context.backend.orphaned():
             return "ours"
         _abandon(process, context)
     if forked():
@@ -399,13 +393,13 @@ def is_initialized() -> bool:
 
 def get_rank(group: Any = None) -> int:
     """This rank's index in ``group`` (the world by default); -1 outside of it."""
-    context = _known()
+    context = known()
     return context.rank if group is None else resolve_group(context, group).rank
 
 
 def get_world_size(group: Any = None) -> int:
     """The number of ranks in ``group`` (the world by default); -1 outside of it."""
-    context = _known()
+    context = known()
     if group is None:
         return context.world_size
     resolved = resolve_group(context, group)
@@ -414,37 +408,37 @@ def get_world_size(group: Any = None) -> int:
 
 def get_local_rank() -> int:
     """This rank's index among those of its node."""
-    return _known().identity.local_rank
+    return known().identity.local_rank
 
 
 def get_nproc_per_node() -> int:
     """The number of ranks on this node."""
-    return _known().identity.nproc_per_node
+    return known().identity.nproc_per_node
 
 
 def get_nnodes() -> int:
     """The number of nodes."""
-    return _known().identity.nnodes
+    return known().identity.nnodes
 
 
 def get_node_rank() -> int:
     """The index of this node."""
-    return _known().identity.node_rank
+    return known().identity.node_rank
 
 
 def device() -> torch.device:
     """The device this rank's tensors live on: its GPU with nccl and Horovod, the CPU with gloo and mpi."""
-    return _known().backend.device
+    return known().backend.device
 
 
 def backend() -> str:
     """The name of the backend in use: ``"gloo"``, ``"nccl"``, ``"serial"``, ..."""
-    return _known().backend.name
+    return known().backend.name
 
 
 def hostname() -> str:
     """The name of this node."""
-    return socket.gethostname()
+    return host.gethostname()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -460,7 +454,5 @@ def new_group(ranks: Any) -> Group:
     """
     context = current()
     group = context.add_group(check_ranks(context, ranks))
-    prepare = getattr(context.backend, "prepare_group", None)
-    if prepare is not None:
-        prepare(group.ranks)
+    context.backend.prepare_group(group.ranks)
     return group

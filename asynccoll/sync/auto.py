@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 from asynccoll.auto.data import DistributedProxySampler, dataloader_for
 from asynccoll.auto.models import model_for, optim_for
 from asynccoll.auto.place import Place
+from asynccoll.backends.api import Training
+from asynccoll.runtime.process import known
 from asynccoll.sync import utils as idist
 from asynccoll.sync.logs import setup_logger
 
@@ -34,12 +36,14 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
 
 def _here(name: str) -> Place:
     rank = idist.get_rank()
+    training = Training() if idist.backend() is None else known().backend.training
     return Place(
         rank,
         idist.get_world_size(),
         idist.get_local_rank(),
         idist.get_nproc_per_node(),
-        idist.backend(),
+        idist.backend() or "serial",
         idist.device(),
+        training,
         setup_logger(f"{__name__}.{name}", rank),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import asynccoll as ac
+from asynccoll import host
 
 __all__ = ["adasum", "is_process_set", "joined_by_user", "new_group", "shutdown"]
 
@@ -22,7 +23,7 @@ class _Sets:
         self.made = {}
 
 
-_sets = _Sets()
+_sets = host.per_process(_Sets)
 _adasums = itertools.count()
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 import asynccoll as ac
-from asynccoll.environment.host import node_name
+from asynccoll import host
+from asynccoll.environment.node import node_name
 from asynccoll.runtime.process import forked
 
 __all__ = ["Layout", "announce", "hint", "layout"]
@@ -51,7 +52,7 @@ class _State:
         self.layout: Layout | None = None
 
 
-_state = _State()
+_state = host.per_process(_State)
 
 
 def hint(index: int) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import asynccoll as ac
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.runtime.process import forked, refresh
 from asynccoll.sync import horovod
@@ -35,7 +36,7 @@ class _Joined:
     environment: Environment | None = None
 
 
-_joined = _Joined()
+_joined = host.per_process(_Joined)
 
 
 def model() -> Model:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from asynccoll.backends.table import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.health.checks import checked, signature
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
@@ -223,10 +224,8 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
     The graph runs here, in the user's thread, where no other touches it. No memory is copied yet.
     """
-    from asynccoll.backends.xla import device as xla_device
-
     try:
-        xla_device.compute(x)
+        lazy(x.device).compute(x)
     except RuntimeError as error:
         raise CollectiveError(f"the input could not be computed on {x.device}: {error}") from error
     return x.detach().clone()
@@ -234,9 +233,8 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
 def _twin(x: torch.Tensor) -> torch.Tensor:
     """``_computed``, ready to travel as it is."""
-    from asynccoll.backends.xla import device as xla_device
-
-    return xla_device.settled(physical(x))
+    twin: torch.Tensor = lazy(x.device).settled(physical(x))
+    return twin
 
 
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:

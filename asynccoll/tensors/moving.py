@@ -110,7 +110,7 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
     """The rank that called it last; until then the others' reductions go on with zeros of this one."""
     group = lane.group
     backend = lane.world.backend
-    if group.size > 1 and not (getattr(backend, "joins", False) and group.is_world):
+    if group.size > 1 and not (backend.joins and group.is_world):
         where = f"on {backend.name}" if group.is_world else f"in the group of ranks {list(group.ranks)}"
         raise UnsupportedOpError(
             f"join is not supported {where}; horovod has it, in the world. Elsewhere agree on the number "

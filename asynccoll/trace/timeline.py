@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from asynccoll import host
 from asynccoll.runtime.process import current
 from asynccoll.trace.spans import Span, covered, intersection, length, stack
 
@@ -53,7 +52,7 @@ class _Entry:
 
     def finish(self) -> None:
         if self.end is None:
-            self.end = monotonic()
+            self.end = host.monotonic()
 
     def span(self, origin: float) -> Span:
         end = None if self.end is None else self.end - origin
@@ -75,7 +74,7 @@ class Timeline:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._began = monotonic()
+        self._began = host.monotonic()
         self._ended: float | None = None
         self._entries: list[_Entry] = []
 
@@ -89,7 +88,7 @@ class Timeline:
         It appears in the row of the calling thread, or in ``row``. Leave out blocks that only wait:
         what lies under no span is what ``hidden_fraction`` counts as waited for.
         """
-        entry = _Entry(name, row or threading.current_thread().name, monotonic())
+        entry = _Entry(name, row or host.current_thread().name, host.monotonic())
         self._entries.append(entry)
         try:
             yield
@@ -105,7 +104,7 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """How long the recording lasted, or has lasted so far."""
-        return (self._ended or monotonic()) - self._began
+        return (self._ended or host.monotonic()) - self._began
 
     def hidden_fraction(self) -> float:
         """The share of the time with an operation in flight during which this rank computed.
@@ -187,7 +186,7 @@ class Timeline:
         operation.add_waker(entry.finish)
 
     def _end(self) -> None:
-        self._ended = monotonic()
+        self._ended = host.monotonic()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Knows no order and no group: an operation here is one native call.
 """
 
-from asynccoll.transport.communicator import Backend, Communicator
+from asynccoll.transport.backend import Backend
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise, Ready
 
 __all__ = ["Backend", "Communicator", "Completion", "Promise", "Ready"]

@@ -1,4 +1,4 @@
-"""What a backend is: a row of capabilities, a way to open communicators, and start functions.
+"""What a communicator is: start functions, and what is to be known to open one.
 
 Start functions work on contiguous tensors that the caller has planned, encoded and allocated; they
 issue and return at once. They never validate, convert or wait.
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from asynccoll.plan.spec import Capabilities, ReduceOp
+from asynccoll.plan.spec import ReduceOp
 from asynccoll.transport.completion import Completion
 
 if TYPE_CHECKING:
     from asynccoll.host.store import Clients
 
-__all__ = ["Backend", "Communicator", "Opening", "as_matrix"]
+__all__ = ["Communicator", "Opening", "as_matrix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,36 +140,6 @@ class Communicator(Protocol):
 
     def abort(self) -> None:
         """Make every operation in flight fail soon, here and on the peers it is connected to."""
-        ...
-
-
-class Backend(Protocol):
-    """A backend bound to one rank's context."""
-
-    name: str
-    device: torch.device
-    #: ``open`` waits for the other members, so that it must not run in a caller's thread.
-    open_waits: bool
-    #: A call may be over on one rank before its peers have made theirs (a broadcast's root on MPI).
-    ends_alone: bool
-    #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
-    ad_hoc_groups: bool
-    #: Operations are ready when issued, in the order of the device's stream (nccl, xla).
-    stream_ordered: bool
-
-    #: Communicators that start in different order on different ranks can deadlock (nccl).
-    orders_lanes: bool
-
-    def capabilities(self, device: str) -> Capabilities:
-        """What it does for tensors on a device of this type."""
-        ...
-
-    def open(self, opening: Opening) -> Communicator: ...
-
-    def close(self, *, abort: bool) -> None: ...
-
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
-        """A group as the library underneath knows it; ``communicator``: its default lane's, once open."""
         ...
 
 

@@ -7,17 +7,16 @@ against it alone.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from time import monotonic
 
+from asynccoll import host
 from asynccoll.host.forks import renew
 
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
 #: Held for the moment in which any promise changes; nothing is allocated under it.
-_settling = threading.Lock()
+_settling = host.Lock()
 renew(_settling)
 
 
@@ -95,7 +94,7 @@ class Promise(Completion):
     __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
 
     def __init__(self) -> None:
-        self._event: threading.Event | None = None  # most promises are never waited for, and it is dear
+        self._event: host.Event | None = None  # most promises are never waited for, and it is dear
         self._callbacks: list[Callback] = []
         self._done = False
         self._error: BaseException | None = None
@@ -116,7 +115,7 @@ class Promise(Completion):
 
     def wait(self, seconds: float) -> bool:
         if not self._done:
-            event = self._event or threading.Event()
+            event = self._event or host.Event()
             with _settling:
                 if self._done:
                     return True
@@ -190,12 +189,12 @@ class AllOf(Completion):
         return all(part.landed() for part in self.parts)
 
     def wait(self, seconds: float) -> bool:
-        deadline = monotonic() + seconds
-        return all(part.done() or part.wait(max(0.0, deadline - monotonic())) for part in self.parts)
+        deadline = host.monotonic() + seconds
+        return all(part.done() or part.wait(max(0.0, deadline - host.monotonic())) for part in self.parts)
 
     def add_callback(self, callback: Callback) -> None:
         left = len(self.parts)
-        lock = threading.Lock()
+        lock = host.Lock()
 
         def one_done() -> None:
             nonlocal left

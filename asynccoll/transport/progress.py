@@ -17,15 +17,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import os
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from time import monotonic
 from typing import Protocol
 
-from asynccoll.host.forks import in_child
+from asynccoll import host
 
 __all__ = ["Pollable", "Progress", "progress"]
 
@@ -46,8 +42,6 @@ LINGER_SECONDS = 50e-3
 LONG_SECONDS = 0.5
 SHORTEST_REST_SECONDS = 10e-3
 LONGEST_REST_SECONDS = 100e-3
-
-give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Pollable(Protocol):
@@ -166,10 +160,10 @@ class Progress:
 
     def __init__(self) -> None:
         self._new: deque[Pollable] = deque()
-        self._alarm = threading.Lock()  # released to wake the thread, taken to sleep
+        self._alarm = host.Lock()  # released to wake the thread, taken to sleep
         self._alarm.acquire()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._starting = host.Lock()
+        self._thread: host.Thread | None = None
         self._resting = True  # asleep until the alarm
         self._stopped = False
 
@@ -190,12 +184,12 @@ class Progress:
     def here(self) -> bool:
         """Whether the caller is the thread."""
         thread = self._thread
-        return thread is not None and thread.ident == threading.get_ident()
+        return thread is not None and thread.ident == host.get_ident()
 
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="asynccoll-progress", daemon=True)
+                self._thread = host.Thread(target=self._run, name="asynccoll-progress", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
@@ -203,7 +197,7 @@ class Progress:
         with self._starting:
             self._stopped = True
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not host.current_thread():
             self.rouse()
             thread.join(1.0)
 
@@ -212,7 +206,7 @@ class Progress:
         pace = _Pace()
         self._resting = False
         while not self._stopped:
-            now = monotonic()
+            now = host.monotonic()
             came = self._take(watched, now)
             before = len(watched)
             watched = [one for one in watched if not one.over(now)]
@@ -220,7 +214,7 @@ class Progress:
                 pace.moved(now)
             nap = pace.nap(watched, now)
             if nap == 0.0:
-                give_way()
+                host.give_way()
             elif nap < math.inf:
                 self._alarm.acquire(timeout=nap)
             else:
@@ -245,13 +239,6 @@ class Progress:
         self._resting = False
 
 
-progress = Progress()
-
-
-def _forget_parent() -> None:
-    """A forked child has none of the parent's threads, nor its operations."""
-    progress.__init__()  # type: ignore[misc]  # the same object: others hold it
-
-
-in_child(after_in_child=_forget_parent)
+#: In a forked child the same object, for others hold it; of the parent's threads and operations it has none.
+progress = host.per_process(Progress, forked=Progress.__init__)
 atexit.register(progress.stop)

@@ -8,11 +8,11 @@ operations.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from weakref import WeakSet
 
+from asynccoll import host
 from asynccoll.host.forks import in_child
 
 __all__ = ["InProgress", "Waiters"]
@@ -26,7 +26,7 @@ class Waiters:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._wake = threading.Condition()
+        self._wake = host.Condition()
         self._jobs: dict[Hashable, deque[Callable[[], object]]] = {}
         self._ready: deque[Hashable] = deque()
         self._idle = 0
@@ -48,7 +48,7 @@ class Waiters:
             if self._idle >= len(self._ready):
                 self._wake.notify()
                 return
-        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        host.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _serve(self) -> None:
         while (key := self._next_key()) is not None:
@@ -86,7 +86,7 @@ class InProgress:
     """How many threads are inside a block that must not be cut off: ``with in_progress: ...``."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = host.Condition()
         self._count = 0
 
     def __enter__(self) -> None:

@@ -6,9 +6,9 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.waiting.suspending import Signal, attend, pause
 
@@ -28,7 +28,7 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
     own timeout of a work that is still out, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
     arrivals = _Arrivals(works)
-    deadline = monotonic() + (math.inf if timeout is None else timeout)
+    deadline = host.monotonic() + (math.inf if timeout is None else timeout)
     for _ in range(arrivals.left):
         yield await arrivals.next(deadline)
 
@@ -102,10 +102,10 @@ class _Arrivals(Generic[T]):
                 continue
             self._signal = Signal()  # before the second look: what is told after it sets this one
             self._watch()
-            if self._told or await self._signal.wait(min(deadline, self._due) - monotonic()):
+            if self._told or await self._signal.wait(min(deadline, self._due) - host.monotonic()):
                 continue
             self._due = self._deadline()  # whose time it was may have come meanwhile
-            if monotonic() >= min(deadline, self._due):
+            if host.monotonic() >= min(deadline, self._due):
                 self._give_up()
         return self._arrived.popleft()
 

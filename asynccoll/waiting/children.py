@@ -15,10 +15,10 @@ The lanes of a child's own children go with its lane.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 
+from asynccoll import host
 from asynccoll.host.actors import Actor
 
 __all__ = ["Children"]
@@ -34,9 +34,9 @@ class Children:
         """``close`` closes the lanes of a name, in whichever groups of ranks they are open."""
         self._close = close
         self._ended: set[str] = set()
-        self._below: dict[str, set[str]] = {}  # by the parent's name
-        self._left: weakref.WeakKeyDictionary[Actor, set[str]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._below: dict[str, dict[str, None]] = {}  # by the parent's name
+        self._left: weakref.WeakKeyDictionary[Actor, dict[str, None]] = weakref.WeakKeyDictionary()
+        self._lock = host.Lock()
 
     def ended(self, name: str) -> None:
         """A child has ended whose lane is ``name``."""
@@ -45,14 +45,14 @@ class Children:
                 return
             closed = self._forget(name)
             self._ended.add(name)
-            self._below.setdefault(_parent(name), set()).add(name)
+            self._below.setdefault(_parent(name), {})[name] = None
         self._close_all(closed)
 
-    def left(self, actor: Actor, names: set[str]) -> None:
+    def left(self, actor: Actor, names: Iterable[str]) -> None:
         """``actor`` is in no group of tasks any more; in the last, its children had these ``names``."""
         with self._lock:
-            known = self._left.setdefault(actor, set())
-            known |= names
+            known = self._left.setdefault(actor, {})
+            known |= dict.fromkeys(names)
             if len(known) <= MANY_NAMES:
                 return
             closed = [each for name in known for each in self._forget(name)]
@@ -62,8 +62,8 @@ class Children:
     def _forget(self, name: str) -> list[str]:
         """``name``, and those below it, count as new; they are returned. With the lock held."""
         self._ended.discard(name)
-        self._below.get(_parent(name), set()).discard(name)
-        below = self._below.pop(name, set())
+        self._below.get(_parent(name), {}).pop(name, None)
+        below = self._below.pop(name, {})
         return [name, *(each for child in below for each in self._forget(child))]
 
     def _close_all(self, names: Iterable[str]) -> None:

@@ -20,10 +20,10 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Generator
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.actors import asyncio_task, trio_task
 from asynccoll.order.operation import INLINE_SECONDS
@@ -165,7 +165,7 @@ def _turn_of(loop: Any) -> _Turn:
 
 
 def _late(operation: Operation) -> CollectiveTimeoutError:
-    waited = monotonic() - operation.started
+    waited = host.monotonic() - operation.started
     operation.extend()
     opening = operation.lane.communicator is None
     why = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
@@ -177,7 +177,7 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
 
 def block(operation: Operation, seconds: float | None) -> None:
     """Wait without a loop, at most ``seconds`` from now and to the operation's own deadline."""
-    now = monotonic()
+    now = host.monotonic()
     deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
     if deadline - now > _SLICE_SECONDS and completion.wait(_SLICE_SECONDS):
@@ -186,7 +186,7 @@ def block(operation: Operation, seconds: float | None) -> None:
     operation.attend()
     try:
         while not operation.done():
-            left = deadline - monotonic()
+            left = deadline - host.monotonic()
             if left <= 0:
                 raise _late(operation)
             completion.wait(min(left, _SLICE_SECONDS))
@@ -206,7 +206,7 @@ def quick(operation: Operation) -> bool:
     known, turn = _latest
     if known() is not loop:
         turn = _turn_of(loop)
-    now = monotonic()
+    now = host.monotonic()
     if turn.over(now) or getattr(asyncio_task(loop), "_must_cancel", False):
         return False
     return _inline(operation, turn, now)
@@ -223,17 +223,17 @@ def suspend(operation: Operation) -> Generator[Any, Any, None]:
         return
     turn = _turn_of(loop)
     yield from _asyncio_turn(loop, turn) if task is None else _trio_turn(turn)
-    if operation.failure is not None or _inline(operation, turn, monotonic()):
+    if operation.failure is not None or _inline(operation, turn, host.monotonic()):
         return
     operation.attend()
     try:
-        yield from _park(loop, task, operation.add_waker, operation.deadline - monotonic())
-        turn.ends = monotonic() + INLINE_SECONDS
+        yield from _park(loop, task, operation.add_waker, operation.deadline - host.monotonic())
+        turn.ends = host.monotonic() + INLINE_SECONDS
     finally:
         operation.leave()
     if not operation.done():
         raise _late(operation)
-    operation.estimate.took(monotonic() - operation.started)
+    operation.estimate.took(host.monotonic() - operation.started)
 
 
 def attend(operation: Operation) -> Generator[Any, Any, bool]:
@@ -241,7 +241,7 @@ def attend(operation: Operation) -> Generator[Any, Any, bool]:
     loop, task = _here()
     turn = _turn_of(loop)
     yield from _asyncio_turn(loop, turn) if task is None else _trio_turn(turn)
-    return operation.failure is not None or _inline(operation, turn, monotonic())
+    return operation.failure is not None or _inline(operation, turn, host.monotonic())
 
 
 def pause() -> Generator[Any, Any, None]:
@@ -330,7 +330,7 @@ def _inline(operation: Operation, turn: _Turn, now: float) -> bool:
     ):
         return operation.done()
     elif _hold(completion, turn, now):
-        estimate.took(monotonic() - operation.started)
+        estimate.took(host.monotonic() - operation.started)
     else:
         return operation.done()
     operation.over = completion.fine and operation.failure is None
@@ -341,7 +341,7 @@ def _hold(completion: Completion, turn: _Turn, now: float) -> bool:
     """Wait in place for as long as the turn may last; whether it is done."""
     until = now + _PATIENCE_SECONDS
     while not completion.wait(INLINE_SECONDS):
-        now = monotonic()
+        now = host.monotonic()
         if now >= until or not turn.may_last(now):
             turn.ends = -math.inf  # its time is spent
             return False
@@ -352,12 +352,12 @@ def _hold(completion: Completion, turn: _Turn, now: float) -> bool:
 
 
 def _asyncio_turn(loop: Any, turn: _Turn) -> Generator[Any, Any, None]:
-    if turn.over(monotonic()) or _must_cancel(loop):
+    if turn.over(host.monotonic()) or _must_cancel(loop):
         for _ in range(turn.rounds):
             yield
             if not turn.others_ready():
                 break
-        turn.ends = monotonic() + INLINE_SECONDS
+        turn.ends = host.monotonic() + INLINE_SECONDS
 
 
 def _must_cancel(loop: Any) -> bool:
@@ -394,10 +394,10 @@ def _resolve(future: asyncio.Future[None]) -> None:
 def _trio_turn(turn: _Turn) -> Generator[Any, Any, None]:
     import trio
 
-    if turn.over(monotonic()):
+    if turn.over(host.monotonic()):
         for _ in range(turn.rounds):  # tasks of one round run in any order
             yield from trio.lowlevel.checkpoint().__await__()
-        turn.ends = monotonic() + INLINE_SECONDS
+        turn.ends = host.monotonic() + INLINE_SECONDS
     else:
         yield from trio.lowlevel.checkpoint_if_cancelled().__await__()
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from asynccoll import host
 from asynccoll.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -51,10 +50,10 @@ _DONE = 2
 _FAILED = 3
 #: So many works of a scope are kept before it looks which of them are of no more interest.
 _FEW = 64
-_claim = threading.Lock()
+_claim = host.Lock()
 renew(_claim)
 #: Who waits for another thread to finish a work: hardly ever anybody.
-_finishing: dict[int, threading.Event] = {}
+_finishing: dict[int, host.Event] = {}
 
 #: Where works go that are created while a scope is open, for the scope to wait for.
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
@@ -138,10 +137,10 @@ class Work(Generic[T]):
         self._heard = True
         if self._state == _PENDING:
             plain = self._finish is None
-            ends = None if timeout is None else monotonic() + timeout
+            ends = None if timeout is None else host.monotonic() + timeout
             try:
                 for operation in self._operations:
-                    block(operation, None if ends is None else ends - monotonic())
+                    block(operation, None if ends is None else ends - host.monotonic())
                     plain = plain and operation.over
             except BaseException:
                 self._cut_short = True
@@ -370,7 +369,7 @@ class Work(Generic[T]):
                 if mine:
                     self._state = _FINISHING
                 elif self._state == _FINISHING:
-                    finished = _finishing.setdefault(id(self), threading.Event())
+                    finished = _finishing.setdefault(id(self), host.Event())
             if mine:
                 self._finish_here()
                 return True
@@ -458,7 +457,7 @@ class Members:
 
     def __init__(self, outer: Members | None = None) -> None:
         """``outer``: those of the enclosing scope, which get what is started once this one has been left."""
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self._most = _FEW
         self._works: list[Work[Any]] = []
         self._outer = outer

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from asynccoll import host
 from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
 
     from asynccoll.order.lane import Lane
     from asynccoll.order.operation import Operation
-    from asynccoll.transport.communicator import Backend, Communicator
+    from asynccoll.transport.backend import Backend
+    from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion
 
 __all__ = ["Context", "Identity"]
@@ -90,7 +90,7 @@ class Context:
         self.clients = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
         self.children = Children(self._close_lanes)
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self.world = self.add_group(tuple(range(self.world_size)))
         self.watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
@@ -195,16 +195,16 @@ class Context:
 
     def drain(self, seconds: float) -> list[Operation]:
         """Wait up to ``seconds`` for everything outstanding, also on the device; what is still out then."""
-        deadline = monotonic() + seconds
+        deadline = host.monotonic() + seconds
         for operation in self.outstanding():
             self.watch.add(operation)  # a peer may be gone, or have refused its side
-            while not operation.landed() and (left := deadline - monotonic()) > 0:
+            while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
-                    sleep(LAND_POLL_SECONDS)
+                    host.sleep(LAND_POLL_SECONDS)
         # Whom a refusal of ours is still on its way to must not find us gone.
         lanes = [lane for group in self._sorted_groups() for lane in group.lanes()]
-        while any(lane.is_settling for lane in lanes) and monotonic() < deadline:
-            sleep(LAND_POLL_SECONDS)
+        while any(lane.is_settling for lane in lanes) and host.monotonic() < deadline:
+            host.sleep(LAND_POLL_SECONDS)
         return self.outstanding()
 
     def close(self, *, abort: bool, patience: float = LEAVE_SECONDS) -> None:
@@ -261,11 +261,11 @@ class Context:
                 with self.clients.borrow() as store:
                     store.set(f"left/{self.rank}", "")
             return
-        deadline = monotonic() + patience
-        while (staying := self._staying()) and monotonic() < deadline:
+        deadline = host.monotonic() + patience
+        while (staying := self._staying()) and host.monotonic() < deadline:
             if set(staying) <= set(self.liveness.lost(staying)):
                 return
-            sleep(LEAVE_POLL_SECONDS)
+            host.sleep(LEAVE_POLL_SECONDS)
 
     def _staying(self) -> tuple[int, ...]:
         """The ranks that have not said goodbye."""
@@ -275,15 +275,13 @@ class Context:
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child: it says who this is, and carries nothing; what of it must not be destroyed."""
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         self.liveness.disown()
         return [completion for group in self.groups.values() for completion in group.disown(error)]
 
     async def computed(self, value: object) -> None:
-        """Wait until ``value`` is computed, where a backend puts that off (xla)."""
-        on_host = getattr(self.backend, "on_host", None)
-        if on_host is not None:
-            await on_host(value)
+        """Wait until ``value`` is computed, where a backend puts that off."""
+        await self.backend.on_host(value)
 
     # Failures
 
@@ -328,7 +326,7 @@ class Context:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
         communicator: Any = lane.communicator
         if communicator is not None:
-            threading.Thread(
+            host.Thread(
                 target=_quietly, args=(communicator.abort,), name="asynccoll-abort", daemon=True
             ).start()
 

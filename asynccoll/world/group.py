@@ -7,12 +7,12 @@ communicator of its own; its lanes do, by name, when first used.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
+from asynccoll import host
 from asynccoll.errors import (
     CollectiveError,
     InvalidArgumentError,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
     from asynccoll.plan.cost import Cost
-    from asynccoll.transport.communicator import Backend
+    from asynccoll.transport.backend import Backend
     from asynccoll.transport.completion import Completion
 
 __all__ = ["MAX_LANES", "Group"]
@@ -81,7 +81,7 @@ class Group:
         self._closing: set[Lane] = set()
         self._closed: dict[str, int] = {}  # how often: ranks that open a name again meet by another key
         self._turnstile: Turnstile | None = None
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
 
     def __repr__(self) -> str:
         return f"<asynccoll.Group {list(self.ranks)} on {self.context.backend.name}>"
@@ -170,7 +170,7 @@ class Group:
                     self._closed[each] = self._closed.get(each, 0) + 1
                 if lane is not None:
                     self._closing.add(lane)
-                    closer = threading.Thread(
+                    closer = host.Thread(
                         target=self._close, args=(lane,), name=f"asynccoll-close-{each}", daemon=True
                     )
                     closer.start()
@@ -196,7 +196,7 @@ class Group:
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child: the lanes are the parent's; what of them must not be destroyed."""
-        self._lock = threading.Lock()
+        self._lock = host.Lock()
         return [completion for lane in self.opened.values() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:

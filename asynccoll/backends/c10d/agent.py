@@ -17,8 +17,7 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from asynccoll.backends.common.resolver import names_are_quick
-from asynccoll.backends.common.tcpstore import LOOPBACK, connect
+from asynccoll.backends.api import LOOPBACK, connect, names_are_quick
 
 __all__ = ["is_agents", "meet_under_one_agent"]
 

@@ -17,12 +17,26 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._C._distributed_c10d as _native
 import torch.distributed as dist
 
+from asynccoll.backends.api import (
+    Backend,
+    Capabilities,
+    Context,
+    Exchange,
+    InProgress,
+    Opening,
+    Request,
+    Waiting,
+    host_of,
+    network,
+    of_torch,
+    own_device,
+)
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport
 from asynccoll.backends.c10d.completion import NEVER, HostCompletion, StreamCompletion
@@ -38,18 +52,7 @@ from asynccoll.backends.c10d.rendezvous import (
     rendezvous,
 )
 from asynccoll.backends.c10d.tables import GLOO, NCCL, OTHER
-from asynccoll.backends.common.gpu import own_device
-from asynccoll.backends.request import of_torch
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
-from asynccoll.host import network as own_interface
-from asynccoll.host.store import Exchange, Waiting, host_of
-from asynccoll.plan.spec import Capabilities
-from asynccoll.transport.waiters import InProgress
-
-if TYPE_CHECKING:
-    from asynccoll.backends.request import Request
-    from asynccoll.transport.communicator import Opening
-    from asynccoll.world.context import Context
 
 __all__ = ["C10dBackend"]
 
@@ -74,12 +77,8 @@ def _await_others(opening: Opening, names: list[str], size: int) -> None:
             clients.await_keys(keys, _CONNECTING_SECONDS, lambda: False)
 
 
-class C10dBackend:
+class C10dBackend(Backend):
     """c10d for one rank: which native backend serves which device, over which store."""
-
-    open_waits = True
-    ends_alone = False
-    ad_hoc_groups = True
 
     def __init__(
         self,
@@ -97,10 +96,9 @@ class C10dBackend:
         self.name = name
         self.device = device
         self.by_device = by_device
-        self.stream_ordered = device.type != "cpu"
         self.orders_lanes = "nccl" in by_device.values()
         self._timeout = timedelta(seconds=timeout)
-        self._interface = interface or os.environ.get(own_interface.VARIABLE)
+        self._interface = interface or os.environ.get(network.VARIABLE)
         self._address = address
         self._exported = exported
         self._owns_default_group = owns_default_group
@@ -209,7 +207,7 @@ class C10dBackend:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         self._default_group = None
-        own_interface.take_back(self._exported)
+        network.take_back(self._exported)
 
     def orphaned(self) -> bool:
         """Whether torch's default group, which this world came with, has been destroyed or replaced."""
@@ -302,8 +300,6 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 def create(request: Request) -> Context:
     """Join the world over c10d: torch's default group for everybody else, our own beside it."""
-    from asynccoll.world.context import Context
-
     options = request.take_options("interface", "by_node")
     by_node = _wish(options.get("by_node"))
     native = _default_group() if request.store is None and request.init_method is None else None
@@ -324,8 +320,8 @@ def create(request: Request) -> Context:
     # Where ranks are threads there can be no default group: torch has one a process.
     owns_default = not threads and not dist.is_initialized()
     # One host needs no more than its loopback, and a host without a network has no more.
-    address = "127.0.0.1" if identity.nnodes == 1 else own_interface.own_address(meeting_host)
-    exported = own_interface.use_for_torch(address) if address and identity.nnodes > 1 else None
+    address = "127.0.0.1" if identity.nnodes == 1 else network.own_address(meeting_host)
+    exported = network.use_for_torch(address) if address and identity.nnodes > 1 else None
     try:
         if owns_default:
             dist.init_process_group(
@@ -336,7 +332,7 @@ def create(request: Request) -> Context:
                 timeout=timedelta(seconds=request.timeout),
             )
     except RuntimeError as error:  # from torch's store, or from gloo
-        own_interface.take_back(exported)
+        network.take_back(exported)
         raise not_met(error, rank, world_size) from error
     backend = C10dBackend(
         request.backend,
@@ -393,8 +389,6 @@ def adopt(
 
     Without a store, as in a forked child, it can be asked for the rank's place, and no more.
     """
-    from asynccoll.world.context import Context
-
     by_device = parse_backend(name)
     identity = locate(matching_launch(rank, world_size), rank, world_size, [])
     backend = C10dBackend(

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
+from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, dtype_name
 from asynccoll.backends.c10d.completion import NEVER
 from asynccoll.errors import CollectiveMismatchError, PeerRefusedError
-from asynccoll.plan.spec import dtype_name
-from asynccoll.transport.completion import Completion, Promise
-from asynccoll.transport.waiters import InProgress, Waiters
 
 __all__ = ["Channels"]
 

@@ -12,11 +12,9 @@ import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
+from asynccoll.backends.api import Completion, ReduceOp, uncast
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND
-from asynccoll.modes.captured import uncast
-from asynccoll.plan.spec import ReduceOp
-from asynccoll.transport.completion import Completion
 
 __all__ = ["C10dCommunicator", "Transport"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.transport.completion import Completion
+from asynccoll.backends.api import Completion
 
 __all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
 

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from asynccoll.backends.api import LOOPBACK, Identity, LaunchInfo, Request, connect, detect, node_name
 from asynccoll.backends.c10d.agent import is_agents, meet_under_one_agent
 from asynccoll.backends.c10d.assembly import Member, assemble
-from asynccoll.backends.common.tcpstore import LOOPBACK, connect
-from asynccoll.environment.detection import LaunchInfo, detect
-from asynccoll.environment.host import node_name
 from asynccoll.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
     LaunchEnvironmentError,
     PeerLostError,
 )
-from asynccoll.world.context import Identity
-
-if TYPE_CHECKING:
-    from asynccoll.backends.request import Request
 
 __all__ = [
     "LOOPBACK",

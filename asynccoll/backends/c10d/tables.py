@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from asynccoll.plan.spec import Capabilities, Op, ReduceOp
+from asynccoll.backends.api import Capabilities, Op, ReduceOp
 
 __all__ = ["GLOO", "NCCL", "OTHER"]
 

@@ -17,18 +17,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from asynccoll.backends.common.gpu import own_device
-from asynccoll.backends.common.meeting import agree_on_store, make_default_group
+from asynccoll.backends.api import (
+    Backend,
+    Capabilities,
+    Context,
+    Identity,
+    Op,
+    Opening,
+    Promise,
+    ReduceOp,
+    Request,
+    agree_on_store,
+    make_default_group,
+    own_device,
+)
 from asynccoll.backends.horovod.library import load, start
+from asynccoll.backends.horovod.training import HorovodTraining
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError, collective_error
-from asynccoll.plan.spec import Capabilities, Op, ReduceOp
-from asynccoll.transport.completion import Promise
 
 if TYPE_CHECKING:
     from asynccoll.backends.horovod.communicator import HorovodCommunicator
-    from asynccoll.backends.request import Request
-    from asynccoll.transport.communicator import Opening
-    from asynccoll.world.context import Context, Identity
 
 __all__ = ["HorovodBackend"]
 
@@ -59,17 +67,13 @@ WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
 _LEAVE_SECONDS = 30.0
 
 
-class HorovodBackend:
+class HorovodBackend(Backend):
     """Horovod for one rank."""
 
     name = "horovod"
-    open_waits = True
-    ends_alone = False
     ad_hoc_groups = False
-    stream_ordered = False
-    orders_lanes = False
-    #: ranks that have run out of data can take part with zeros (``join``)
     joins = True
+    training = HorovodTraining()
 
     def __init__(self, hvd: Any, token: str, device: torch.device, *, owns_default_group: bool) -> None:
         from asynccoll.backends.horovod.communicator import Rounds
@@ -194,8 +198,6 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 def create(request: Request) -> Context:
     """Join the world that horovodrun made, or that the user has joined with ``hvd.init()``."""
-    from asynccoll.world.context import Context
-
     options = request.take_options("torch_group", "comm")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
@@ -221,7 +223,6 @@ def create(request: Request) -> Context:
 
 
 def _locate(hvd: Any) -> Identity:
-    from asynccoll.world.context import Identity
 
     return Identity(
         hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()

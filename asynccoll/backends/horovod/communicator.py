@@ -17,12 +17,19 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import mpi_lib
 
+from asynccoll.backends.api import (
+    READY,
+    AllOf,
+    Completion,
+    Promise,
+    Ready,
+    ReduceOp,
+    as_called,
+    as_matrix,
+    uncast,
+)
 from asynccoll.backends.horovod.completion import Common, HorovodCompletion, typed
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
-from asynccoll.modes.captured import as_called, uncast
-from asynccoll.plan.spec import ReduceOp
-from asynccoll.transport.communicator import as_matrix
-from asynccoll.transport.completion import READY, AllOf, Completion, Promise, Ready
 
 __all__ = ["HorovodCommunicator", "Rounds"]
 

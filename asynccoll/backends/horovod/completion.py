@@ -16,6 +16,7 @@ from time import monotonic
 
 from horovod.torch.mpi_ops import mpi_lib
 
+from asynccoll.backends.api import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Callback, Completion, progress
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
@@ -23,8 +24,6 @@ from asynccoll.errors import (
     PeerLostError,
     collective_error,
 )
-from asynccoll.transport.completion import Callback, Completion
-from asynccoll.transport.progress import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, progress
 
 __all__ = ["Common", "HorovodCompletion", "typed"]
 

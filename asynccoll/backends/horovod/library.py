@@ -13,7 +13,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from asynccoll.environment.info import LaunchInfo
+from asynccoll.backends.api import LaunchInfo
 from asynccoll.errors import BackendNotFoundError, CollectiveTimeoutError, LaunchEnvironmentError
 
 __all__ = ["INSTALL", "load", "present", "start"]

@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from asynccoll.backends.common.gpu import own_device
-from asynccoll.backends.common.meeting import agree_on_store, make_default_group
+from asynccoll.backends.api import (
+    Backend,
+    Capabilities,
+    Context,
+    Identity,
+    Op,
+    Opening,
+    ReduceOp,
+    Request,
+    Training,
+    agree_on_store,
+    make_default_group,
+    own_device,
+    usable_cores,
+)
 from asynccoll.backends.mpi.library import Library, load
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
-from asynccoll.host.cores import usable_cores
-from asynccoll.plan.spec import Capabilities, Op, ReduceOp
 
 if TYPE_CHECKING:
     from asynccoll.backends.mpi.communicator import MpiCommunicator
-    from asynccoll.backends.request import Request
-    from asynccoll.transport.communicator import Opening
-    from asynccoll.world.context import Context, Identity
 
 __all__ = ["MpiBackend"]
 
@@ -91,15 +99,18 @@ _ROWS = {
 _worlds = count(1)
 
 
-class MpiBackend:
+class MpiTraining(Training):
+    """DDP does not serve it."""
+
+    ddp = False
+
+
+class MpiBackend(Backend):
     """MPI for one rank."""
 
     name = "mpi"
-    open_waits = True
     ends_alone = True
-    ad_hoc_groups = True
-    stream_ordered = False
-    orders_lanes = False
+    training = MpiTraining()
 
     def __init__(
         self,
@@ -153,8 +164,6 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 def create(request: Request) -> Context:
     """Join the world that mpiexec made (of one, where there was none)."""
-    from asynccoll.world.context import Context
-
     options = request.take_options("torch_group")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
@@ -199,8 +208,6 @@ def _check_place(request: Request, rank: int, size: int) -> None:
 
 def _locate(mpi: Any, base: Any) -> Identity:
     """Which ranks share this node, asked of MPI."""
-    from asynccoll.world.context import Identity
-
     here = base.Split_type(mpi.COMM_TYPE_SHARED)
     leaders = base.allgather(here.bcast(base.Get_rank()))
     nodes = sorted(set(leaders))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from asynccoll.backends.api import Completion, Ready, ReduceOp, may_overlap, uncast
 from asynccoll.backends.mpi.completion import (
     LARGE_BYTES,
     Common,
@@ -38,10 +39,6 @@ from asynccoll.backends.mpi.types import (
     spread,
 )
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.memory.aliasing import may_overlap
-from asynccoll.modes.captured import uncast
-from asynccoll.plan.spec import ReduceOp
-from asynccoll.transport.completion import Completion, Ready
 
 __all__ = ["MpiCommunicator"]
 

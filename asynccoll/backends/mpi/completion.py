@@ -17,16 +17,17 @@ from typing import Any
 
 from mpi4py import MPI
 
-from asynccoll.backends.mpi.errors import typed
-from asynccoll.errors import CollectiveError, CollectiveMismatchError
-from asynccoll.transport.completion import Callback, Completion
-from asynccoll.transport.progress import (
+from asynccoll.backends.api import (
     GRACE_SECONDS,
     LONGEST_NAP_SECONDS,
     SHORTEST_NAP_SECONDS,
+    Callback,
+    Completion,
     give_way,
     progress,
 )
+from asynccoll.backends.mpi.errors import typed
+from asynccoll.errors import CollectiveError, CollectiveMismatchError
 
 __all__ = [
     "BURST",

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from asynccoll.backends.api import progress
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
-from asynccoll.transport.progress import progress
 
 __all__ = ["INSTALL", "Library", "load"]
 

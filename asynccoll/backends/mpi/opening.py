@@ -16,15 +16,13 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from asynccoll.backends.api import InProgress, Opening, Waiting
 from asynccoll.backends.mpi.library import Library
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
-from asynccoll.host.store import Waiting
-from asynccoll.transport.waiters import InProgress
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from asynccoll.transport.communicator import Opening
 
 __all__ = ["Opener"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from asynccoll.plan.spec import ReduceOp
+from asynccoll.backends.api import ReduceOp
 
 __all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "run_of_bytes", "spread"]
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asynccoll.backends.api import (
+    READY,
+    Backend,
+    Capabilities,
+    Completion,
+    Context,
+    Identity,
+    Op,
+    Opening,
+    ReduceOp,
+    Request,
+)
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.plan.spec import Capabilities, Op, ReduceOp
-from asynccoll.transport.completion import READY, Completion
-
-if TYPE_CHECKING:
-    from asynccoll.backends.request import Request
-    from asynccoll.transport.communicator import Opening
-    from asynccoll.world.context import Context
 
 __all__ = ["SerialBackend"]
 
@@ -118,15 +122,12 @@ class SerialCommunicator:
         """Nothing is ever in flight."""
 
 
-class SerialBackend:
+class SerialBackend(Backend):
     """The embedded default, and what ``initialize("serial")`` names."""
 
     name = "serial"
     open_waits = False
-    ends_alone = False
-    ad_hoc_groups = True
-    stream_ordered = False
-    orders_lanes = False
+    survives_fork = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -140,9 +141,6 @@ class SerialBackend:
     def close(self, *, abort: bool) -> None:
         """Nothing to close."""
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
-        return None
-
 
 def capabilities(name: str, device: str) -> Capabilities:
     """The one row there is."""
@@ -151,8 +149,6 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 def create(request: Request) -> Context:
     """A world of one, by name."""
-    from asynccoll.world.context import Context, Identity
-
     request.take_options()
     if (request.world_size or 1) != 1:
         raise InvalidArgumentError(

@@ -11,21 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asynccoll.backends.api import (
+    Backend,
+    Capabilities,
+    Context,
+    Identity,
+    Op,
+    Opening,
+    ReduceOp,
+    Request,
+    Signal,
+    flatten,
+)
+from asynccoll.backends.xla.training import XlaTraining
 from asynccoll.errors import (
     InvalidArgumentError,
     LaunchEnvironmentError,
     UnsupportedOpError,
     collective_error,
 )
-from asynccoll.plan.spec import Capabilities, Op, ReduceOp
 
 if TYPE_CHECKING:
-    from asynccoll.backends.request import Request
     from asynccoll.backends.xla.communicator import XlaCommunicator
     from asynccoll.backends.xla.device import Device
     from asynccoll.backends.xla.replicas import Replicas
-    from asynccoll.transport.communicator import Opening
-    from asynccoll.world.context import Context
 
 __all__ = ["XlaBackend"]
 
@@ -65,14 +74,12 @@ ON_CPU = _row((torch.float16, torch.float32, torch.float64))
 ON_TPU = _row((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
-class XlaBackend:
+class XlaBackend(Backend):
     """XLA for one rank: its device, its progress thread, and the replicas beside it."""
 
     name = "xla-tpu"
     open_waits = False
-    ends_alone = False
-    stream_ordered = False
-    orders_lanes = False
+    training = XlaTraining()
 
     def __init__(self, xla: Device, rank: int, size: int, replicas: Replicas | None) -> None:
         from asynccoll.backends.xla.progress import Progress
@@ -107,9 +114,6 @@ class XlaBackend:
 
     async def on_host(self, value: Any) -> None:
         """Wait until everything in ``value`` is computed, without holding the loop."""
-        from asynccoll.plan.trees import flatten
-        from asynccoll.waiting.suspending import Signal
-
         pending = [x for x in flatten(value)[0] if isinstance(x, torch.Tensor) and x.device.type == "xla"]
         if not pending:
             return
@@ -134,10 +138,6 @@ class XlaBackend:
         """Whether the calling thread works for this replica's device; autograd has one for each."""
         return self.xla.is_of_this_thread()
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
-        """There is none: XLA's collectives name their ranks in the program."""
-        return
-
     def close(self, *, abort: bool) -> None:
         self.progress.close()
 
@@ -160,7 +160,6 @@ def create(request: Request) -> Context:
 
     from asynccoll.backends.xla.device import Device
     from asynccoll.backends.xla.replicas import join
-    from asynccoll.world.context import Context, Identity
 
     request.take_options()
     if request.store is not None or request.init_method not in (None, "env://"):

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from asynccoll.backends.api import Promise, mismatch
 from asynccoll.backends.xla.collectives import Collective, Matrix
 from asynccoll.errors import CollectiveError, CollectiveMismatchError
-from asynccoll.health.checks import mismatch
-from asynccoll.transport.completion import Promise
 
 if TYPE_CHECKING:
     from asynccoll.backends.xla.device import Device

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from asynccoll.modes.captured import uncast
-from asynccoll.plan.spec import ReduceOp, dtype_name
+from asynccoll.backends.api import ReduceOp, dtype_name, uncast
 
 __all__ = [
     "AllGather",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asynccoll.backends.api import Completion, ReduceOp, as_matrix, uncast
 from asynccoll.backends.xla.calls import Call, Deliver, Replica, Shape
 from asynccoll.backends.xla.collectives import (
     AllGather,
@@ -28,10 +29,6 @@ from asynccoll.backends.xla.collectives import (
 )
 from asynccoll.backends.xla.device import take_settled
 from asynccoll.errors import PeerLostError
-from asynccoll.modes.captured import uncast
-from asynccoll.plan.spec import ReduceOp
-from asynccoll.transport.communicator import as_matrix
-from asynccoll.transport.completion import Completion
 
 if TYPE_CHECKING:
     from asynccoll.backends.xla.meeting import Meeting

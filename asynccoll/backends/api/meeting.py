@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from asynccoll.backends.common.tcpstore import connect
+from asynccoll.backends.api.tcpstore import connect
 from asynccoll.host.network import own_address
 
 if TYPE_CHECKING:

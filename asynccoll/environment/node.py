@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from pathlib import Path
+
+from asynccoll import host
 
 __all__ = ["VARIABLE", "node_name"]
 
@@ -27,4 +28,4 @@ def node_name() -> str:
     boot = ""
     with contextlib.suppress(OSError):  # not Linux
         boot = _BOOT_ID.read_text().strip()
-    return f"{socket.gethostname()}/{boot}"
+    return f"{host.gethostname()}/{boot}"

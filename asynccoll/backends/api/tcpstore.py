@@ -16,7 +16,7 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from asynccoll.backends.common.resolver import without_lookups
+from asynccoll.backends.api.resolver import without_lookups
 
 __all__ = ["LOOPBACK", "connect", "served"]
 

@@ -1,0 +1,89 @@
+"""What a backend is made of: ours take nothing else from this library, and another package's may take it all.
+
+A backend is a module with ``create(request) -> Context`` and, for ``ac.explain`` without a world,
+``capabilities(name, device) -> Capabilities``. It is found by name, through a row of ``backends.table`` or
+the entry-point group ``asynccoll.backends`` (name -> ``module:create``). ``create`` gives the context a
+``Backend``, which opens a ``Communicator`` for each lane; every native call gives a ``Completion``.
+
+The rest is of use where a library needs it: threads that poll or wait (``progress``, ``Waiters``), a store
+and who meets there (``connect``, ``agree_on_store``, ``Exchange``), the launcher's word (``detect``).
+"""
+
+from asynccoll.backends.api.gpu import own_device
+from asynccoll.backends.api.meeting import agree_on_store, make_default_group
+from asynccoll.backends.api.request import Request, of_torch
+from asynccoll.backends.api.resolver import names_are_quick
+from asynccoll.backends.api.tcpstore import LOOPBACK, connect
+from asynccoll.environment.detection import LaunchInfo, detect
+from asynccoll.environment.node import node_name
+from asynccoll.health.checks import mismatch
+from asynccoll.host import give_way, network
+from asynccoll.host.cores import usable_cores
+from asynccoll.host.store import Exchange, Waiting, host_of, values
+from asynccoll.memory.aliasing import may_overlap
+from asynccoll.modes.captured import as_called, uncast
+from asynccoll.plan.spec import Capabilities, Op, ReduceOp, dtype_name
+from asynccoll.plan.trees import flatten
+from asynccoll.transport.backend import Backend
+from asynccoll.transport.communicator import Communicator, Opening, as_matrix
+from asynccoll.transport.completion import READY, AllOf, Callback, Completion, Promise, Ready
+from asynccoll.transport.progress import (
+    GRACE_SECONDS,
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
+    progress,
+)
+from asynccoll.transport.training import Training
+from asynccoll.transport.waiters import InProgress, Waiters
+from asynccoll.waiting.suspending import Signal
+from asynccoll.world.context import Context, Identity
+
+__all__ = [
+    "GRACE_SECONDS",
+    "LONGEST_NAP_SECONDS",
+    "LOOPBACK",
+    "READY",
+    "SHORTEST_NAP_SECONDS",
+    "AllOf",
+    "Backend",
+    "Callback",
+    "Capabilities",
+    "Communicator",
+    "Completion",
+    "Context",
+    "Exchange",
+    "Identity",
+    "InProgress",
+    "LaunchInfo",
+    "Op",
+    "Opening",
+    "Promise",
+    "Ready",
+    "ReduceOp",
+    "Request",
+    "Signal",
+    "Training",
+    "Waiters",
+    "Waiting",
+    "agree_on_store",
+    "as_called",
+    "as_matrix",
+    "connect",
+    "detect",
+    "dtype_name",
+    "flatten",
+    "give_way",
+    "host_of",
+    "make_default_group",
+    "may_overlap",
+    "mismatch",
+    "names_are_quick",
+    "network",
+    "node_name",
+    "of_torch",
+    "own_device",
+    "progress",
+    "uncast",
+    "usable_cores",
+    "values",
+]

@@ -1,0 +1,36 @@
+"""Training on Horovod: its optimizer where its options are given, and states that begin as rank 0's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asynccoll.backends.api import Training
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["HorovodTraining"]
+
+
+class HorovodTraining(Training):
+    """DDP does not serve it; Horovod's optimizer has its gradients in flight until ``step``."""
+
+    ddp = False
+
+    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer | None:
+        import horovod.torch as hvd
+
+        distributed: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
+        self.adopt(distributed)
+        return distributed
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Its state becomes that of rank 0."""
+        import horovod.torch as hvd
+
+        # LBFGS has no state before its first step, and Horovod cannot send one that is not there.
+        if optimizer.state or not isinstance(optimizer, torch.optim.LBFGS):
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)

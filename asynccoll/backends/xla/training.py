@@ -1,0 +1,41 @@
+"""Training on XLA: batches are loaded onto the device ahead, and a step executes what was recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.backends.api import Training
+
+if TYPE_CHECKING:
+    import logging
+
+    import torch
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+__all__ = ["XlaTraining"]
+
+
+class XlaTraining(Training):
+    """DDP does not serve it, and torch_xla's own ``optimizer_step`` reduces outside of our order."""
+
+    ddp = False
+    pins_memory = False
+
+    def loader(self, loader: DataLoader[Any], device: torch.device, log: logging.Logger) -> Any:
+        from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+        log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
+        wrapped = MpDeviceLoader(loader, device)
+        wrapped.sampler = loader.sampler
+        return wrapped
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_post_hook(_execute)
+
+
+def _execute(*_: Any) -> None:
+    """Have XLA run what the step has recorded, as its own ``optimizer_step`` does."""
+    import torch_xla
+
+    torch_xla.sync()

@@ -1,0 +1,62 @@
+"""``asynccoll explain``: what a collective would do on a backend, and why."""
+
+from __future__ import annotations
+
+import argparse
+
+from asynccoll.cli.common import Commands
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["add"]
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser("explain", help="show what a collective would do on a backend, and why")
+    parser.add_argument("operation", help="all_reduce, all_gather, reduce_scatter ...")
+    parser.add_argument("--shape", default="", metavar="N,N,...", help="empty: a single number")
+    parser.add_argument("--dtype", default="float32", metavar="NAME", help="default float32")
+    parser.add_argument("--reduce-op", "--op", default="sum", metavar="NAME", help="default sum")
+    parser.add_argument("--backend", default="gloo", metavar="NAME", help="default gloo")
+    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="default 2")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of equally many ranks, default 1")
+    parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, xla for xla-tpu, else cpu")
+    parser.add_argument("--check", action="store_true", help="with check='full'")
+    parser.set_defaults(carry_out=_explain)
+
+
+def _explain(given: argparse.Namespace) -> int:
+    from asynccoll.backends.table import usual_device
+    from asynccoll.ops.explaining import explain_offline
+
+    plan = explain_offline(
+        given.operation,
+        backend=given.backend,
+        world_size=_at_least_one(given.world_size, "world size"),
+        shape=_shape(given.shape),
+        dtype=given.dtype,
+        device=given.device or usual_device(given.backend),
+        op=given.reduce_op,
+        check=given.check,
+        nodes=_at_least_one(given.nodes, "a number of nodes of"),
+    )
+    print(plan)
+    return 0
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """``4,4`` as a shape; nothing at all is the shape of a single number."""
+    try:
+        shape = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        shape = (-1,)
+    if any(extent < 0 for extent in shape):
+        raise InvalidArgumentError(
+            f"shape {text!r} cannot be read; expected sizes with commas between, such as 4,4"
+        )
+    return shape
+
+
+def _at_least_one(count: int, what: str) -> int:
+    if count < 1:
+        raise InvalidArgumentError(f"{what} {count} is not possible; it is at least 1")
+    return count

@@ -1,0 +1,43 @@
+"""One command line: the command is looked up and carried out; a typed error is one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from asynccoll import __version__
+from asynccoll.cli import explain, info, run
+from asynccoll.cli.common import USAGE_ERROR
+from asynccoll.errors import AsyncCollError
+
+__all__ = ["main"]
+
+#: In the order in which ``--help`` shows them.
+COMMANDS = (run, info, explain)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out one command line and return the exit code."""
+    given = _parser().parse_args(argv)
+    try:
+        code: int = given.carry_out(given)
+    except AsyncCollError as error:
+        print(f"asynccoll: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asynccoll",
+        description="Awaitable collectives for PyTorch.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"asynccoll {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

@@ -1,0 +1,77 @@
+"""Connections that carry nothing, and tell by being there that the process at the other end is.
+
+The kernel keeps a listening socket's promise for a process that lives, even a stopped one, and closes what a
+dead one had. It must not know who asks, nor why.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+from asynccoll import host
+
+__all__ = ["Line", "connect", "is_open", "listen"]
+
+K = TypeVar("K", bound=Hashable)
+Line = socket.socket
+
+#: Connections that are held without being served, one of each peer; the system may allow fewer.
+_PEERS = 1 << 16
+#: Seconds of silence, seconds between questions, questions: what Linux has; others have defaults.
+_KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+}
+
+
+def listen(address: str) -> tuple[Line, int]:
+    """A socket at ``address`` that nobody ever serves, and its port."""
+    beacon = socket.socket(_family(address), socket.SOCK_STREAM)
+    beacon.bind((address, 0))
+    beacon.listen(_PEERS)
+    return beacon, beacon.getsockname()[1]
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_open(line: Line) -> bool:
+    """Whether the other end still stands; nobody ever sends anything."""
+    try:
+        return bool(line.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K, Line], list[K]]:
+    """A line to each of ``peers`` (address, port) whose kernel accepts, asked all at once; who is silent."""
+    lines: dict[K, Line] = {}
+    with selectors.DefaultSelector() as selector:
+        for peer, at in peers.items():
+            attempt = socket.socket(_family(at[0]), socket.SOCK_STREAM)
+            attempt.setblocking(False)
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():  # a host that is gone ends it, too
+                attempt.setsockopt(socket.IPPROTO_TCP, option, value)
+            attempt.connect_ex(at)
+            selector.register(attempt, selectors.EVENT_WRITE, peer)
+        deadline = host.monotonic() + seconds
+        while selector.get_map() and (left := deadline - host.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                attempt = key.fileobj  # type: ignore[assignment]  # registered as a socket above
+                selector.unregister(attempt)
+                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    lines[key.data] = attempt
+                else:
+                    attempt.close()
+        silent = list(selector.get_map().values())
+        for key in silent:
+            key.fileobj.close()  # type: ignore[union-attr]
+    return lines, [key.data for key in silent]

@@ -1,0 +1,38 @@
+"""Threads, locks, clocks and sleep, under the names that the standard library has for them.
+
+Everything above takes them from here, by attribute (``host.Lock()``, ``host.monotonic()``), and never keeps
+one under a name of its own: so what stands behind a name can be exchanged for all of the library at once,
+and the same code runs in another world's time.
+"""
+
+from __future__ import annotations
+
+import os
+from queue import SimpleQueue
+from socket import gethostname
+from threading import Condition, Event, Lock, RLock, Thread, current_thread, get_ident
+from time import monotonic, perf_counter, sleep
+
+__all__ = [
+    "Condition",
+    "Event",
+    "Lock",
+    "RLock",
+    "SimpleQueue",
+    "Thread",
+    "current_thread",
+    "get_ident",
+    "gethostname",
+    "give_way",
+    "monotonic",
+    "perf_counter",
+    "sleep",
+]
+
+
+def _give_way() -> None:
+    sleep(0)
+
+
+#: Let another thread run, if one wants to.
+give_way = getattr(os, "sched_yield", _give_way)

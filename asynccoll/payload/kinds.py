@@ -1,0 +1,119 @@
+"""The values that travel as themselves: a row for each kind, with how it becomes bytes and comes back.
+
+What a kind is called on the wire is the place of its row, so a new one goes to the end.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = [
+    "KINDS",
+    "OBJECT",
+    "ROW_BYTES",
+    "TENSOR",
+    "Kind",
+    "is_number",
+    "is_value",
+    "kind_of",
+    "number_row",
+    "numbers_of",
+]
+
+_INT64 = struct.Struct("<q")
+_FLOAT64 = struct.Struct("<d")
+_COMPLEX128 = struct.Struct("<dd")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value."""
+
+    types: tuple[type, ...]
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+    #: of a number, which has a fixed length: its bytes
+    size: int = 0
+
+
+def _pack_int(x: int) -> bytes:
+    try:
+        return _INT64.pack(x)
+    except struct.error:
+        raise InvalidArgumentError(
+            f"the int {x} does not fit into 64 bits; send it as str, or with all_gather_object"
+        ) from None
+
+
+#: A value is of the first kind of whose types it is an instance: bool before int.
+KINDS = (
+    Kind((bool,), lambda x: bytes([x]), lambda raw: bool(raw[0]), 1),
+    Kind((int,), _pack_int, lambda raw: _INT64.unpack(raw)[0], 8),
+    Kind((float,), _FLOAT64.pack, lambda raw: _FLOAT64.unpack(raw)[0], 8),
+    Kind(
+        (complex,),
+        lambda x: _COMPLEX128.pack(x.real, x.imag),
+        lambda raw: complex(*_COMPLEX128.unpack(raw)),
+        16,
+    ),
+    Kind(
+        (str,), lambda x: x.encode("utf-8", "surrogatepass"), lambda raw: raw.decode("utf-8", "surrogatepass")
+    ),
+    Kind(
+        (pathlib.PurePath,),
+        lambda x: str(x).encode("utf-8", "surrogateescape"),
+        lambda raw: pathlib.Path(raw.decode("utf-8", "surrogateescape")),
+    ),
+    Kind((type(None),), lambda _: b"", lambda _: None),
+)
+#: What is no value has a place from the other end.
+TENSOR, OBJECT = 255, 254
+
+_BY_TYPE = {kind.types[0]: code for code, kind in enumerate(KINDS)}
+_VALUES = tuple(each for kind in KINDS for each in kind.types if each is not type(None))
+_NUMBERS = tuple(each for kind in KINDS if kind.size for each in kind.types)
+
+
+def is_value(x: Any) -> bool:
+    """Whether ``x`` is a number, a string or a path."""
+    return isinstance(x, _VALUES)
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a Python number (bool included)."""
+    return isinstance(x, _NUMBERS)
+
+
+def kind_of(x: Any) -> int | None:
+    """What a value is sent as; None if it cannot be."""
+    code = _BY_TYPE.get(type(x))
+    if code is None:
+        code = next((code for code, kind in enumerate(KINDS) if isinstance(x, kind.types)), None)
+    return code
+
+
+#: The length of a row that holds any number.
+ROW_BYTES = 1 + max(kind.size for kind in KINDS)
+
+
+def number_row(x: complex) -> bytes:
+    """A number as a row of a fixed length."""
+    code = kind_of(x)
+    assert code is not None and KINDS[code].size, f"{x!r} was checked to be a number"
+    return (bytes((code,)) + KINDS[code].pack(x)).ljust(ROW_BYTES, b"\0")
+
+
+def numbers_of(rows: bytearray, length: int) -> list[Any]:
+    """The numbers in rows of ``number_row``."""
+    starts = range(0, len(rows), length)
+    kinds = (KINDS[rows[start]] for start in starts)
+    return [
+        kind.unpack(bytes(rows[start + 1 : start + 1 + kind.size]))
+        for start, kind in zip(starts, kinds, strict=True)
+    ]

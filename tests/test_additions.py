@@ -1,0 +1,166 @@
+"""What it takes to add a backend, a launcher, a kind of value or a command: a file of its own and one table.
+
+Each is added to a copy of the package, used there, and the lines that changed elsewhere are counted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import asynccoll
+import scripts
+
+TOYS = Path(__file__).parent / "toys"
+PACKAGE = Path(asynccoll.__file__).parent
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Rows by the file and the line before them, files of its own, and a program that prints `told`."""
+
+    rows: dict[str, tuple[tuple[str, str], ...]]
+    program: str
+    told: str
+    files: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+
+
+BACKEND = """
+    import asyncio, torch, asynccoll as ac
+
+    async def main():
+        ac.initialize("mailbox")
+        rank, size = ac.get_rank(), ac.get_world_size()
+        async with ac.scope():
+            summed = ac.all_reduce({"x": torch.full((2,), rank + 1.0), "n": rank})
+            last = ac.broadcast(torch.full((2, 2), rank), src=2)
+        texts = await ac.all_gather(f"rank {rank}")
+        objects = await ac.all_gather_object({"rank": rank})
+        with ac.lane("other"):
+            await ac.barrier()
+        for lacking in ("all_to_all", "reduce_scatter"):
+            try:
+                getattr(ac, lacking)(torch.ones(3))
+            except ac.UnsupportedOpError as error:
+                assert "mailbox" in str(error), error
+            else:
+                raise AssertionError("it has that?")
+        assert summed.result()["x"].tolist() == [6.0, 6.0] and summed.result()["n"] == 3
+        assert last.result().tolist() == [[2, 2], [2, 2]]
+        assert objects == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        print(ac.backend(), texts)
+        ac.finalize()
+
+    asyncio.run(main())
+"""
+LAUNCHER = """
+    import asynccoll as ac
+    ac.initialize(timeout=30)
+    print(ac.backend(), ac.get_world_size(), ac.all_reduce(ac.get_rank() + 1).wait())
+    ac.finalize()
+"""
+KIND = """
+    import datetime, asynccoll as ac
+    day = datetime.date(2026, 2, 28)
+    assert ac.broadcast({"day": day, "n": [day]}).wait() == {"day": day, "n": [day]}
+    print(ac.all_gather(day).wait())
+"""
+COMMAND = """
+    import sys
+    from asynccoll.cli import main
+    sys.exit(main(["hello", "world"]))
+"""
+
+ADDITIONS = {
+    "backend": Addition(
+        {
+            "backends/table.py": (
+                (
+                    "_TABLE: dict[str, _Entry] = {",
+                    '    "mailbox": _Entry("asynccoll.backends.mailbox:create", lambda: True, ""),',
+                ),
+            )
+        },
+        BACKEND,
+        "mailbox ['rank 0', 'rank 1', 'rank 2']",
+        {"backends/mailbox.py": "mailbox.py"},
+        ranks=3,
+    ),
+    "launcher": Addition(
+        {"environment/detection.py": (("_LAUNCHERS = (", '    _siblings("drum", "DRUM", "the drummer"),'),)},
+        LAUNCHER,
+        "gloo 1 1",
+        env={"DRUM_RANK": "0", "DRUM_SIZE": "1", "DRUM_LOCAL_RANK": "0", "DRUM_LOCAL_SIZE": "1"},
+    ),
+    "kind of value": Addition(
+        {
+            "payload/kinds.py": (
+                ("import struct", "from datetime import date"),
+                (
+                    '    Kind((type(None),), lambda _: b"", lambda _: None),',
+                    "    Kind((date,), lambda x: str(x).encode(), lambda raw: date.fromisoformat(raw.decode())),",
+                ),
+            )
+        },
+        KIND,
+        "[datetime.date(2026, 2, 28)]",
+    ),
+    "command": Addition(
+        {
+            "cli/main.py": (
+                ("from asynccoll.cli import explain, info, run", "from asynccoll.cli import hello"),
+                ("COMMANDS = (run, info, explain)", "COMMANDS += (hello,)"),
+            )
+        },
+        COMMAND,
+        "hello world",
+        {"cli/hello.py": "hello.py"},
+    ),
+}
+
+
+def copy_with(addition: Addition, home: Path) -> Path:
+    """A copy of the package, with it."""
+    copy = home / "asynccoll"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, toy in addition.files.items():
+        shutil.copy(TOYS / toy, copy / path)
+    for path, rows in addition.rows.items():
+        lines = (copy / path).read_text().splitlines()
+        for before, row in rows:
+            lines.insert(lines.index(before) + 1, row)
+        (copy / path).write_text("\n".join(lines) + "\n")
+    return copy
+
+
+def lines_changed(copy: Path) -> dict[str, int]:
+    """How many lines of the package are others in the copy, by file."""
+    changed: dict[str, int] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(PACKAGE)
+        lines = difflib.ndiff(file.read_text().splitlines(), (copy / path).read_text().splitlines())
+        count = sum(line[0] in "+-" for line in lines)
+        if count:
+            changed[str(path)] = count
+    return changed
+
+
+@pytest.mark.parametrize("what", ADDITIONS)
+def test_touches_one_table(tmp_path: Path, what: str) -> None:
+    """A row (and an import) there, nothing anywhere else; and it works in everything that knows its like."""
+    addition = ADDITIONS[what]
+    copy = copy_with(addition, tmp_path)
+    assert lines_changed(copy) == {path: len(rows) for path, rows in addition.rows.items()}
+    env = {"PYTHONPATH": f"{tmp_path}:{scripts.rank_environment()['PYTHONPATH']}", **addition.env}
+    ended = scripts.run(
+        tmp_path, addition.program, ranks=addition.ranks, launched=addition.ranks > 1, env=env
+    )
+    for one in ended:
+        assert one.code == 0, one.err
+        assert one.out.strip() == addition.told
