@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from asynccoll.cli.main import main
+from asynccoll.cli.entry import main
 
 sys.exit(main())

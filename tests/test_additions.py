@@ -104,7 +104,7 @@ ADDITIONS = {
                 ("import struct", "from datetime import date"),
                 (
                     '    Kind((type(None),), lambda _: b"", lambda _: None),',
-                    "    Kind((date,), lambda x: str(x).encode(), lambda raw: date.fromisoformat(raw.decode())),",
+                    "    Kind((date,), lambda x: str(x).encode(), lambda x: date.fromisoformat(x.decode())),",
                 ),
             )
         },
@@ -113,7 +113,7 @@ ADDITIONS = {
     ),
     "command": Addition(
         {
-            "cli/main.py": (
+            "cli/entry.py": (
                 ("from asynccoll.cli import explain, info, run", "from asynccoll.cli import hello"),
                 ("COMMANDS = (run, info, explain)", "COMMANDS += (hello,)"),
             )

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from asynccoll.backends.c10d.assembly import Member, assemble
-from asynccoll.environment import host
+from asynccoll.environment import node
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.store import Clients, Exchange
 from patience import patient
@@ -121,14 +121,14 @@ def test_addresses_are_fetched_together_once_all_are_there(last: str) -> None:
 
 def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path: Path) -> None:
     """Equal names on two kernels are two nodes; one kernel is one."""
-    monkeypatch.delenv(host.VARIABLE, raising=False)
-    here = host.node_name()
-    assert host.node_name() == here
-    monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.delenv(node.VARIABLE, raising=False)
+    here = node.node_name()
+    assert node.node_name() == here
+    monkeypatch.setattr(node, "_BOOT_ID", tmp_path / "boot_id")
     (tmp_path / "boot_id").write_text("another\n")
-    assert host.node_name() not in (here, "")
-    monkeypatch.setattr(host.host, "gethostname", lambda: "another")
+    assert node.node_name() not in (here, "")
+    monkeypatch.setattr(node.host, "gethostname", lambda: "another")
     (tmp_path / "boot_id").unlink()
-    assert host.node_name() not in (here, "")
-    monkeypatch.setenv(host.VARIABLE, "rack 7")
-    assert host.node_name() == "rack 7"
+    assert node.node_name() not in (here, "")
+    monkeypatch.setenv(node.VARIABLE, "rack 7")
+    assert node.node_name() == "rack 7"

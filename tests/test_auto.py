@@ -27,6 +27,7 @@ import worlds
 from asynccoll.auto.models import optim_for
 from asynccoll.auto.place import here
 from ranks import raising
+from training_helpers import without_ddp
 
 DATA = TensorDataset(torch.arange(50.0).view(50, 1))
 
@@ -282,11 +283,10 @@ def test_async_optim_steps_on_the_average(world, runner):
 
 def reduced_by_the_step(me, with_closure):
     """What mpi does, where nothing else reduces gradients; the operations are the same on gloo."""
-    from dataclasses import replace
 
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = optim_for(replace(here(), backend="mpi"), optimizer, {"lane": f"step {with_closure}"})
+    optimizer = optim_for(without_ddp(here()), optimizer, {"lane": f"step {with_closure}"})
     for step in range(3):
 
         def closure(step=step):

@@ -15,7 +15,7 @@ import textwrap
 import pytest
 
 import asynccoll
-from asynccoll.cli.main import main
+from asynccoll.cli.entry import main
 from asynccoll.launch import report
 from asynccoll.launch.report import Failure
 from jobs import INHERITED, LIMIT_S, Job, on_linux

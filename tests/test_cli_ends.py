@@ -16,7 +16,7 @@ from jobs import LIMIT_S, on_linux
 #: The launcher with less time between Ctrl-C and what follows.
 HASTY = f"""
 import sys
-from asynccoll.cli.main import main
+from asynccoll.cli.entry import main
 from asynccoll.launch import processes
 assert processes._INTERRUPT_GRACE_S == {processes._INTERRUPT_GRACE_S}
 processes._INTERRUPT_GRACE_S = 0.2

@@ -16,7 +16,7 @@ import pytest
 
 import asynccoll
 import asynccoll.sync
-from asynccoll.cli import commands as cli
+from asynccoll.cli import entry as cli
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"

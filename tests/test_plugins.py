@@ -95,7 +95,7 @@ def test_sync_takes_a_backend_of_another_package(tmp_path: Path, installed: dict
 
 
 EXPLAINS = """
-    from asynccoll.cli.main import main
+    from asynccoll.cli.entry import main
     import sys
     sys.argv = ["asynccoll", "explain", "all_reduce", "--backend", "toy", "--world-size", "2"]
     sys.exit(main())

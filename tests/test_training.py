@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -18,6 +17,7 @@ from asynccoll.auto.place import here
 from programs import LOOPS, Alone, Program, differing, makes_sense, trained
 from ranks import Rank, raising
 from training_helpers import Auto as Reducing
+from training_helpers import without_ddp
 from worlds import World
 
 
@@ -27,8 +27,7 @@ def scalar(value: float = 1.0) -> nn.Parameter:
 
 def reducing(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     """The optimizer as on a backend that DDP does not serve; the operations are the same on gloo."""
-    place = here() if here().backend != "gloo" else replace(here(), backend="mpi")
-    return optim_for(place, optimizer, options)
+    return optim_for(without_ddp(here()), optimizer, options)
 
 
 # ---------------------------------------------------------------- auto_optim, in the loops that people write

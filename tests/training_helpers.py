@@ -22,10 +22,22 @@ from torch.utils.checkpoint import checkpoint
 
 import asynccoll as ac
 from asynccoll.auto.models import optim_for
-from asynccoll.auto.place import here
+from asynccoll.auto.place import Place, here
+from asynccoll.backends.api import Training
 from overlapping import SMALL
 from ranks import raising
 from training_models import Dropping, Small, Stack
+
+
+class WithoutDDP(Training):
+    """As on the backends that DDP does not serve."""
+
+    ddp = False
+
+
+def without_ddp(place: Place) -> Place:
+    """`place`, where `auto_optim` has the gradients averaged, as it does on other backends than this."""
+    return replace(place, training=WithoutDDP()) if place.training.ddp else place
 
 
 class Helper:
@@ -148,8 +160,7 @@ class Auto(Helper):
 
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
         super().__init__(model, optimizer, lane)
-        place = here() if here().backend != "gloo" else replace(here(), backend="mpi")
-        optim_for(place, optimizer, {"lane": lane, **SMALL})
+        optim_for(without_ddp(here()), optimizer, {"lane": lane, **SMALL})
         self.no_sync = getattr(optimizer, "no_sync", self.no_sync)  # type: ignore[method-assign]
         self.recovers = hasattr(optimizer, "synchronize")  # not in a world of one
 

@@ -3,6 +3,6 @@
 Parses and prints; the work is done elsewhere, and imported only by the command that needs it.
 """
 
-from asynccoll.cli.main import main
+from asynccoll.cli.entry import main
 
 __all__ = ["main"]
