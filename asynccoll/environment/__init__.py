@@ -2,3 +2,10 @@
 
 Starts nothing, and knows no collectives.
 """
+
+from asynccoll.environment.detection import detect
+from asynccoll.environment.info import LaunchInfo
+from asynccoll.environment.node import node_name
+from asynccoll.environment.nodes import Nodes
+
+__all__ = ["LaunchInfo", "Nodes", "detect", "node_name"]

@@ -1,7 +1,6 @@
-"""How the processes of a job come to be: reading a launcher's environment, starting ranks.
+"""How the processes of a job come to be: ``asynccoll run``, ``spawn``, ``Parallel``, and what they start with.
 
-``env`` and ``slurm`` are pure and tell who started this process; ``commands`` starts others.
-Nothing here knows about collectives.
+Knows environments, processes and how a backend wants its ranks started, not collectives.
 """
 
 from __future__ import annotations

@@ -2,3 +2,9 @@
 
 Knows tensors, not what is done with them.
 """
+
+from asynccoll.memory.aliasing import Claim, has_memory, may_overlap
+from asynccoll.memory.plain import plain_tensor
+from asynccoll.memory.unfilled import claims, refuse_unfilled
+
+__all__ = ["Claim", "claims", "has_memory", "may_overlap", "plain_tensor", "refuse_unfilled"]

@@ -3,3 +3,9 @@
 What it needs of the world (open a communicator, ask who is lost) stands in ``order.needs``, and is all that
 it knows.
 """
+
+from asynccoll.order.lane import Lane
+from asynccoll.order.needs import Members, World
+from asynccoll.order.operation import Operation
+
+__all__ = ["Lane", "Members", "Operation", "World"]

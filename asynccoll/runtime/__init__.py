@@ -2,3 +2,7 @@
 
 Puts a world together of whatever it takes; must not know what is sent there.
 """
+
+from asynccoll.runtime.process import current, finalize, initialize, is_initialized, new_group
+
+__all__ = ["current", "finalize", "initialize", "is_initialized", "new_group"]

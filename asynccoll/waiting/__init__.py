@@ -2,3 +2,8 @@
 
 Knows operations, not what they carry or which backend runs them.
 """
+
+from asynccoll.waiting.started import Started
+from asynccoll.waiting.work import Work, wait_all
+
+__all__ = ["Started", "Work", "wait_all"]
