@@ -1,4 +1,4 @@
-"""How the processes of a job come to be: ``asynccoll run``, ``spawn``, ``Parallel``, and what they start with.
+"""How the processes of a job come to be: ``asynccoll run``, ``spawn``, ``Parallel``, and what starts them.
 
 Knows environments, processes and how a backend wants its ranks started, not collectives.
 """
