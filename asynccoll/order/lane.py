@@ -11,7 +11,6 @@ What a lane must not know: what the operations mean, and which backend runs them
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,16 +20,15 @@ from asynccoll import host
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
-    LaneOrderError,
     PeerLostError,
     collective_error,
 )
-from asynccoll.host import actors
-from asynccoll.host.call_site import NOWHERE, Place, Spot, called_at, caller
+from asynccoll.host.call_site import called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.cut import Cut, Refusal, Verdict
 from asynccoll.order.job import Job, Program, Start
 from asynccoll.order.operation import Estimate, Operation
+from asynccoll.order.ownership import Owner, Owners, Stream
 from asynccoll.order.programs import program_as_called
 from asynccoll.order.stepping import Stepping, waiting
 from asynccoll.transport.completion import Completion, Promise, Ready
@@ -57,27 +55,8 @@ _GIVE_UP_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
 
-#: So many streams have their owners kept.
-_MOST_STREAMS = 4096
-
-#: Of messages: ("send" or "recv", the peer's index in the group, the tag).
-Stream = tuple[str, int, int]
 #: An operation that will never end, and what to tell of it.
 Lost = tuple[Operation, CollectiveError]
-
-
-class _Owner:
-    """Who issued last on an order, and where."""
-
-    __slots__ = ("actor", "spot")
-
-    def __init__(self) -> None:
-        self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
-        self.spot = NOWHERE
-
-
-def _nobody() -> None:
-    """The owner of an order on which nothing was issued."""
 
 
 class Lane:
@@ -105,13 +84,11 @@ class Lane:
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._in_flight: deque[Operation] = deque()  # of collectives, which end in order
         self._apart: list[Operation] = []  # what ends whenever it likes: messages, and what was given up
-        self._owner = _Owner()
-        self._owners: dict[Stream, _Owner] = {}  # of the streams
+        self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._together = False  # what is accepted now shares one place in the order
         self._before: Callable[[], object] | None = None  # what is to be accepted before anything else is
         self._started = 0  # the highest place that was queued and issued since
         self._touched = 0  # the place of the latest call that failed while it was being issued
-        self._checks_owner = world.checks_order and not name.endswith(BACKWARD)
         self._lock = host.Lock()
         self._queue: deque[Job] = deque()
         self._active: Job | None = None
@@ -237,7 +214,7 @@ class Lane:
         size_bytes: int,
         timeout: float | None,
         stream: Stream | None,
-        owner: _Owner,
+        owner: Owner,
     ) -> Operation:
         if self.communicator is None and not self._opening:
             self._open()
@@ -307,44 +284,11 @@ class Lane:
         finally:
             self._together = False
 
-    def _admitted_owner(self, stream: Stream | None) -> _Owner:
+    def _admitted_owner(self, stream: Stream | None) -> Owner:
         """Check that the caller may issue here now; from now on it owns this order."""
         if self.broken is not None:
             raise self.broken.with_traceback(None)
-        owner = self._owner if stream is None else self._stream_owner(stream)
-        if self._checks_owner:
-            node = actors.current()
-            held = owner.actor()
-            if held is not node.actor:
-                if held is not None:
-                    self._check_handover(node, held, owner.spot)
-                owner.actor = weakref.ref(node.actor)
-        return owner
-
-    def _stream_owner(self, stream: Stream) -> _Owner:
-        owner = self._owners.get(stream)
-        if owner is None:
-            if len(self._owners) >= _MOST_STREAMS:
-                self._owners.clear()  # a tag for each message: who sent the old ones is of no interest
-            owner = self._owners[stream] = _Owner()
-        return owner
-
-    def _check_handover(self, node: actors.Descent, held: actors.Actor, before: Spot) -> None:
-        """Another actor follows on this order: only once its owner has ended, or as its descendant."""
-        if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
-            return
-        raise self._crossing(node.actor, caller().place, held, before.place)
-
-    def _crossing(
-        self, actor: actors.Actor, place: Place, owner: actors.Actor, before: Place
-    ) -> LaneOrderError:
-        return LaneOrderError(
-            f"{actors.label(actor)} issued a collective on {self} at {place}, but that lane belongs to "
-            f"{actors.label(owner)}, which issued there at {before} and is still running. Two concurrent "
-            "tasks on one lane can be scheduled in different order on different ranks, which gives wrong "
-            "numbers. Give each task its own lane: lane='name' on the call, `with ac.lane('name'):` around "
-            "it, or start the tasks in `ac.create_task_group()`"
-        )
+        return self._owners.admit(stream, self)
 
     def _record(
         self,
@@ -353,7 +297,7 @@ class Lane:
         size_bytes: int,
         timeout: float | None,
         stream: Stream | None,
-        owner: _Owner,
+        owner: Owner,
     ) -> Operation:
         owner.spot = spot = caller()
         if stream is not None:

@@ -1,0 +1,85 @@
+"""Who may issue on a lane: the task, else thread, that did so last, until it ends or a descendant follows.
+
+Two tasks that run at a time may be scheduled in different order on different ranks, and their calls on one
+lane would then meet the wrong ones. Messages have an order of their own for each peer and tag: a stream.
+
+It must not know what is issued.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from asynccoll.errors import LaneOrderError
+from asynccoll.host import actors
+from asynccoll.host.call_site import NOWHERE, Spot, caller
+
+__all__ = ["Owner", "Owners", "Stream"]
+
+#: Of messages: ("send" or "recv", the peer's index in the group, the tag).
+Stream = tuple[str, int, int]
+
+#: So many streams have their owners kept.
+_MOST_STREAMS = 4096
+
+
+class Owner:
+    """Who issued last on an order, and where."""
+
+    __slots__ = ("actor", "spot")
+
+    def __init__(self) -> None:
+        self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
+        self.spot = NOWHERE
+
+
+def _nobody() -> None:
+    """The owner of an order on which nothing was issued."""
+
+
+class Owners:
+    """The owner of a lane's collectives, and those of its streams."""
+
+    def __init__(self, *, checked: bool) -> None:
+        """``checked``: whether another actor is refused; else owners only say where they have issued."""
+        self._checked = checked
+        self._collectives = Owner()
+        self._streams: dict[Stream, Owner] = {}
+
+    def admit(self, stream: Stream | None, lane: object) -> Owner:
+        """Check that the caller may issue on ``lane`` now; from now on it owns this order.
+
+        Raises:
+            LaneOrderError: its owner is still running, and is no ancestor of the caller.
+        """
+        owner = self._collectives if stream is None else self._of(stream)
+        if self._checked:
+            node = actors.current()
+            held = owner.actor()
+            if held is not node.actor:
+                if held is not None:
+                    _check_handover(node, held, owner.spot, lane)
+                owner.actor = weakref.ref(node.actor)
+        return owner
+
+    def _of(self, stream: Stream) -> Owner:
+        owner = self._streams.get(stream)
+        if owner is None:
+            if len(self._streams) >= _MOST_STREAMS:
+                self._streams.clear()  # a tag for each message: who sent the old ones is of no interest
+            owner = self._streams[stream] = Owner()
+        return owner
+
+
+def _check_handover(node: actors.Descent, held: actors.Actor, before: Spot, lane: object) -> None:
+    """Another actor follows on this order: only once its owner has ended, or as its descendant."""
+    if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
+        return
+    raise LaneOrderError(
+        f"{actors.label(node.actor)} issued a collective on {lane} at {caller().place}, but that lane "
+        f"belongs to {actors.label(held)}, which issued there at {before.place} and is still running. Two concurrent "
+        "tasks on one lane can be scheduled in different order on different ranks, which gives wrong "
+        "numbers. Give each task its own lane: lane='name' on the call, `with ac.lane('name'):` around "
+        "it, or start the tasks in `ac.create_task_group()`"
+    )
