@@ -53,11 +53,17 @@ class Call:
         )
 
     @property
+    def detached_first(self) -> bool:
+        """Of two calls in place, whether nobody waits for the first any more when the second is made."""
+        return self.form == "in place twice" and bool(self.seed % 2)
+
+    @property
     def one_sided(self) -> bool:
         """Whether only some of the ranks may refuse it."""
         return (
             self.payload == "wrong on one"
             or self.payload.endswith("None elsewhere")
+            or self.detached_first
             or (self.form == "out" and self.payload.startswith("tracked"))
         )
 

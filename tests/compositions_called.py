@@ -28,8 +28,13 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
         return ac.barrier(**keywords)
     if call.form == "in place twice":
         first = function(x, **keywords)
-        first.detach()  # held until the second was made: whether it is over is nobody's guess
-    work = function(x, **keywords)
+        if call.detached_first:
+            first.detach()  # each rank sees for itself whether it is over when the second is made
+    try:
+        work = function(x, **keywords)
+    finally:
+        if call.form == "in place twice":
+            first.detach()
     return work.map(_boxed) if call.form == "mapped" else work
 
 
