@@ -1,6 +1,6 @@
 """Elastic Horovod jobs: a training that goes on when workers are lost or come.
 
-Above the public API. Horovod does the work (``horovodrun`` with ``--min-np`` or a discovery script finds
+Horovod does the work (``horovodrun`` with ``--min-np`` or a discovery script finds
 the workers, ``hvd.elastic`` keeps and restores the state); here its world and ours are joined and left
 together, and our errors become the one that Horovod goes on after.
 """

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 import jobs
 import records
 import worlds
-from asynccoll.runtime import process as runtime
+from asynccoll.runtime import state
 
 #: Seconds after which a test is stopped where it stands.
 TEST_SECONDS = patient(150)
@@ -67,7 +67,7 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
 def _as_never_initialized() -> Iterator[None]:
     """A test that has finalized a world of this process leaves it as it was found."""
     yield
-    runtime._process.finalized = False
+    state.process.finalized = False
 
 
 @pytest.fixture(autouse=True)

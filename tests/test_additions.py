@@ -66,10 +66,10 @@ LAUNCHER = """
     ac.finalize()
 """
 KIND = """
-    import datetime, asynccoll as ac
-    day = datetime.date(2026, 2, 28)
-    assert ac.broadcast({"day": day, "n": [day]}).wait() == {"day": day, "n": [day]}
-    print(ac.all_gather(day).wait())
+    import uuid, asynccoll as ac
+    run = uuid.UUID(int=7)
+    assert ac.broadcast({"run": run, "n": [run]}).wait() == {"run": run, "n": [run]}
+    print(ac.all_gather(run).wait())
 """
 COMMAND = """
     import sys
@@ -101,15 +101,15 @@ ADDITIONS = {
     "kind of value": Addition(
         {
             "payload/kinds.py": (
-                ("import struct", "from datetime import date"),
+                ("import struct", "from uuid import UUID"),
                 (
                     '    Kind((type(None),), lambda _: b"", lambda _: None),',
-                    "    Kind((date,), lambda x: str(x).encode(), lambda x: date.fromisoformat(x.decode())),",
+                    "    Kind((UUID,), lambda x: x.bytes, lambda x: UUID(bytes=x)),",
                 ),
             )
         },
         KIND,
-        "[datetime.date(2026, 2, 28)]",
+        "[UUID('00000000-0000-0000-0000-000000000007')]",
     ),
     "command": Addition(
         {

@@ -13,7 +13,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
-from asynccoll.runtime import process as runtime
+from asynccoll.runtime import state
 from ranks import Rank, raising
 from worlds import World
 
@@ -224,7 +224,7 @@ def test_the_environment_asks_for_full_checks(tmp_path: Path) -> None:
 def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the program says itself is not overruled; and a wrong word is refused, by its name."""
     # A process of its own, as it were: after finalize nothing else in this one could be called.
-    monkeypatch.setattr(runtime, "_process", runtime._Process())
+    monkeypatch.setattr(state.process, "__dict__", vars(state.Process()))
     monkeypatch.setenv("ASYNCCOLL_CHECK", "everything")
     with pytest.raises(ac.InvalidArgumentError, match="everything"):
         ac.initialize("serial")

@@ -26,7 +26,7 @@ import asynccoll as ac
 import oracle
 import payloads
 from asynccoll.payload.codecs import PICKLE, SAFE, get_codec
-from asynccoll.payload.plaindata import tags
+from asynccoll.payload.safecodec import tags
 
 ATOMS = st.one_of(
     st.none(),

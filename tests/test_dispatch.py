@@ -213,12 +213,12 @@ def test_all_questions_have_an_answer() -> None:
 
 
 def test_sources_import_no_moving_part() -> None:
-    """dispatch.py and spec.py import only each other and the errors."""
-    for module in (dispatch, sys.modules["asynccoll.plan.spec"]):
+    """dispatch.py, wire.py and spec.py import only each other and the errors."""
+    for module in (dispatch, *(sys.modules[f"asynccoll.plan.{name}"] for name in ("wire", "spec"))):
         source = Path(str(module.__file__)).read_text()
         imported = {
             line.split()[1]
             for line in source.splitlines()
             if line.startswith(("from asynccoll", "import asynccoll"))
         }
-        assert imported <= {"asynccoll.errors", "asynccoll.plan.spec"}, imported
+        assert imported <= {"asynccoll.errors", "asynccoll.plan.spec", "asynccoll.plan.wire"}, imported

@@ -15,8 +15,8 @@ import oracle
 from asynccoll.plan.cost import Cost
 from asynccoll.runtime.process import current
 from asynccoll.tensors import fusing
+from asynccoll.tensors.bucketing import buckets, pack, unpack
 from asynccoll.tensors.fusing import DIRECT_BYTES
-from asynccoll.tensors.fusion import buckets, pack, unpack
 from ranks import Rank, raising
 from worlds import World
 

@@ -16,6 +16,7 @@ import asynccoll as ac
 import needs
 import spawned
 from asynccoll.launch import horovodrun
+from asynccoll.launch.place import without_place
 from patience import outlive, patient
 from worlds import rank_environment
 
@@ -311,5 +312,5 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
 def test_the_environment_of_another_job_is_not_passed_on() -> None:
     """Ranks that a rank starts get places of their own."""
     given = {"HOROVOD_RANK": "1", "HOROVOD_CYCLE_TIME": "2", "WORLD_SIZE": "3", "PATH": os.environ["PATH"]}
-    kept = horovodrun.without_place(given)
+    kept = without_place(given)
     assert kept == {"HOROVOD_CYCLE_TIME": "2", "PATH": os.environ["PATH"]}

@@ -13,7 +13,7 @@ import pytest
 
 import asynccoll as ac
 import spawned
-from asynccoll.runtime.process import _process
+from asynccoll.runtime.state import process
 from patience import patient
 from worlds import BACKENDS
 
@@ -22,7 +22,7 @@ from worlds import BACKENDS
 def _as_new() -> Any:
     """No world here afterwards."""
     yield
-    assert _process.context is None
+    assert process.context is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,7 +16,7 @@ import pytest
 
 import asynccoll as ac
 import spawned
-from asynccoll.runtime.process import _process
+from asynccoll.runtime.state import process
 from patience import patient
 from worlds import BACKENDS, free_port
 
@@ -25,7 +25,7 @@ from worlds import BACKENDS, free_port
 def _as_new() -> Any:
     """No world here before and after."""
     yield
-    assert _process.context is None
+    assert process.context is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

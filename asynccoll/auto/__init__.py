@@ -1,6 +1,6 @@
 """One line for model, optimizer and data: what ignite calls ``auto``.
 
-A user could have written it: it takes public names only.
+Knows overlap and how the backend wants to be trained on; never which backend it is.
 """
 
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader

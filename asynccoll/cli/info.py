@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
 
 
 def _info(given: argparse.Namespace) -> int:
-    from asynccoll.launch.describe import collect
+    from asynccoll.cli.describe import collect
 
     found = collect(__version__, available_backends)
     if given.json:

@@ -1,6 +1,6 @@
-"""Who started this process, and where it is in its job: pure functions of a mapping of variables.
+"""Who started this process, and where it is in its job: functions of a mapping of variables.
 
-Starts nothing, and knows no collectives.
+Starts no rank, changes no variable, and knows no collectives.
 """
 
 from asynccoll.environment.detection import detect

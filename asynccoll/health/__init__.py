@@ -1,6 +1,6 @@
 """What goes wrong, on which rank: who is lost, who has refused what, who called something else.
 
-Knows lanes and the store; what to do about it is told to it by the world.
+Asks the store and the other hosts, and tells lanes; which error a call then raises is the world's word.
 """
 
 from asynccoll.health.liveness import Liveness

@@ -1,6 +1,6 @@
 """What the system gives: threads and clocks, processes, forks, exits, sockets, the store, and who is calling.
 
-Knows nothing of collectives: whatever is above is handed to it as a function or a value.
+Must not know what a collective is: what is above is handed to it as a function, a value or a protocol.
 """
 
 from asynccoll.host.primitives import (

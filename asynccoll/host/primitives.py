@@ -1,8 +1,9 @@
 """Threads, locks, clocks and sleep, under the names that the standard library has for them.
 
-Everything above takes them from here, by attribute (``host.Lock()``, ``host.monotonic()``), and never keeps
-one under a name of its own: so what stands behind a name can be exchanged for all of the library at once,
-and the same code runs in another world's time.
+What stands between a user's call and a backend takes them by attribute of the package (``host.Lock()``,
+``host.monotonic()``), and never keeps one under a name of its own: so what stands behind a name there can be
+exchanged for all of it at once, and the same code runs in another world's time. Backends and launchers have
+threads and clocks of their own: they are the edge, and another world has other ones.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from asynccoll.backends.horovod.library import INSTALL
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.launch import horovodrun_quiet
 
-__all__ = ["Horovodrun", "find", "without_place"]
+__all__ = ["Horovodrun", "find"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,3 @@ def find() -> Horovodrun:
             f"there is no horovodrun in this Python environment or on the path; it comes with {INSTALL}"
         )
     return Horovodrun(found, (found,))  # of another Python
-
-
-def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the place that another launcher gave this process."""
-    given = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_")
-    torch_place = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-    return {k: v for k, v in environ.items() if not k.startswith(given) and k not in torch_place}

@@ -2,7 +2,7 @@
 
 The contract is that of ``ignite.distributed.Parallel``: with ``nproc_per_node`` the ranks are spawned
 by ``run``, without it this process is one rank of a world that torchrun, mpiexec, SLURM or ``asynccoll
-run`` has made. Uses the public API only.
+run`` has made.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What starts them depends on the backend: a table, one row each. The ranks of c10d backends are started
 by torch.multiprocessing and meet in a store that this process serves; those of mpi by the mpiexec of
 this environment, those of horovod by ``horovod.run``; those of xla-tpu are threads of one new process,
-one for each device. Above the public API: a rank calls ``initialize``, the function, ``finalize``.
+one for each device. A rank calls ``initialize``, the function, ``finalize``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from asynccoll.backends.table import check_usable, starting
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.launch import child, horovodrun, mpi_rank, mpiexec, xla_rank
+from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
 from asynccoll.launch.job import Job, failed, portable
+from asynccoll.launch.place import without_place
 from asynccoll.launch.processes import end
 from asynccoll.runtime.process import finalize, initialize
 
@@ -249,11 +250,11 @@ def _rank(local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, obje
 def _spawn_mpi(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
     _one_node(task, kwargs)
     launcher = mpiexec.find()
-    environ = launcher.environment(_without_place(os.environ))
+    environ = launcher.environment(without_place(os.environ))
     _run_by_plan(
         replace(task, options=kwargs),
         ranks,
-        lambda plan: launcher.command(ranks, [sys.executable, str(Path(mpi_rank.__file__)), plan]),
+        lambda plan: launcher.command(ranks, [sys.executable, str(Path(planned_rank.__file__)), plan]),
         environ,
         "mpiexec",
     )
@@ -307,11 +308,11 @@ def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
     import horovod
 
     with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
-        environ = horovodrun.without_place(os.environ)
+        environ = without_place(os.environ)
         try:
             with _environment(environ):
                 # As bytes: other hosts do not see our files.
-                horovod.run(mpi_rank.main, (_plan(told),), num_proc=ranks, hosts=hosts, use_gloo=True)
+                horovod.run(planned_rank.main, (_plan(told),), num_proc=ranks, hosts=hosts, use_gloo=True)
         except RuntimeError as error:
             raise failed(told, range(ranks), {}, str(error)) from None
 
@@ -329,19 +330,12 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the place that a launcher gave this process: its ranks have others."""
-    given = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_")
-    torch_place = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-    return {k: v for k, v in environ.items() if not k.startswith(given) and k not in torch_place}
-
-
 # torch_xla
 
 
 def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
     _one_node(task, kwargs)
-    environ = _without_place(os.environ)
+    environ = without_place(os.environ)
     if not environ.get("PJRT_DEVICE", "CPU").startswith("TPU"):
         xla_threads.environment(ranks, environ)
     program = str(Path(xla_rank.__file__))

@@ -1,7 +1,7 @@
 """The program that ``spawn`` starts for the ranks of xla-tpu: ``python xla_rank.py PLAN``.
 
 On the CPU all ranks are threads of this one process, for several processes would each be a world of
-one. On TPU torch_xla starts a process for each chip. The plan is as in ``mpi_rank.py``.
+one. On TPU torch_xla starts a process for each chip. The plan is as in ``planned_rank.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which tensors may be sent and filled, which share memory, and what an earlier call still fills.
 
-Knows tensors, not what is done with them.
+Knows tensors and who is to fill them; not how, nor over which backend.
 """
 
 from asynccoll.memory.aliasing import Claim, has_memory, may_overlap

@@ -13,6 +13,7 @@ from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.unfilled import refuse_unfilled
 
 __all__ = [
+    "ORDINARY",
     "overwritten",
     "plain_tensor",
     "plain_tensors",
@@ -21,7 +22,8 @@ __all__ = [
     "writable_together",
 ]
 
-_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Types of tensors that are nothing but memory.
+ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr
 _is_inference = torch.Tensor.is_inference
 _is_nested = attrgetter("is_nested")
@@ -35,7 +37,7 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
     is refused with ``InvalidArgumentError``.
     """
     try:
-        plain = type(x) in _ORDINARY and x.data_ptr() and not x.is_nested
+        plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested
     except RuntimeError:  # no storage: ``_explained`` says why
         plain = False
     if not plain:
@@ -46,7 +48,7 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
 
 def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """``plain_tensor`` of each, quick where all are ordinary."""
-    if _ORDINARY.issuperset(map(type, xs)):
+    if ORDINARY.issuperset(map(type, xs)):
         try:
             if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
                 refuse_unfilled(name, xs)
@@ -68,7 +70,7 @@ def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
         return x  # has no address, and is refused or carried by name elsewhere
     if not wrapped and not x.is_nested and (x.data_ptr() or not x.numel()):
         # ``as_subclass`` shares memory and history, and asks no ``__torch_function__``.
-        return x if type(x) in _ORDINARY else torch.Tensor.as_subclass(x, torch.Tensor)
+        return x if type(x) in ORDINARY else torch.Tensor.as_subclass(x, torch.Tensor)
     raise PayloadTypeError(f"{name} got {_what(x)}")
 
 

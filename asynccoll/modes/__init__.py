@@ -1,4 +1,4 @@
-"""torch's modes (grad, inference, autocast, default device) as values: taken at a call, kept by task.
+"""torch's modes as values: grad and inference taken at a call, these and autocast and device kept by task.
 
 Must not know what is called in them.
 """

@@ -14,8 +14,8 @@ from asynccoll.payload.scaling import Scaling
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology, equal_nodes
 from asynccoll.plan.trees import flatten, is_tree
+from asynccoll.tensors.bucketing import BUCKET_BYTES, buckets
 from asynccoll.tensors.fusing import direct_buckets
-from asynccoll.tensors.fusion import BUCKET_BYTES, buckets
 
 __all__ = ["explain_call", "explain_offline"]
 

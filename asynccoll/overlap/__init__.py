@@ -1,6 +1,7 @@
 """Training loops of your own whose communication disappears behind their compute.
 
-Each module here is one way to overlap, on top of the public operations alone:
+On top of the public operations alone (and of whose threads and clocks they take); each way to overlap is a
+module, and the others are what several of these share:
 
 - ``gradients``: reduced bucket by bucket while backward runs (``overlap_gradients``);
 - ``ddp``: DDP's own buckets on a lane of ours (``ddp_hook``);
@@ -9,7 +10,8 @@ Each module here is one way to overlap, on top of the public operations alone:
 - ``averaging``: local steps, and parameters averaged in the background (``average_parameters``);
 - ``prefetch``, ``window``: operations started ahead of a loop, and held back (``prefetch``, ``InFlight``);
 - ``parameters``: what the ranks start from (``broadcast_parameters``);
-- ``divergence``: whether they still have the same (``check_parameters``).
+- ``divergence``: whether they still have the same (``check_parameters``);
+- ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns.
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters

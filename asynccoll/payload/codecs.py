@@ -1,6 +1,6 @@
 """How arbitrary objects become bytes.
 
-The default codec decodes without running anybody's code, by a format of its own (``plaindata``).
+The default codec decodes without running anybody's code, by a format of its own (``safecodec``).
 ``codec="pickle"`` takes any picklable object, and with it the risk that decoding runs code which the sender
 chose.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.payload import plaindata
+from asynccoll.payload import safecodec
 
 __all__ = ["Codec", "get_codec"]
 
@@ -34,7 +34,7 @@ def _encode_pickle(obj: Any) -> bytes:
         raise PayloadTypeError(f"cannot pickle a {type(obj).__name__}: {error}") from error
 
 
-SAFE = Codec("safe", plaindata.encode, plaindata.decode)
+SAFE = Codec("safe", safecodec.encode, safecodec.decode)
 PICKLE = Codec("pickle", _encode_pickle, pickle.loads)
 _CODECS = {codec.name: codec for codec in (SAFE, PICKLE)}
 

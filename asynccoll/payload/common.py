@@ -20,7 +20,7 @@ from asynccoll.payload.values import as_number, check_number_reduction, from_mes
 from asynccoll.plan.spec import Op, ReduceOp, dtype_name
 from asynccoll.plan.trees import TreeSpec, flatten, unflatten
 from asynccoll.tensors import autograd
-from asynccoll.tensors.fusion import kind_of
+from asynccoll.tensors.bucketing import kind_of
 from asynccoll.waiting.started import Started, together
 
 _EXPECTED = (

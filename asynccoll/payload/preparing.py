@@ -16,8 +16,8 @@ from asynccoll.payload.reducing import split_rows
 from asynccoll.plan.spec import Op, reduce_op
 from asynccoll.plan.trees import is_tree, unflatten
 from asynccoll.tensors import Call, autograd, check_out
+from asynccoll.tensors.bucketing import buckets
 from asynccoll.tensors.fusing import Fuse, Parcel
-from asynccoll.tensors.fusion import buckets
 
 __all__ = ["PREPARES", "check_untracked", "prepared_calls"]
 

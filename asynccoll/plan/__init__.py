@@ -1,6 +1,6 @@
 """What a call is, as values, and what is to be done about it: a pure function of these.
 
-Knows no process group, no device and no lane: what a backend can do comes as a frozen row.
+Touches no process group, device or lane: what a backend can do comes as a frozen row of values.
 """
 
 from asynccoll.plan.dispatch import plan

@@ -1,15 +1,13 @@
 """The pure planner: (operation, tensor, topology, policy) -> Plan. Chooses, never does.
 
 Everything that makes one backend differ from another is decided here from its row of capabilities:
-what is native, what is composed of other calls, and how elements look on the wire. No process
-group, no I/O, no state but the cache; the tables below are the whole of it.
+what is native, what is composed of other calls, and (in ``wire``) how elements look on the way. No
+process group, no I/O, no state but the cache; the tables are the whole of it.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-
-import torch
 
 from asynccoll.errors import PayloadTypeError, UnsupportedOpError
 from asynccoll.plan.spec import (
@@ -25,45 +23,11 @@ from asynccoll.plan.spec import (
     Wire,
     dtype_name,
 )
+from asynccoll.plan.wire import arithmetic, carrier_of
 
 __all__ = ["plan"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-_LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
-
-#: What each reduction is on truth values: a sum is an or, a product an and (as torch's own + and *).
-_ON_BOOL = {
-    ReduceOp.SUM: ReduceOp.MAX,
-    ReduceOp.MAX: ReduceOp.MAX,
-    ReduceOp.OR: ReduceOp.MAX,
-    ReduceOp.BOR: ReduceOp.MAX,
-    ReduceOp.PRODUCT: ReduceOp.MIN,
-    ReduceOp.MIN: ReduceOp.MIN,
-    ReduceOp.AND: ReduceOp.MIN,
-    ReduceOp.BAND: ReduceOp.MIN,
-    ReduceOp.BXOR: ReduceOp.BXOR,
-}
-
-#: The next wider dtype whose arithmetic, taken back, is the narrow dtype's own.
-_WIDER = {
-    torch.int8: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    **dict.fromkeys(
-        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.float32
-    ),
-}
-_REAL = {
-    torch.complex32: torch.float32,  # torch adds no complex32, and a rounding is saved
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-#: What has as many bytes, for dtypes that a backend cannot move as they are.
-_CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
@@ -142,9 +106,7 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
     native, has = _native_call(op, known)
     if op is Op.BARRIER or spec.dtype in known.move:
         return Plan(op, known.backend, native, why=(has,))
-    carrier = _CARRIERS.get(spec.dtype.itemsize)
-    if carrier not in known.move:
-        carrier = torch.uint8
+    carrier = carrier_of(spec.dtype, known)
     return Plan(
         op,
         known.backend,
@@ -173,7 +135,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
             f"{op.value} with adasum of {dtype_name(spec.dtype)} is not supported on {known.backend}; "
             "horovod has it for all_reduce of floats, where it is built with MPI or NCCL"
         )
-    wire, dtype, on_wire, divide, why = _wire_arithmetic(spec.dtype, reduce, known)
+    wire, dtype, on_wire, divide, why = arithmetic(spec.dtype, reduce, known)
     native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
         native = False  # the product of complex numbers is not that of their parts
@@ -229,68 +191,6 @@ def _nodes_first(topology: Topology, policy: Policy) -> str:
         f"{topology.nodes} nodes of {each} ranks: each part is reduced within the nodes, then between them, "
         f"and shared within them, which saves hops of a ring of {topology.world_size} ({chosen})"
     )
-
-
-def _wire_arithmetic(
-    dtype: torch.dtype, reduce: ReduceOp, known: Capabilities
-) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
-    """How a reduction of ``dtype`` is done: (wire, dtype there, reduction there, divide, why)."""
-    name = dtype_name(dtype)
-    why: tuple[str, ...]
-    if dtype is torch.bool:
-        on_wire = _ON_BOOL[reduce]
-        why = (f"{reduce.value} of bool is {on_wire.value} of 0 and 1",)
-        if known.reduces(torch.bool, on_wire):
-            return Wire.SAME, torch.bool, on_wire, False, why
-        return Wire.VIEW, torch.uint8, on_wire, False, (*why, "bool travels as uint8")
-    if reduce in _LOGICAL:
-        on_wire = _LOGICAL[reduce]
-        why = (f"{reduce.value} is {on_wire.value} of (x != 0), as uint8",)
-        return Wire.LOGICAL, torch.uint8, on_wire, False, why
-    if known.reduces(dtype, reduce):
-        return Wire.SAME, dtype, reduce, False, ()
-    if reduce is ReduceOp.AVG:
-        return _average(dtype, known)
-    if dtype in _REAL:
-        return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} travels as pairs of reals",)
-    if dtype is torch.uint64:
-        ordered = reduce in (ReduceOp.MIN, ReduceOp.MAX)
-        wire = Wire.FLIPPED if ordered else Wire.VIEW
-        return wire, torch.int64, reduce, False, ("uint64 is reduced as int64 of the same bits",)
-    wider = _WIDER.get(dtype)
-    if wider is not None:
-        why = (f"{known.backend} cannot reduce {name}: it travels as {dtype_name(wider)}",)
-        return Wire.CAST, wider, reduce, False, why
-    if dtype in _LOCAL:
-        return Wire.SAME, dtype, reduce, False, ()
-    raise UnsupportedOpError(f"{reduce.value} of {name} is not supported: convert it to float32 first")
-
-
-def _average(
-    dtype: torch.dtype, known: Capabilities
-) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
-    """The same for an average that the backend has not: a sum, divided."""
-    why: tuple[str, ...]
-    if dtype in HALF:
-        why = (f"{dtype_name(dtype)} is averaged in float32 and rounded once: its sum could overflow",)
-        return Wire.CAST, torch.float32, ReduceOp.SUM, True, why
-    wire, wire_dtype, on_wire, _, why = _wire_arithmetic(dtype, ReduceOp.SUM, known)
-    return wire, wire_dtype, on_wire, True, (*why, "average as a sum, divided afterwards")
-
-
-_LOCAL = frozenset(
-    {
-        torch.int8,
-        torch.uint8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
 
 
 def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:

@@ -1,6 +1,6 @@
 """How a process joins and leaves: ``initialize``, ``finalize``, and which context a call runs in.
 
-Puts a world together of whatever it takes; must not know what is sent there.
+Asks the table of backends for a world; must not know how one is made, nor what is sent there.
 """
 
 from asynccoll.runtime.process import current, finalize, initialize, is_initialized, new_group

@@ -7,11 +7,9 @@ embedded world of one, unless a launcher says that this process is one of severa
 
 from __future__ import annotations
 
-import copy
 import os
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,16 +18,15 @@ import torch.distributed as dist
 from asynccoll import host
 from asynccoll.backends import table
 from asynccoll.backends.api.request import of_torch
-from asynccoll.backends.api.tcpstore import served
 from asynccoll.environment.detection import detect
 from asynccoll.errors import (
     CollectiveTimeoutError,
-    ForkedProcessError,
     InvalidArgumentError,
     NotInitializedError,
 )
 from asynccoll.host import exits as exiting
-from asynccoll.host import forks
+from asynccoll.runtime.forked import forked, parent, refused
+from asynccoll.runtime.state import of_thread, process, torch_group
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group
 from asynccoll.world.resolving import check_ranks, resolve_group
@@ -56,105 +53,35 @@ CHECK_VARIABLE = "ASYNCCOLL_CHECK"
 BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
 _CHECKS = ("off", "local", "full")
 
-_of_thread: ContextVar[Context | None] = ContextVar("asynccoll_context", default=None)
-
-
 #: What is to be done for each world that this process joins, once it has.
 _renewed: list[Callable[[Context], object]] = []
 when_joined = _renewed.append
 
 
-class _Process:
-    """What the process as a whole has: never a rank where ranks are threads."""
-
-    def __init__(self) -> None:
-        self.lock = host.RLock()
-        self.context: Context | None = None  # initialized here
-        self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
-        self.embedded: Context | None = None  # the world of one
-        self.said: str | None = None  # WORLD_SIZE in the environment in which that was right
-        self.finalized = False
-        self.thread_ranks: list[Context] = []  # those that are threads of this process
-        self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
-        self.parent: Context | None = None  # its context, in a forked child: says who this is
-        self.parent_adopted = False
-
-
-def _in_forked_child(process: _Process) -> None:
-    """It has its parent's place in the world, whose connections and native objects are the parent's alone."""
-    before = copy.copy(process)
-    process.__init__()  # type: ignore[misc]  # the same object, in another process
-    adopted = before.adopted[1] if before.adopted else None
-    mine = _of_thread.get() or before.context or adopted or before.parent
-    _of_thread.set(None)
-    forks.keep(before, served)
-    if dist.is_available():
-        process.inherited = dist.distributed_c10d.GroupMember.WORLD
-        forks.keep(*dist.distributed_c10d._world.pg_map.items())
-    if mine is None:
-        return
-    if mine.backend.survives_fork:
-        process.context = Context(mine.backend, mine.identity, timeout=mine.timeout, check="off")
-        return
-    process.parent = mine
-    process.parent_adopted = before.parent_adopted if mine is before.parent else mine is adopted
-    for context in {before.context, adopted, mine, *before.thread_ranks}:
-        if context is not None and context is not before.parent:
-            forks.keep(context.disown(_forked(context)))
-
-
-def _forked(context: Context) -> ForkedProcessError:
-    return ForkedProcessError(
-        f"this process ({os.getpid()}) was forked from rank {context.rank} of {context.world_size}, whose "
-        "connections it cannot use: who it is can be asked here (ac.get_rank() and the like), but it cannot "
-        "communicate. Do that in the parent, call ac.initialize() here, or start processes with the 'spawn' "
-        "method"
-    )
-
-
-_process = host.per_process(_Process, forked=_in_forked_child)
-
-
 def current() -> Context:
     """The context a call runs in; ``NotInitializedError`` if there is none."""
-    context = _of_thread.get()
+    context = of_thread.get()
     if context is not None and not context.closed:
         return context
-    context = _process.context
-    return context if context is not None else _implicit(_process)
+    context = process.context
+    return context if context is not None else _implicit()
 
 
 def existing() -> Context | None:
     """The context a call would run in if there is one already: none is made."""
-    adopted = _process.adopted[1] if _process.adopted else None
-    known = (_of_thread.get(), _process.context, adopted, _process.embedded)
+    adopted = process.adopted[1] if process.adopted else None
+    known = (of_thread.get(), process.context, adopted, process.embedded)
     return next((context for context in known if context is not None and not context.closed), None)
-
-
-def _parent(process: _Process) -> Context | None:
-    """In a forked child that has no world of its own: its parent's context, to be asked who this is."""
-    if process.context is not None or _torch_group(process) is not None:
-        return None
-    if process.parent is None and process.inherited is not None and dist.is_initialized():
-        # Nothing of ours was used in the parent: torch's group says the rest.
-        process.parent = table.adopt(of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off")
-        process.parent_adopted = True
-    return process.parent
-
-
-def forked() -> bool:
-    """Whether this is a forked child, of whose world only its place is known here."""
-    return _of_thread.get() is None and _parent(_process) is not None
 
 
 def known() -> Context:
     """Whom to ask who this is: the context a call would run in, in a forked child the parent's."""
-    if _of_thread.get() is None and (parent := _parent(_process)) is not None:
-        return parent
+    if of_thread.get() is None and (before := parent()) is not None:
+        return before
     return current()
 
 
-def _implicit(process: _Process) -> Context:
+def _implicit() -> Context:
     if process.thread_ranks:
         context = _of_backward(process.thread_ranks)
         if context is not None:
@@ -164,11 +91,10 @@ def _implicit(process: _Process) -> Context:
             "that called ac.initialize, or from a task or thread that inherits its context "
             "(contextvars.copy_context().run)"
         )
-    if _torch_group(process) is not None:
-        return _adopt(process)
-    parent = _parent(process)
-    if parent is not None:
-        raise _forked(parent)
+    if torch_group() is not None:
+        return _adopt()
+    if (before := parent()) is not None:
+        raise refused(before)
     if process.finalized:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
     said = os.environ.get("WORLD_SIZE")  # what people set by hand; a launcher's are there from the start
@@ -197,22 +123,14 @@ def _of_backward(contexts: list[Context]) -> Context | None:
     return None
 
 
-def _torch_group(process: _Process) -> Any:
-    """torch's default group, if the user made one in this process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    native = dist.distributed_c10d.GroupMember.WORLD
-    return None if native is process.inherited else native
-
-
-def _adopt(process: _Process) -> Context:
+def _adopt() -> Context:
     """A context on the default group that the user made with torch; ours to use, theirs to destroy."""
     native = dist.distributed_c10d._get_default_group()
     with process.lock:
         if process.adopted is not None:
             if process.adopted[0]() is native:
                 return process.adopted[1]
-            _abandon(process, process.adopted[1])
+            _abandon(process.adopted[1])
         store = dist.distributed_c10d._get_default_store()
         context = table.adopt(
             of_torch(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
@@ -262,12 +180,11 @@ def initialize(
         LaunchEnvironmentError: the launcher's variables are incomplete or contradict each other.
         CollectiveTimeoutError: the other ranks did not come.
     """
-    process = _process
     mode = _check_mode(check)
     if not timeout > 0:
         raise InvalidArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
     with process.lock:
-        if _of_thread.get() is not None or process.context is not None:
+        if of_thread.get() is not None or process.context is not None:
             raise InvalidArgumentError(
                 f"asynccoll is already initialized ({current()!r}); call ac.finalize() first"
             )
@@ -287,7 +204,7 @@ def initialize(
     with process.lock:
         if context.thread_rank:
             process.thread_ranks.append(context)
-            _of_thread.set(context)
+            of_thread.set(context)
         else:
             process.context = context
         process.finalized = False
@@ -313,8 +230,7 @@ def finalize(*, abort: bool = False) -> None:
     Raises:
         CollectiveTimeoutError: work was still out after the context's timeout; it was then aborted.
     """
-    process = _process
-    context = _of_thread.get()
+    context = of_thread.get()
     if context is None:
         context = process.context or (process.adopted[1] if process.adopted else None)
     if context is None:
@@ -323,15 +239,15 @@ def finalize(*, abort: bool = False) -> None:
     try:
         context.close(abort=abort or bool(stuck))
     finally:
-        _forget(process, context)
+        _forget(context)
     if stuck:
         raise CollectiveTimeoutError(f"finalize aborted what was still out: {stuck}")
 
 
-def _forget(process: _Process, context: Context) -> None:
+def _forget(context: Context) -> None:
     with process.lock:
         if context.thread_rank:
-            _of_thread.set(None)
+            of_thread.set(None)
             process.thread_ranks.remove(context)
         elif process.context is context:
             process.context = None
@@ -345,35 +261,34 @@ def refresh() -> str:
 
     Lets go of a context whose torch group the user has destroyed or replaced behind our back.
     """
-    process = _process
-    context = _of_thread.get() or process.context
+    context = of_thread.get() or process.context
     if context is not None:
         if not context.backend.orphaned():
             return "ours"
-        _abandon(process, context)
+        _abandon(context)
     if forked():
         return "adopted" if process.parent_adopted else "ours"
-    native = None if process.thread_ranks else _torch_group(process)
+    native = None if process.thread_ranks else torch_group()
     if process.adopted is not None and process.adopted[0]() is not native:
-        _abandon(process, process.adopted[1])
+        _abandon(process.adopted[1])
     return "none" if native is None else "adopted"
 
 
-def _abandon(process: _Process, context: Context) -> None:
+def _abandon(context: Context) -> None:
     """Close what can no longer be used; the peers do so too, or will find out: nobody is waited for."""
     try:
         context.close(abort=True, patience=0.0)
     finally:
-        _forget(process, context)
+        _forget(context)
 
 
 def _install_exit_hook() -> None:
-    exiting.install(_open_worlds, lambda context: _forget(_process, context))
+    exiting.install(_open_worlds, _forget)
 
 
 def _open_worlds() -> list[Context]:
     """Those to be left when the process ends; where ranks are threads, each leaves its own."""
-    contexts = [_process.context, _process.adopted[1] if _process.adopted else None]
+    contexts = [process.context, process.adopted[1] if process.adopted else None]
     return [context for context in contexts if context is not None and not context.closed]
 
 
@@ -385,10 +300,9 @@ def is_initialized() -> bool:
 
     In a forked child: whether it was so in its parent.
     """
-    process = _process
-    if _of_thread.get() is not None or process.context is not None or forked():
+    if of_thread.get() is not None or process.context is not None or forked():
         return True
-    return not process.thread_ranks and _torch_group(process) is not None
+    return not process.thread_ranks and torch_group() is not None
 
 
 def get_rank(group: Any = None) -> int:

@@ -1,7 +1,8 @@
 """A drop-in for ``ignite.distributed``: ``import asynccoll.sync as idist``.
 
-The same names, signatures and results, built on the async operations: each call starts one and waits
-for it. A program moves to ``await ac.all_reduce(x)`` a line at a time; both work on the same world.
+The same names, signatures and results, built on the async operations: each call starts one and waits for
+it (but for Horovod's ADASUM, which is its own). A program moves to ``await ac.all_reduce(x)`` a line at a
+time; both work on the same world.
 
 Where ignite is wrong this is right: ``docs/migrating-from-ignite.md`` lists each difference.
 """

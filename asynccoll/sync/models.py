@@ -1,6 +1,6 @@
 """ignite's computation models, as far as programs look at them: names, and which backends are whose.
 
-What a model does differently from the others is a column here, never an ``if`` on its name elsewhere.
+What a model does differently from the others is a column here where it can be said in one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.runtime.process import forked, refresh
+from asynccoll.runtime.forked import forked
+from asynccoll.runtime.process import refresh
 from asynccoll.sync import horovod
 from asynccoll.sync import layout as _layout
 from asynccoll.sync.environment import Environment

@@ -1,9 +1,9 @@
-"""Collectives of one tensor: plan, encode; decode at the waiter.
+"""Collectives of tensors, one or many as few: plan, encode; decode at the waiter.
 
 Each ``*_call`` function gives a ``Call`` for the whole result, in a canonical layout (ranks are rows), which
-is begun, kept and begun again, or made a part of a program. Nothing here is differentiable (``autograd``
-wraps it), validates what the public functions have validated, or knows which backend runs it. Roots are
-indices in the group.
+is begun, kept and begun again, or made a part of a program. ``autograd`` alone makes them differentiable.
+Must not validate what ``payload`` has validated, nor know which backend runs it. Roots are indices in the
+group.
 """
 
 from asynccoll.tensors.common import Call, check_out, deliver, plan_for

@@ -13,6 +13,7 @@ from asynccoll.backends.table import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.health.checks import checked, signature
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
+from asynccoll.memory.plain import ORDINARY
 from asynccoll.modes.captured import as_called
 from asynccoll.order.job import Program, Start
 from asynccoll.order.lane import Lane
@@ -32,7 +33,6 @@ from asynccoll.waiting.suspending import in_loop
 OFFLOAD_BYTES = 4 << 20
 _copiers = Waiters("asynccoll-copy")
 #: Subclasses may have no memory of their own, or make other subclasses of what is made of them.
-_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Route:
@@ -55,7 +55,7 @@ class Route:
 
     def plain(self, x: torch.Tensor) -> bool:
         """Whether the memory of ``x`` is what is sent, as it is."""
-        return self._plain and type(x) in _ORDINARY and not x.is_neg()
+        return self._plain and type(x) in ORDINARY and not x.is_neg()
 
 
 def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, numel: int) -> Route:

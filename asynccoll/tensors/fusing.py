@@ -19,8 +19,8 @@ from asynccoll.health.checks import checked, signature
 from asynccoll.order import costs
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp, dtype_name
+from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
 from asynccoll.tensors.common import Call, deliver, in_thread, kept
-from asynccoll.tensors.fusion import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
 from asynccoll.transport.completion import AllOf, Completion
 from asynccoll.waiting.started import Started
 

@@ -1,6 +1,6 @@
 """What a backend gives, and how one waits for it: communicators, completions, threads that watch them.
 
-Knows no order and no group: an operation here is one native call.
+Must not know the order of operations, nor what they mean: here they are native calls, one by one.
 """
 
 from asynccoll.transport.backend import Backend

@@ -1,6 +1,6 @@
 """The ``Work`` that a user holds, and how one sleeps until it is over: on asyncio, on trio, as a thread.
 
-Knows operations, not what they carry or which backend runs them.
+Knows operations, and what they fill; not what they mean or which backend runs them.
 """
 
 from asynccoll.waiting.started import Started

@@ -1,6 +1,7 @@
 """This rank's place: its context, and its groups with their lanes.
 
-Builds everything below it; must not know how a process joins it, nor what is sent.
+Holds what a backend has opened together with lanes, refusals and liveness; must not know how a process
+joins it, nor what is sent.
 """
 
 from asynccoll.world.context import Context, Identity

@@ -1,4 +1,4 @@
-"""What a backend is made of: ours take nothing else from this library, and another package's may take it all.
+"""What a backend is made of: ours take nothing else but the errors, and another package's may take it all.
 
 A backend is a module with ``create(request) -> Context`` and, for ``ac.explain`` without a world,
 ``capabilities(name, device) -> Capabilities``. It is found by name, through a row of ``backends.table`` or

@@ -22,13 +22,13 @@ from asynccoll.backends.api import (
     Opening,
     ReduceOp,
     Request,
-    Training,
     agree_on_store,
     make_default_group,
     own_device,
     usable_cores,
 )
 from asynccoll.backends.mpi.library import Library, load
+from asynccoll.backends.mpi.training import MpiTraining
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
@@ -97,12 +97,6 @@ _ROWS = {
 
 #: Names of communicators differ between one ``initialize`` and the next, on every rank alike.
 _worlds = count(1)
-
-
-class MpiTraining(Training):
-    """DDP does not serve it."""
-
-    ddp = False
 
 
 class MpiBackend(Backend):

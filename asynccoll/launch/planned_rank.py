@@ -1,4 +1,4 @@
-"""The program of one rank that ``spawn`` starts under mpiexec (``mpi_rank.py PLAN``) or by ``horovod.run``.
+"""The program of one rank, started by mpiexec (``planned_rank.py PLAN``) or ``horovod.run`` for ``spawn``.
 
 The plan holds two pickles: how to prepare this interpreter, as multiprocessing does it, and the job.
 Started by its path, it imports the standard library only until the parent's import path is in place.

@@ -8,7 +8,7 @@ msgspec and msgpack are quicker, but have no tuples, sets, enums or shared refer
 walk through the object would be needed on both sides all the same.
 """
 
-from asynccoll.payload.plaindata.decoder import decode
-from asynccoll.payload.plaindata.encoder import encode
+from asynccoll.payload.safecodec.decoder import decode
+from asynccoll.payload.safecodec.encoder import encode
 
 __all__ = ["decode", "encode"]

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from asynccoll.errors import CollectiveError
-from asynccoll.payload.plaindata import tags
-from asynccoll.payload.plaindata.types import (
+from asynccoll.payload.safecodec import tags
+from asynccoll.payload.safecodec.types import (
     PARTS,
     UnfitError,
     class_named,

@@ -15,8 +15,8 @@ import torch
 
 from asynccoll.errors import PayloadTypeError
 from asynccoll.memory.plain import plain_tensor, raw
-from asynccoll.payload.plaindata import tags
-from asynccoll.payload.plaindata.types import (
+from asynccoll.payload.safecodec import tags
+from asynccoll.payload.safecodec.types import (
     PARTS,
     UnfitError,
     class_named,

@@ -1,0 +1,73 @@
+"""What a forked child sees: who its parent is in the world, to be asked for, and nothing to send by.
+
+A DataLoader's worker asks who it is; connections and native objects are the parent's alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch.distributed as dist
+
+from asynccoll.backends import table
+from asynccoll.backends.api.request import of_torch
+from asynccoll.backends.api.tcpstore import served
+from asynccoll.errors import ForkedProcessError
+from asynccoll.host import forks
+from asynccoll.runtime.state import of_thread, process, torch_group
+from asynccoll.world.context import Context
+
+__all__ = ["forked", "parent", "refused"]
+
+
+def _in_child() -> None:
+    """Begin with nothing but the word of who the parent was."""
+    before = copy.copy(process)
+    process.__init__()  # type: ignore[misc]  # the same object, in another process
+    adopted = before.adopted[1] if before.adopted else None
+    mine = of_thread.get() or before.context or adopted or before.parent
+    of_thread.set(None)
+    forks.keep(before, served)
+    if dist.is_available():
+        process.inherited = dist.distributed_c10d.GroupMember.WORLD
+        forks.keep(*dist.distributed_c10d._world.pg_map.items())
+    if mine is None:
+        return
+    if mine.backend.survives_fork:
+        process.context = Context(mine.backend, mine.identity, timeout=mine.timeout, check="off")
+        return
+    process.parent = mine
+    process.parent_adopted = before.parent_adopted if mine is before.parent else mine is adopted
+    for context in {before.context, adopted, mine, *before.thread_ranks}:
+        if context is not None and context is not before.parent:
+            forks.keep(context.disown(refused(context)))
+
+
+def refused(context: Context) -> ForkedProcessError:
+    """The error for who would communicate in a child of ``context``'s process."""
+    return ForkedProcessError(
+        f"this process ({os.getpid()}) was forked from rank {context.rank} of {context.world_size}, whose "
+        "connections it cannot use: who it is can be asked here (ac.get_rank() and the like), but it cannot "
+        "communicate. Do that in the parent, call ac.initialize() here, or start processes with the 'spawn' "
+        "method"
+    )
+
+
+forks.in_child(after_in_child=_in_child)
+
+
+def parent() -> Context | None:
+    """In a forked child that has no world of its own: its parent's context, to be asked who this is."""
+    if process.context is not None or torch_group() is not None:
+        return None
+    if process.parent is None and process.inherited is not None and dist.is_initialized():
+        # Nothing of ours was used in the parent: torch's group says the rest.
+        process.parent = table.adopt(of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off")
+        process.parent_adopted = True
+    return process.parent
+
+
+def forked() -> bool:
+    """Whether this is a forked child, of whose world only its place is known here."""
+    return of_thread.get() is None and parent() is not None
