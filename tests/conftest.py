@@ -77,6 +77,13 @@ def _unused_worlds_stand_still() -> Iterator[None]:
     worlds.quieten()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _crowded_worlds_end() -> Iterator[None]:
+    """What a file leaves behind takes no processor time from those after it."""
+    yield
+    worlds.retire()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs ranks that are processes where they are threads of one."""
     out = [item for item in items if item.get_closest_marker("processes") and _on_threads(item)]

@@ -40,6 +40,9 @@ CLOSE_SECONDS = patient(20)
 #: How long the other ranks may go on after one of them has failed.
 GRACE_SECONDS = patient(5)
 
+#: Threads of a rank. gloo has three for each group ever opened, and some wake up a hundred times a second.
+CROWD = 60
+
 
 def _words(variable: str, default: str) -> list[str]:
     return os.environ.get(variable, default).split(",")
@@ -336,6 +339,11 @@ class World:
             for process in self._ranks:
                 process.popen.send_signal(signal.SIGSTOP if yes else signal.SIGCONT)
 
+    def is_crowded(self) -> bool:
+        """Whether a rank has so many threads that they use the processor while nothing is to be done."""
+        tasks = [Path(f"/proc/{process.popen.pid}/task") for process in self._ranks]
+        return any(len(list(task.iterdir())) > CROWD for task in tasks if task.exists())
+
     def kill(self) -> None:
         """End the ranks now."""
         for process in self._ranks:
@@ -407,6 +415,13 @@ def quieten(but: World | None = None) -> None:
     """Stop the worlds that would use the processor, all `but` one."""
     for one in [*_POOL.values(), *_FRESH]:
         one.stop(one is not but)
+
+
+def retire() -> None:
+    """Close the worlds that have opened many lanes: whoever uses one next starts it anew."""
+    for one in _POOL.values():
+        if one.is_crowded():
+            one.close()
 
 
 def close_all() -> None:
