@@ -1,0 +1,247 @@
+"""An event loop as one who waits sees it: is it due for a turn, how to give it one, how to sleep in it.
+
+A turn of the loop may be held by waits in place for a millisecond; then, if something there is ready to
+run, it is to be given one. A loop that can be asked gets its turn as soon as a timer is due; while it has
+nothing to do, the turn is prolonged a millisecond at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import sys
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from asynccoll import host
+from asynccoll.host.actors import asyncio_task, trio_task
+from asynccoll.order.operation import INLINE_SECONDS
+
+__all__ = ["AddWaker", "Loop", "here", "is_cancelled", "on_asyncio"]
+
+#: What is returned forgets the waker: who has stopped waiting is not kept until the operation ends.
+AddWaker = Callable[[Callable[[], object]], Callable[[], object]]
+
+_running_loop = asyncio._get_running_loop
+
+
+class Loop:
+    """An asyncio loop of which no more is known than when it had a turn (uvloop; Windows' proactor)."""
+
+    __slots__ = ("ends",)
+
+    #: How often the loop has to go round until what was due has run, and the tasks that it woke.
+    rounds = 2
+
+    def __init__(self) -> None:
+        self.ends = -math.inf  # until when waits in place may hold the present turn
+
+    def over(self, now: float) -> bool:
+        """Whether the loop is to be given a turn: a timer is due, or it is time and there may be work."""
+        return now >= self.ends
+
+    def due(self, now: float) -> float:
+        """Seconds until its next timer is due."""
+        return math.inf
+
+    def may_last(self, now: float) -> bool:
+        """Whether the loop is known to have nothing to do for another millisecond."""
+        return False
+
+    def others_ready(self) -> bool:
+        """Whether something else may want to run in this turn."""
+        return True
+
+    def begin_turn(self) -> None:
+        """It has just had a turn."""
+        self.ends = host.monotonic() + INLINE_SECONDS
+
+    def give_turn(self) -> Generator[Any, Any, None]:
+        """Let it have a turn if one is due, or the task be told that it is cancelled."""
+        if self.over(host.monotonic()) or is_cancelled(_running_loop()):
+            for _ in range(self.rounds):
+                yield
+                if not self.others_ready():
+                    break
+            self.begin_turn()
+
+    def park(self, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+        """Suspend the task until the waker is called or ``seconds`` have passed."""
+        loop: Any = _running_loop()
+        future = loop.create_future()
+
+        def wake() -> None:
+            # The loop may be closed while the operation is out: then nobody waits there any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, future)
+
+        forget = add_waker(wake)
+        timer = loop.call_later(max(0.0, seconds), _resolve, future) if seconds < math.inf else None
+        try:
+            yield from future
+        finally:
+            forget()
+            if timer is not None:
+                timer.cancel()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def is_cancelled(loop: Any) -> bool:
+    """Whether the running task was cancelled and has not been told: the next yield tells it."""
+    return getattr(asyncio_task(loop), "_must_cancel", False)
+
+
+class _SelectorLoop(Loop):
+    """One of asyncio's own, which can be asked what it has to do.
+
+    These attributes of asyncio are private, and the same in every version from 3.4 on.
+    """
+
+    __slots__ = ("_loop",)
+
+    #: A timer or a socket that is ready has its callback in the second, the task it wakes in the third.
+    rounds = 3
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__()
+        self._loop = weakref.ref(loop)
+
+    def over(self, now: float) -> bool:
+        return self.due(now) <= 0.0 or (now >= self.ends and not self._prolong(now, now))
+
+    def due(self, now: float) -> float:
+        loop = self._loop()
+        timers = None if loop is None else loop._scheduled
+        return float(timers[0]._when - now) if timers else math.inf
+
+    def may_last(self, now: float) -> bool:
+        return self._prolong(now, now + INLINE_SECONDS)
+
+    def others_ready(self) -> bool:
+        loop = self._loop()
+        return loop is not None and bool(loop._ready)
+
+    def _prolong(self, now: float, until: float) -> bool:
+        """Let the turn last if no callback, timer or file descriptor is ready by ``until``.
+
+        A turn of the loop costs ten times more than asking.
+        """
+        loop = self._loop()
+        if loop is None or loop._ready or self.due(until) <= 0.0 or loop._selector.select(0):
+            return False
+        self.ends = now + INLINE_SECONDS
+        return True
+
+
+class _TrioLoop(Loop):
+    """A run of trio's."""
+
+    __slots__ = ()
+
+    def give_turn(self) -> Generator[Any, Any, None]:
+        import trio
+
+        if self.over(host.monotonic()):
+            for _ in range(self.rounds):  # tasks of one round run in any order
+                yield from trio.lowlevel.checkpoint().__await__()
+            self.begin_turn()
+        else:
+            yield from trio.lowlevel.checkpoint_if_cancelled().__await__()
+
+    def park(self, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+        import trio
+
+        token, task = trio.lowlevel.current_trio_token(), trio.lowlevel.current_task()
+        parked = True
+
+        def resume() -> None:  # in the loop's thread, so that the flag needs no lock
+            nonlocal parked
+            if parked:
+                parked = False
+                trio.lowlevel.reschedule(task)
+
+        def wake() -> None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(resume)
+
+        def abort(_: Any) -> Any:
+            nonlocal parked
+            parked = False
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        forget = add_waker(wake)
+        try:
+            with trio.move_on_after(max(0.0, seconds)):
+                yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()
+        finally:
+            forget()
+
+
+class _AskedTrioLoop(_TrioLoop):
+    """The same where it says when its next deadline is.
+
+    ``trio.lowlevel.current_statistics()`` says so, too, and looks at every socket that is waited for.
+    """
+
+    __slots__ = ()
+
+    def over(self, now: float) -> bool:
+        return now >= self.ends or self.due(now) <= 0.0
+
+    def due(self, now: float) -> float:  # trio has a clock of its own
+        runner = _trio_runner()
+        return float(runner.deadlines.next_deadline() - runner.current_time())
+
+
+def _trio_runner() -> Any:
+    return sys.modules["trio"]._core._run.GLOBAL_RUN_CONTEXT.runner
+
+
+def _seen(loop: Any) -> Loop:
+    if isinstance(loop, asyncio.SelectorEventLoop):
+        return _SelectorLoop(loop)
+    if type(loop).__name__ != "TrioToken":
+        return Loop()
+    with contextlib.suppress(AttributeError):  # a trio that is made otherwise
+        _trio_runner().deadlines.next_deadline()
+        return _AskedTrioLoop()
+    return _TrioLoop()
+
+
+_seen_loops: WeakKeyDictionary[Any, Loop] = WeakKeyDictionary()
+#: The one that was asked for last: nearly always the next one, too.
+_latest: tuple[Any, Loop] = (lambda: None, Loop())
+
+
+def _known(loop: Any) -> Loop:
+    global _latest  # noqa: PLW0603  # a cache of one
+    known, latest = _latest
+    if known() is loop:
+        return latest
+    found = _seen_loops.get(loop) or _seen_loops.setdefault(loop, _seen(loop))
+    _latest = (weakref.ref(loop), found)
+    return found
+
+
+def here() -> Loop | None:
+    """The loop that the caller runs in."""
+    # trio first: under its guest mode an asyncio loop runs in the same thread.
+    if "trio" in sys.modules and trio_task() is not None:
+        return _known(sys.modules["trio"].lowlevel.current_trio_token())
+    loop = _running_loop()
+    return None if loop is None else _known(loop)
+
+
+def on_asyncio() -> tuple[Any, Loop] | None:
+    """The asyncio loop that the caller runs in, as it is and as seen, where it cannot be trio's."""
+    loop = _running_loop()
+    if loop is None or "trio" in sys.modules:
+        return None
+    return loop, _known(loop)
