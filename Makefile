@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions training quick lint types docs bench \
+.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions training nightly quick lint types docs bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -131,6 +131,15 @@ compositions: ## draw programs that combine what there is, look whether they are
 training: ## draw trainings, look whether they come to what one process does (SECONDS=3600, SIZES=2,3)
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		python $(CURDIR)/tests/explore_training.py $(SECONDS) $(SIZES)
+
+# Where each backend's tests run: BACKEND:ON.
+EVERYWHERE := gloo:test mpi:mpich mpi:openmpi horovod:horovod xla-tpu:xla
+DRAWN      := all_gather all_reduce all_to_all broadcast codecs compositions env fusion nodes p2p reduce_scatter scatter
+nightly: ## what takes long, the same code with more seeds: drawn data, programs (SECONDS a backend), trainings, soak
+	@env HYPOTHESIS_PROFILE=explore ASYNCCOLL_TEST_RUNNERS=asyncio $(WHEEL) $(PYTEST) $(AT_ONCE) $(call TESTS_OF,$(DRAWN))
+	@for one in $(EVERYWHERE); do \
+		$(MAKE) --no-print-directory compositions BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
+	@$(MAKE) --no-print-directory training soak
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends cli_hosts compiled examples exit faults hosts launchers meeting nodes notebook packaging parallel slurm spawn sync_launch

@@ -73,6 +73,7 @@ class Lane:
         self.world = world
         self.name = name
         self.key = key or name
+        self.compares_calls = world.policy.check  # each with those of the other ranks, before it is made
         self.sequence = 0
         self._part = 0  # of those at the latest place
         self.epoch = 0

@@ -137,7 +137,7 @@ class Call:
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
             fill = None
-        if fill is not None or self.program is not None or lane.world.policy.check:
+        if fill is not None or self.program is not None or lane.compares_calls:
             return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
         assert self.start is not None
         operation = lane.issue(lane.estimate(self.plan.name, size_bytes), self.start, size_bytes, timeout)
@@ -145,7 +145,7 @@ class Call:
 
     def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
         name, wire = self.plan.name, self.wire
-        if lane.world.policy.check:
+        if lane.compares_calls:
             detail = "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
             text = signature(name, dtype_name(wire.dtype), self.shape, detail)
             program = checked(lane, text, program=program)

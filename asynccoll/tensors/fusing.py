@@ -147,7 +147,7 @@ def fused(
     parcels = []
     total_bytes = sum(x.nbytes for x in xs)
     program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
-    if lane.world.policy.check:
+    if lane.compares_calls:
         shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
         program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
     sent = lambda: [parcel.started for parcel in parcels if parcel.started is not None]  # noqa: E731
