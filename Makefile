@@ -20,7 +20,7 @@ export ASYNCCOLL_TEST_PATIENCE ?= 4
 TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) -n 0 --lf --lfnf=none; }
 PYTEST := python -m pytest -q -c $(CURDIR)/pyproject.toml
-# Two files at a time, each with worlds of its own: one often waits for processes that start. (Not tried on Horovod.)
+# Two files at a time, each with worlds of its own: one often waits for processes that start.
 JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
@@ -86,10 +86,10 @@ HVD_WAYS := -k "$(call WAYS_IN_PAIRS,horovod) and not (horovod-3 and comes_to_wh
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
-	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(PYTEST) $(HVD_RUN_TESTS) $(ARGS))
-	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) -k horovod $(IN_PAIRS) $(ARGS))
+		$(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k horovod $(IN_PAIRS) $(ARGS))
 
 # Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
 APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDIR)/pyproject.toml

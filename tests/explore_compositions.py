@@ -17,7 +17,6 @@ import time
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-import nursery
 import worlds
 from compositions import Program
 from compositions_drawn import programs
@@ -88,7 +87,6 @@ def main() -> int:
     """Explore, and fail if something was found."""
     seconds, *sizes = sys.argv[1:]
     ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 2, 3, 1, 5, 2, 3, 4]
-    worlds.STARTERS["gloo"] = worlds.Starter(nursery.start, worlds.STARTERS["gloo"].options)
     number = int(os.environ.get("SEED", random.randrange(2**32)))
     _say(f"seed {number}")
     exploration = Exploration(float(seconds))

@@ -1,8 +1,9 @@
-"""Ranks that are forked from a process which has imported everything: a world is replaced in no time.
+"""Ranks that are forked from a process which has imported everything: a world is there in no time.
 
-One such process for each rank, so that the ranks differ in the seed of their hashes as started ones do.
-Run as a script, this file is that process: it forks a rank for each line that asks for one, and says how
-it ended.
+To import torch takes a rank two seconds of a processor, and a run of the tests starts hundreds of ranks. One
+such process for each rank, so that the ranks differ in the seed of their hashes as started ones do. Run as a
+script, this file is that process: it forks a rank for each line that asks for one, and says how it ended. A
+rank ends as a script does, at the end of this one.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Nurse:
 class Forked:
     """As much of a ``subprocess.Popen`` as a world needs."""
 
-    def __init__(self, nurse: Nurse, arguments: list[str], output: str) -> None:
+    def __init__(self, nurse: Nurse, arguments: list[str], output: str, environ: dict[str, str]) -> None:
         self._nurse = nurse
-        self.pid: int = nurse.ask("start", arguments, output)
+        self.pid: int = nurse.ask("start", arguments, output, environ)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -72,8 +73,8 @@ class Forked:
 
 
 def start(world: Any, address: str) -> list[Any]:
-    """As `worlds._start_processes`."""
-    from worlds import _Process
+    """One forked process per rank, with the environment that the test has now."""
+    from worlds import _Process, rank_environment
 
     for rank in range(world.size):
         if rank not in _KEPT:
@@ -81,26 +82,21 @@ def start(world: Any, address: str) -> list[Any]:
     started = []
     for rank in range(world.size):
         arguments = [address, str(rank), world.backend, str(world.directory / f"stacks-{rank}")]
-        forked = Forked(_KEPT[rank], arguments, str(world.directory / f"stderr-{rank}"))
+        output = str(world.directory / f"stderr-{rank}")
+        forked = Forked(_KEPT[rank], arguments, output, rank_environment())
         started.append(_Process(rank, forked, world.directory))  # type: ignore[arg-type]
     return started
 
 
-def _fork(arguments: list[str], output: str) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        import ranks
+def _become_rank(arguments: list[str], output: str, environ: dict[str, str]) -> None:
+    import ranks
 
-        for number, path in ((0, os.devnull), (1, output), (2, output)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-        sys.argv = ["ranks.py", *arguments]
-        ranks.main()
-        code = 0
-    finally:
-        os._exit(code)
+    for number, path in ((0, os.devnull), (1, output), (2, output)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["ranks.py", *arguments]
+    ranks.main()
 
 
 def _ended(pid: int) -> int | None:
@@ -109,16 +105,21 @@ def _ended(pid: int) -> int | None:
 
 
 def main() -> None:
-    """Import, then answer."""
-    import trio  # noqa: F401  # as the ranks will
+    """Import what the ranks will, then answer."""
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import trio  # noqa: F401
 
     import compositions_run  # noqa: F401
 
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         question = json.loads(line)
-        answer = _fork(*question[1:]) if question[0] == "start" else _ended(question[1])
+        answer = os.fork() if question[0] == "start" else _ended(question[1])
+        if answer == 0 and question[0] == "start":
+            return _become_rank(*question[1:])
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+    return None
 
 
 if __name__ == "__main__":

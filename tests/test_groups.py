@@ -100,6 +100,7 @@ async def cached(me: Rank) -> None:
     ranks = [0, 1] if me.rank < 2 else [2, 3]
     me.prepare([0, 1], [2, 3])
     await me.get(ac.all_reduce(1, group=ranks))
+    await me.get(ac.barrier())  # where ranks are threads of one process, all their event loops are counted
     threads, descriptors = entries("task"), entries("fd")
     for turn in range(1000):
         order = ranks if turn % 2 else ranks[::-1]

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import nursery
 import starters_horovod
 import starters_mpi
 import starters_xla
@@ -171,7 +172,7 @@ class Starter:
 
 
 STARTERS = {
-    "gloo": Starter(_start_processes, _tcp),
+    "gloo": Starter(nursery.start, _tcp),
     "nccl": Starter(_start_processes, _tcp),
     "mpi": Starter(starters_mpi.start, starters_mpi.options),
     "horovod": Starter(starters_horovod.start, starters_horovod.options),
