@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch
 
 import asynccoll as ac
 import oracle
-from ranks import Rank
+import worlds
+from ranks import Rank, raising
 from worlds import World
 
 
@@ -165,4 +168,36 @@ async def uneven(me: Rank) -> None:
 
 def test_join_for_uneven_inputs(world: World, runner: str) -> None:
     """Who has no more data takes part with zeros; afterwards all go on together."""
-    world.run(uneven, runner=runner)
+    with unrefused(world) as one:
+        one.run(uneven, runner=runner)
+
+
+@contextlib.contextmanager
+def unrefused(world: World) -> Iterator[World]:
+    """One in which no call was refused before, where that matters to ``join``."""
+    if world.backend != "horovod":
+        yield world
+        return
+    with worlds.fresh(world.backend, world.size) as one:
+        yield one
+
+
+async def joined_after_a_refusal(me: Rank) -> None:
+    if me.rank == 0:
+        with raising(ac.InvalidArgumentError):
+            await me.get(ac.all_reduce(torch.ones(2), op="nothing of the kind"))
+    else:
+        with raising(ac.PeerRefusedError):
+            await me.get(ac.all_reduce(torch.ones(2)))
+    await me.check("in step", ac.all_gather, me.rank, expect=list(range(me.size)))
+    refused = (ac.UnsupportedOpError, ac.PeerRefusedError)  # a rank may hear of the other's first
+    for _ in range(2):
+        await me.refuses("join", refused, ac.join, says=("refused", "min"))
+        await me.check("still", ac.all_reduce, me.rank, expect=sum(range(me.size)))
+
+
+def test_no_join_after_a_refused_call(pair: World) -> None:
+    """Horovod would look for what the refused call's peers have issued of it where that was never issued."""
+    if pair.backend == "horovod":
+        with unrefused(pair) as one:
+            one.run(joined_after_a_refusal)

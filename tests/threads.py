@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import threading
@@ -61,6 +62,7 @@ def run(
             stack = "".join(traceback.format_stack(frame)) if frame else ""
             failures[rank].append(f"not done after {timeout} s\n{stack}")
     texts = [f"--- rank {rank}: {text}" for rank in failures for text in failures[rank]]
+    shutil.rmtree(signs, ignore_errors=True)
     if texts:
         raise ThreadsError("\n".join([f"{case.__qualname__} on {size} threads failed", *texts]))
     return results

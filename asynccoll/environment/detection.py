@@ -18,7 +18,7 @@ from asynccoll.environment.slurm_steps import REQUIRED as SLURM_TASK
 from asynccoll.environment.slurm_steps import ExpandHosts, from_slurm, placed_by_slurm
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["MPI_LAUNCHERS", "LaunchInfo", "detect"]
+__all__ = ["MPI_LAUNCHERS", "PLACE", "LaunchInfo", "detect"]
 
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -215,6 +215,13 @@ _LAUNCHERS = (
         node_rank="HOROVOD_CROSS_RANK",
         nnodes="HOROVOD_CROSS_SIZE",
     ),
+)
+
+#: Every variable that says where this process is among others.
+PLACE = frozenset(
+    {*_TORCH, *_TORCH_NODE}
+    | {name for one in _LAUNCHERS for name in (*one.place(), *one.local_rank, *one.local_world_size)}
+    | {name for one in _LAUNCHERS for name in (one.node_rank, one.nnodes) if name is not None}
 )
 
 #: Marks of launchers that tell rank and size to their own library only.

@@ -1,8 +1,8 @@
 """The rendezvous of a job on one host: a store that listens on the loopback address only.
 
 torch elastic's own rendezvous listens on every address of the host. Here the agent makes the store
-on a socket of its own, and the ranks meet there as clients. With one host there is nobody to wait
-for, so nothing else is needed.
+on a socket of its own. Its ranks come there as clients, to learn where rank 0 serves the store at which
+they meet (``backends.c10d.agent``). With one host there is nobody to wait for, so nothing else is needed.
 """
 
 from __future__ import annotations

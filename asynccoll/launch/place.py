@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asynccoll.environment.detection import PLACE
+
 __all__ = ["without_place"]
 
-_OF_TORCH = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-_OF_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_")
-_OF_HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_")
+#: What the libraries themselves read, beside what we do.
+_OF_LIBRARIES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_", "HOROVOD_GLOO_RENDEZVOUS_")
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what torchrun, mpiexec or horovodrun have said of this process's place."""
-    said = (*_OF_MPI, *_OF_HOROVOD)
-    return {k: v for k, v in environ.items() if not k.startswith(said) and k not in _OF_TORCH}
+    """``environ`` without what any launcher has said of this process's place."""
+    return {k: v for k, v in environ.items() if k not in PLACE and not k.startswith(_OF_LIBRARIES)}

@@ -437,7 +437,8 @@ def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
 
     Until then the ``all_reduce`` calls of the others go on, with zeros in the place of this rank's (an
     average still divides by the number of all ranks). Other collectives fail meanwhile, and this rank
-    starts nothing. Horovod has it, in the world; elsewhere it is refused.
+    starts nothing. Horovod has it, in the world, unless a rank has refused a call before; elsewhere it is
+    refused.
 
     >>> for batch in batches:                         # two on r0, three on r1
     ...     await ac.all_reduce(gradient(batch))

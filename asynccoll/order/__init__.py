@@ -1,7 +1,7 @@
 """The order of operations, the same on every rank: lanes, who may issue in them, and what a refusal does.
 
 What it needs of the world (open a communicator, ask who is lost) stands in protocols of its own; it must
-not know what the operations mean.
+not know what the operations mean (``costs`` alone makes some, to measure what they cost).
 """
 
 from asynccoll.order.lane import Lane

@@ -3,8 +3,8 @@
 Every rank must issue the operations of a communicator in the same order. A lane keeps that order: an
 operation is accepted when the function is called and issued at once if nothing is queued before it.
 A *program* (an operation of several native calls that depend on each other) is driven from its
-completions, never from whoever waits for it, and what comes after it queues until it has issued its
-last call.
+completions, or by a waiter that comes at once (``stepping``): it goes on whether or not anybody waits.
+What comes after it queues until it has issued its last call.
 
 What a lane must not know: what the operations mean, and which backend runs them.
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from asynccoll import host
 from asynccoll.backends.table import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.health.checks import checked, signature
@@ -31,8 +32,7 @@ from asynccoll.waiting.suspending import in_loop
 #: millisecond (64 MiB: some 50 ms of page faults), so a thread makes it, while the operation keeps its place
 #: in the lane. That makes what takes 4 ms 0.7 ms longer: the thread has to wake, and then the waiter.
 OFFLOAD_BYTES = 4 << 20
-_copiers = Waiters("asynccoll-copy")
-#: Subclasses may have no memory of their own, or make other subclasses of what is made of them.
+_copiers = host.per_process(lambda: Waiters("asynccoll-copy"))
 
 
 class Route:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asynccoll import host
 from asynccoll.transport.completion import Promise
 from asynccoll.transport.waiters import Waiters
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["landing"]
 
-_waiter = Waiters("asynccoll-stream")
+_waiter = host.per_process(lambda: Waiters("asynccoll-stream"))
 
 
 def landing(operations: Sequence[Operation], device: torch.device) -> Operation | None:

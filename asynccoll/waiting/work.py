@@ -53,7 +53,7 @@ _FEW = 64
 _claim = host.Lock()
 renew(_claim)
 #: Who waits for another thread to finish a work: hardly ever anybody.
-_finishing: dict[int, host.Event] = {}
+_finishing: dict[int, host.Event] = host.per_process(dict)
 
 #: Where works go that are created while a scope is open, for the scope to wait for.
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
@@ -268,7 +268,7 @@ class Work(Generic[T]):
         """Call ``callback(work)`` once the work is done: at once if it is.
 
         Else on the completing thread, where it must not block or wait for other works. What it raises
-        is logged (``asynccoll.waiting.work``): that thread completes other works, too.
+        is logged (``asynccoll.work``): that thread completes other works, too.
         """
         if not self._operations:
             _call_back(callback, self)
@@ -502,7 +502,7 @@ def noted(work: Work[T]) -> Work[T]:
 
 
 def handed_out(started: Started[T], out: Any = None) -> Work[T]:
-    """The one work of a call, for its user: made here alone, of all that it has started. It fills ``out``."""
+    """The one work of a call, for its user: made of all that it has started. It fills ``out``."""
     work = Work(started.operations, started.finish, started.value)
     if out is not None:
         work.fills(out)

@@ -98,7 +98,8 @@ def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store,
 def _meet_at(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, int, int]:
-    # torchrun's agent already serves a store at its address; its workers are all clients then.
+    # torchrun's agent already serves a store at its address. Where it has all the ranks they meet at one of
+    # rank 0's, and the agent's only says where that is; else all of them are clients of the agent's.
     agent = is_agents(host, port)
     try:
         own = meet_under_one_agent(rank, world_size, timeout) if agent else None

@@ -75,12 +75,18 @@ _REDUCE_SCATTER = _functions("reducescatter")
 
 
 class Rounds:
-    """How often the ranks of a process set have joined: from then on all its orders count anew."""
+    """How often the ranks of a process set have joined: from then on all its orders count anew.
 
-    __slots__ = ("joined",)
+    And whether they may join again: Horovod keeps what some ranks have issued and others never will. Of the
+    ranks that have not joined it would take these for all that it waits for, and end them with a segmentation
+    fault where they have not issued it.
+    """
+
+    __slots__ = ("given_up", "joined")
 
     def __init__(self) -> None:
         self.joined = 0
+        self.given_up = False
 
 
 class HorovodCommunicator:
@@ -272,7 +278,16 @@ class HorovodCommunicator:
 
         ``last`` is filled with the rank that came last. From here on the calls are counted anew, as those
         who joined early have made fewer.
+
+        Raises:
+            UnsupportedOpError: on every rank, where a call was refused by some rank and issued by others.
         """
+        if self._rounds.given_up:
+            raise UnsupportedOpError(
+                "join() after a call that a rank has refused: Horovod still has what the others issued of "
+                "it, and would end these ranks with a segmentation fault. Agree on the number of steps "
+                "instead (the min of it, by all_reduce), or start the ranks anew"
+            )
         self._rounds.joined += 1
         return self._start(mpi_lib.horovod_torch_join, last, -1)
 
@@ -294,6 +309,7 @@ class HorovodCommunicator:
 
     def retire(self) -> bool:
         """Horovod cannot take an operation back: what it needs is kept to the end."""
+        self._rounds.given_up = True
         return False
 
     def inherit(self, previous: HorovodCommunicator) -> None:
