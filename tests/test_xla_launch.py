@@ -12,7 +12,7 @@ import pytest
 import asynccoll as ac
 import needs
 import spawned
-from asynccoll.launch.commands import run
+from asynccoll.launch.engines import run
 from asynccoll.launch.request import RunRequest
 from patience import patient
 from worlds import rank_environment

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from asynccoll.cli.common import USAGE_ERROR, Commands
-from asynccoll.launch.commands import run
+from asynccoll.launch.engines import run
 from asynccoll.launch.request import RunRequest
 
 __all__ = ["add"]

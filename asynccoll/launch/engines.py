@@ -22,13 +22,13 @@ def _run_elastic(request: RunRequest) -> int:
 
 
 def _run_mpiexec(request: RunRequest) -> int:
-    from asynccoll.launch.native import run_mpi
+    from asynccoll.launch.libraries import run_mpi
 
     return run_mpi(request)
 
 
 def _run_horovodrun(request: RunRequest) -> int:
-    from asynccoll.launch.native import run_horovod
+    from asynccoll.launch.libraries import run_horovod
 
     return run_horovod(request)
 
