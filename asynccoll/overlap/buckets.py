@@ -1,7 +1,7 @@
 """The memory that gradients are reduced in: flat buckets, and each ``.grad`` a view of one.
 
-``assign`` decides which gradients share one. Knows nothing of when a bucket leaves or of what reduces it; that
-is ``gradients``.
+``assign`` decides which gradients share one. Knows nothing of when a bucket leaves or of what reduces it;
+that is ``gradients``.
 """
 
 from __future__ import annotations
