@@ -299,5 +299,4 @@ def device() -> Iterator[Device]:
         finally:
             one.end()
             for lane in lanes:  # which nobody can ask any more
-                lane._in_flight.clear()
-                lane._apart.clear()
+                lane._out.clear()

@@ -93,9 +93,10 @@ def let_go(out: Any, operations: tuple[Filling, ...]) -> None:
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
     """Refuse what an earlier call, ``but`` one, is still to fill, for whoever reads or fills it now."""
-    found = cast("Filler | _Dropped | None", claims.find(xs, but))
-    if found is None:
+    claim = claims.find(xs, but)
+    if claim is None:
         return
+    found = cast("Filler | _Dropped", claim)
     first = next(iter(found.operations), None)
     by = (
         f"{first.name} #{first.sequence} at {first.place}"

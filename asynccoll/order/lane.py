@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
@@ -25,13 +26,15 @@ from asynccoll.errors import (
 )
 from asynccoll.host.call_site import called_at, caller
 from asynccoll.modes.captured import as_called
+from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Cut, Refusal, Verdict
 from asynccoll.order.job import Job, Program, Start
 from asynccoll.order.operation import Estimate, Operation
+from asynccoll.order.outstanding import Outstanding
 from asynccoll.order.ownership import Owner, Owners, Stream
 from asynccoll.order.programs import program_as_called
 from asynccoll.order.stepping import Stepping, waiting
-from asynccoll.transport.completion import Completion, Promise, Ready
+from asynccoll.transport.completion import Completion, Ready
 from asynccoll.transport.streams import on_stream
 
 if TYPE_CHECKING:
@@ -49,8 +52,6 @@ ROUND = 1 << 30
 
 #: How often whoever waits for a lane to open asks whether all are still there.
 _ASK_SECONDS = 0.5
-#: How long a thread that opens a lane which is given up may take to notice.
-_GIVE_UP_SECONDS = 5.0
 #: How soon it is noticed that a lane which is to be closed is over.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
@@ -77,14 +78,12 @@ class Lane:
         self.sequence = 0
         self._part = 0  # of those at the latest place
         self.epoch = 0
-        self.communicator: Communicator | None = None
         self.broken: CollectiveError | None = None
         self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
         self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
         self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
         self._estimates: dict[tuple[str, int], Estimate] = {}
-        self._in_flight: deque[Operation] = deque()  # of collectives, which end in order
-        self._apart: list[Operation] = []  # what ends whenever it likes: messages, and what was given up
+        self._out = Outstanding()
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._together = False  # what is accepted now shares one place in the order
         self._before: Callable[[], object] | None = None  # what is to be accepted before anything else is
@@ -97,18 +96,18 @@ class Lane:
         self._admitted: int | None = None  # the epoch for which the turnstile lets one operation start
         self._driving = False
         self._kicked = False
-        self._opening = False
-        self._opener: host.Thread | None = None
         self._cut: Cut | None = None  # something is refused, see there; None in the normal case
         self._settled: Verdict | None = None  # the latest
-        self._generation = 0  # the epoch for which the communicator was, or will be, opened
-        self._opened_once = Promise()
-        self._previous: Communicator | None = None  # the messages of which the next one takes over
-        self._retired: list[Communicator] = []
+        self._connection = Connection(name, partial(world.open, self), self._opened, self._failed_to_open)
 
     def __str__(self) -> str:
         where = "the world" if self.group.is_world else f"ranks {list(self.group.ranks)}"
         return f"lane {self.name!r} of {where}"
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """On which its operations are issued now; None until it is open."""
+        return self._connection.communicator
 
     # Accepting operations
 
@@ -133,7 +132,7 @@ class Lane:
             if self._is_free():
                 # First of all the start: what is noted down afterwards costs no latency.
                 try:
-                    completion = start(self.communicator)
+                    completion = start(self._connection.communicator)
                 except BaseException:  # refused by the library, which may have sent something
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
@@ -184,7 +183,7 @@ class Lane:
     def _is_free(self) -> bool:
         """Whether the next operation may be issued by its caller. With the lock held."""
         return (
-            self.communicator is not None
+            self._connection.communicator is not None
             and not self._queue
             and self._active is None
             and not self._driving
@@ -217,8 +216,8 @@ class Lane:
         stream: Stream | None,
         owner: Owner,
     ) -> Operation:
-        if self.communicator is None and not self._opening:
-            self._open()
+        if self.communicator is None and not self._connection.is_opening:
+            self._connection.open(waits=self.world.open_waits)
         operation = self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
         job.place, job.part, job.shares = operation.sequence, operation.part, self._together
         cut = self._cut
@@ -314,24 +313,14 @@ class Lane:
         operation = Operation(self, estimate, sequence, completion, called_at.get() or spot, limit)
         if stream is None:
             operation.part = self._part
-            in_flight = self._in_flight
-            while in_flight and ((first := in_flight[0]).over or first.completion.landed() or first.failure):
-                in_flight.popleft()
-                if first.failure is not None:
-                    self._keep_apart(first)
-            in_flight.append(operation)
+            self._out.add(operation)
         else:
             operation.peer = stream[1]
-            self._keep_apart(operation)
+            self._out.add_apart(operation)
         if world.observers:
             for observe in world.observers:
                 observe(operation, size_bytes)
         return operation
-
-    def _keep_apart(self, operation: Operation) -> None:
-        """Hold on to its memory, which the native operation may still write to, out of the others' way."""
-        self._apart = [one for one in self._apart if not one.completion.landed()]
-        self._apart.append(operation)
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
         """What is left of ``operation`` when it is done: with its place, its time limit, and its fate."""
@@ -340,7 +329,7 @@ class Lane:
                 raise self.broken.with_traceback(None)
             estimate = self.estimate(f"{name} of {operation.name}", 0)
             follower = operation.followed_by(estimate, completion)
-            self._keep_apart(follower)
+            self._out.add_apart(follower)
             return follower
 
     # Issuing what is queued
@@ -592,7 +581,7 @@ class Lane:
         """What is out from ``first`` to ``last``, with the error of each."""
         return [
             (operation, refusal.error(self, operation.sequence))
-            for operation in (*self._in_flight, *self._apart)
+            for operation in self._out
             if first <= operation.sequence <= last and refusal.loses(operation.sequence, operation.part)
         ]
 
@@ -610,7 +599,7 @@ class Lane:
             and not self._driving
             and (self._active is None or not self._active.place)
             and not any(job.place for job in self._queue)
-            and all(op.landed() for op in self._in_flight if not refusal.loses(op.sequence, op.part))
+            and all(op.landed() for op in self._out.collectives if not refusal.loses(op.sequence, op.part))
         )
 
     def _has_all_below(self, refusal: Refusal) -> bool:
@@ -626,7 +615,10 @@ class Lane:
             self.epoch += 1
             cut.verdict = self._settled = verdict
             lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
-            retired = None if verdict.in_step else self._replace()
+            retired = None
+            if not verdict.in_step:  # it has half-matched operations on it
+                self.cost = None  # whether all had agreed on it, nobody knows
+                retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
             if self.sequence >= verdict.resumes - 1:
                 self._cut = None
             begun = self._replay(cut, verdict.resumes)
@@ -636,7 +628,7 @@ class Lane:
                 self._turnstile.request(self)
         self._fail_all(lost)
         if retired is not None:
-            self._retire(retired)
+            self._connection.retire(retired)
         return begun
 
     def _replay(self, cut: Cut, resumes: int) -> Cut | None:
@@ -655,21 +647,6 @@ class Lane:
                 begun.hold(one)
         return begun
 
-    def _replace(self) -> Communicator | None:
-        """Open another communicator: this one has half-matched operations on it. With the lock held."""
-        retired, self.communicator = self.communicator, None
-        self.cost = None  # whether all had agreed on it, nobody knows
-        self._generation = self.epoch
-        self._open()
-        return retired
-
-    def _retire(self, communicator: Communicator) -> None:
-        """Close what is of no more use of it; its messages go on, in the one that comes after it."""
-        retire = getattr(communicator, "retire", None)
-        if retire is None or not retire():
-            with self._lock:
-                self._retired.append(communicator)
-
     # Opening, breaking, closing
 
     def open(self) -> None:
@@ -679,51 +656,30 @@ class Lane:
             PeerLostError: a rank that was there has gone meanwhile.
         """
         with self._lock:
-            self._open()
-        while not self._opened_once.wait(_ASK_SECONDS):
+            self._connection.open(waits=self.world.open_waits)
+        while not self._connection.wait(_ASK_SECONDS):
             lost = self.world.loss(self)
             if lost is not None:
                 self.break_off(lost)
         if self.broken is not None:
-            if self._opener is not None:  # or the program may end while it is in native code
-                self._opener.join(_GIVE_UP_SECONDS)
+            self._connection.join()
             raise self.broken
 
-    def _open(self) -> None:
-        """Open it on a helper thread if opening waits for the other members; operations queue."""
-        self._opening = True
-        generation = self._generation
-        if not self.world.open_waits:
-            self._install(self.world.open(self, generation))
-            self._opened_once.settle()
-            return
-        self._opener = host.Thread(
-            target=self._open_here, args=(generation,), name=f"asynccoll-open-{self.name}", daemon=True
-        )
-        self._opener.start()
-
-    def _open_here(self, generation: int) -> None:
-        try:
-            communicator = self.world.open(self, generation)
-        except BaseException as error:  # reported by every operation that waits for this lane
-            if generation == self._generation:
-                self.break_off(collective_error(error, f"opening {self}"))
-            return
+    def _opened(self, epoch: int, communicator: Communicator) -> None:
+        """A helper thread has opened it."""
         with self._lock:
-            wanted = generation == self._generation and self.broken is None
+            wanted = self.broken is None and self._connection.is_for(epoch)
             if wanted:
-                self._install(communicator)
+                self._connection.install(communicator)
         if wanted:
-            self._opened_once.settle()
             self._drive()
         else:
-            self._retire(communicator)
+            self._connection.retire(communicator)
 
-    def _install(self, communicator: Communicator) -> None:
-        """Issue on this one from now on. With the lock held."""
-        if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:
-            inherit(self._previous)
-        self.communicator = self._previous = communicator
+    def _failed_to_open(self, epoch: int, error: BaseException) -> None:
+        """A helper thread could not: every operation that waits for this lane says why."""
+        if self._connection.is_for(epoch):
+            self.break_off(collective_error(error, f"opening {self}"))
 
     def next_round(self) -> None:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""
@@ -747,7 +703,7 @@ class Lane:
             job.promise.settle(error)
         for operation in self.outstanding():
             operation.fail(error)
-        self._opened_once.settle()
+        self._connection.give_up()
 
     def needs(self, rank: int, made: int) -> bool:
         """Whether something is out that waits for ``rank``, which has left after its call number ``made``."""
@@ -802,13 +758,13 @@ class Lane:
     def outstanding(self) -> list[Operation]:
         """The operations that use their memory: collectives in order, then messages."""
         with self._lock:
-            return [operation for operation in (*self._in_flight, *self._apart) if not operation.landed()]
+            return self._out.using_memory()
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child: refuse what comes, fail what is in flight; what of it must not be destroyed."""
         self._lock = host.Lock()
         self.broken = error
-        return [operation.disown(error) for operation in (*self._in_flight, *self._apart)]
+        return [operation.disown(error) for operation in self._out]
 
     def wait_until_over(self) -> None:
         """Return when nothing is out, the lane is broken, or the context closes; nobody need wait for it."""
@@ -825,12 +781,5 @@ class Lane:
             self.break_off(AbortedError(f"{self} was aborted"))
         else:
             self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
-        self._in_flight.clear()  # they hold native works, and those the connections
-        self._apart.clear()
-        last = self.communicator or self._previous
-        communicators = [*self._retired, *([last] if last else [])]
-        self._retired, self.communicator, self._previous = [], None, None
-        for communicator in communicators:
-            if abort or communicator is not communicators[-1]:
-                communicator.abort()
-            communicator.close()
+        self._out.clear()
+        self._connection.close(abort=abort)

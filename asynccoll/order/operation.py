@@ -60,8 +60,11 @@ class Order(Protocol):
     name: str
     group: Members
     world: World
-    communicator: Communicator | None
     epoch: int
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """On which operations are issued now; None until it is open."""
 
     def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
         """The typed error for ``native``, with its culprit named."""
