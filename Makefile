@@ -76,8 +76,10 @@ system: ## install the Debian packages that some tests need (SLURM), where this 
 	@$(PYTHON) $(CURDIR)/tools/system.py
 
 # The same on Horovod, which has no messages: under horovodrun, and all collectives again by horovod.run.
-HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) \
-	five_ranks horovod horovod_launch horovod_wheel sync_horovod)
+HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod)
+# Jobs of four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most of
+# a second, so these go one by one.
+HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,five_ranks horovod_launch horovod_wheel sync_horovod)
 HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier broadcast \
 	gather groups objects reduce reduce_scatter scaling scatter)
 # The ten training loops take 18 seconds on two ranks, and 100 on three.
@@ -87,6 +89,7 @@ horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
 	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_JOBS) $(ARGS))
 	@$(call TWICE,$(HVD) env ASYNCCOLL_TEST_HOROVOD_START=horovod.run ASYNCCOLL_TEST_RUNNERS=asyncio \
 		$(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k horovod $(IN_PAIRS) $(ARGS))
