@@ -1,11 +1,11 @@
-"""Where the time of one small awaited all_reduce goes, step by step, beside the bare ProcessGroup call.
+"""What one small awaited all_reduce costs in each room of the house, beside the bare ProcessGroup call.
 
     python benchmarks/anatomy.py
 
 In a simulated world of two, so that what is left is what runs on this rank's processor: nothing travels and
-nobody is waited for. Each step of ``await ac.all_reduce(x, out=x)`` is timed alone, in the order in which a
-call takes them; what is left over is calling from one to the next. Figures are the best of several repeats,
-in nanoseconds, which on a shared machine say most about the code.
+nobody is waited for. A call goes from room to room; what is called at each door is timed as a whole, and a
+room's own time is the difference from the next. Figures are the best of several repeats, in nanoseconds:
+on a shared machine these say most about the code.
 
 Then, in a real world of one on gloo, what it takes to start an operation: from the call to its return, by
 torch's call and by ours in turn, medians.
@@ -18,6 +18,7 @@ import asyncio
 import statistics
 import timeit
 from collections.abc import Callable
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -26,47 +27,43 @@ import torch.distributed as dist
 from growth import join_simulated
 
 import asynccoll as ac
+from asynccoll import payload
 from asynccoll.backends.c10d.communicator import _ALL_REDUCE
-from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
-from asynccoll.host.call_site import caller
-from asynccoll.ops.scopes import current_lane
-from asynccoll.order.operation import Operation
-from asynccoll.plan.spec import Op, ReduceOp
+from asynccoll.backends.c10d.completion import MILLISECOND
+from asynccoll.plan.spec import ReduceOp
 from asynccoll.runtime.process import current
-from asynccoll.tensors.common import route_for
-from asynccoll.waiting.work import Work
+from asynccoll.tensors import autograd
+from asynccoll.waiting.started import Started
 
 CALLS = 5_000
 NATIVE, WAITED = "native: ProcessGroup.allreduce", "native: Work.wait, bounded"
+OPS = "ops: context, lane, block; the Work, what it fills"
 
 
-def steps(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Each step of the call, as it can be made alone."""
+def doors(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """What is called at each room's door, in the order in which a call passes them."""
     lane = current().world.lane()
     communicator: Any = lane.communicator
     native, options = communicator.native("cpu"), _ALL_REDUCE[ReduceOp.SUM]
-    raw = native.allreduce([x], options)
     estimate = lane.estimate("all_reduce", x.nbytes)
-    completion = HostCompletion(raw)
-    spot = caller()
-    operation = Operation(lane, estimate, 1, completion, spot, 1800.0)
-    operation.over = True
 
-    def begin() -> None:
-        Work((operation,), None, x)._heard = True
+    def over(started: Started[Any]) -> None:
+        for operation in started.operations:
+            operation.over = True  # as it is for the next call, which forgets it
+
+    def issue() -> None:
+        start = lambda communicator: communicator.all_reduce(x, ReduceOp.SUM)  # noqa: E731
+        lane.issue(estimate, start, x.nbytes).over = True
 
     return {
-        "which context and lane": lambda: current().world.opened.get(current_lane()),
-        "what is planned for such a tensor": lambda: route_for(
-            lane, Op.ALL_REDUCE, x, ReduceOp.SUM, x.numel()
-        ).plain(x),
-        "may this task issue on the lane": lambda: lane._admitted_owner(None),
+        "payload: what it is, whose memory it is": lambda: over(
+            payload.all_reduce(lane, x, "sum", out=x, timeout=None)
+        ),
+        "tensors: gradients, route, memory, call": lambda: over(
+            autograd.all_reduce(lane, x, ReduceOp.SUM, x, None)
+        ),
+        "order: owner, place, operation, deadline": issue,
         NATIVE: lambda: native.allreduce([x], options),
-        "completion around the native work": lambda: HostCompletion(raw),
-        "note the place of the call": caller,
-        "note the operation and its deadline": lambda: Operation(lane, estimate, 1, completion, spot, 1800.0),
-        "the Work": begin,
-        WAITED: lambda: raw.wait(MILLISECOND),
     }
 
 
@@ -118,12 +115,13 @@ def main() -> None:
     x = torch.zeros(1)
     ac.barrier().wait()  # opens the lane
     call, waiting = asyncio.run(awaited(x))
-    found = {name: best(step) for name, step in steps(x).items()}
-    last = found.pop(WAITED)
-    found["from one of these to the next"] = call - sum(found.values())
+    whole = {OPS: call} | {name: best(door) for name, door in doors(x).items()} | {"": 0.0}
+    found = {name: took - inner for (name, took), (_, inner) in pairwise(whole.items())}
+    raw = dist.group.WORLD._get_backend(x.device).allreduce([x])
+    last = best(lambda: raw.wait(MILLISECOND))
     found["= the call"] = call
     found[WAITED] = last
-    found["the turn of the loop, cancellation, the estimate"] = waiting - last
+    found["waiting: the loop's turn, cancellation, the estimate"] = waiting - last
     found["= the await"] = waiting
     found["= both"] = call + waiting
     found["beside it: the bare ProcessGroup call and wait"] = found[NATIVE] + last

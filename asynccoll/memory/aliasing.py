@@ -23,11 +23,12 @@ __all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory"]
 _MOST_COMPARED_BYTES = 256 << 20
 #: So many claims are kept before it is looked which of them are over.
 _FEW = 64
+_is_xla: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
 
 def has_memory(x: torch.Tensor) -> bool:
     """Whether ``x`` is memory with an address; a lazy tensor (XLA) is a value that is computed some day."""
-    return x.device.type != "xla"
+    return not _is_xla(x)
 
 
 def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:

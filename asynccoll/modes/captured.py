@@ -29,10 +29,10 @@ class Modes(NamedTuple):
     recording: bool
     inferring: bool
 
-    @classmethod
-    def now(cls) -> Modes:
+    @staticmethod
+    def now() -> Modes:
         """Those of the calling thread."""
-        return cls(_recording(), _inferring())
+        return _ALL[_recording(), _inferring()]
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """``function``'s result, in these modes."""
@@ -40,6 +40,11 @@ class Modes(NamedTuple):
             return function(*args, **kwargs)
         with torch.inference_mode(self.inferring), torch.set_grad_enabled(self.recording):
             return function(*args, **kwargs)
+
+
+_EITHER = (False, True)
+#: A named tuple's own ``__new__`` is Python, and every call asks.
+_ALL = {(recording, inferring): Modes(recording, inferring) for recording in _EITHER for inferring in _EITHER}
 
 
 def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *args: Any) -> torch.Tensor:

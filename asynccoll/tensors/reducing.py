@@ -75,7 +75,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
 
 def _apart(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> bool:
     """Whether the result had better be filled from ``x``, which stays as it is, than copied and reduced."""
-    if not route.plain(x):
+    if out is x or not route.plain(x):
         return False
     return x.nbytes > _SMALL_BYTES if out is None else not same_memory(out, x)
 
@@ -142,7 +142,7 @@ def _all_reduce_exchanged(lane: Lane, route: Route, x: torch.Tensor, out: torch.
         plan,
         lambda communicator: communicator.all_to_all(received, sent, splits, splits),
         own,
-        lambda: deliver(_reduce_rows(rows, plan, x, _reused(out, rows, plan)).view(x.shape), out),
+        lambda: deliver(_reduce_rows(rows, plan, x, _reused(out, own, rank, plan)).view(x.shape), out),
         shape=x.shape,
         detail=plan.reduce,
         refill=refill if size == 2 else partial(_repeat_again, refill, sent.view(size - 1, -1), own),
@@ -164,19 +164,20 @@ _ALL_REDUCE: dict[str, Callable[[Lane, Route, torch.Tensor, torch.Tensor | None]
 }
 
 
-def _reused(out: torch.Tensor | None, rows: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor | None:
-    """The memory of the caller's ``out`` for the sum of ``rows``, if it may be written while they are read.
+def _reused(out: torch.Tensor | None, own: torch.Tensor, rank: int, plan: Plan) -> torch.Tensor | None:
+    """The memory of the caller's ``out`` for the sum of all rows, if it may be written while they are read.
 
-    The first two rows are read before anything is written: there ``out`` may be one of them. Torch refuses
-    memory that lies across a row, or has other strides, which may be of one element.
+    The others' have arrived in memory of ours, and ``out`` may share that of ``own``, this rank's. The first
+    two rows are read before anything is written: it may be one of them. Torch refuses memory that lies
+    across a row, or has other strides, which may be of one element.
     """
     if out is None or plan.wire is not Wire.SAME:
         return None
-    shared = [row for row in rows if may_overlap(out, row)]
-    if any(not same_memory(out, row) for row in shared) or any(same_memory(out, row) for row in rows[2:]):
+    shared = may_overlap(out, own)
+    if shared and (rank > 1 or not same_memory(out, own)):
         return None
-    target = target_for(out, rows[0], rows[0].shape)
-    return None if any(target.stride() != row.stride() for row in shared) else target
+    target = target_for(out, own, own.shape)
+    return None if shared and target.stride() != own.stride() else target
 
 
 def _reduce_rows(
@@ -250,7 +251,8 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
         total: Callable[[], torch.Tensor] = partial(reduced, target, plan, rows, size)
     else:
         start, parts = _exchanged_rows(lane, wire)
-        total = lambda: _reduce_rows(parts, plan, rows, _reused(out, parts, plan))  # noqa: E731
+        rank = lane.group.rank
+        total = lambda: _reduce_rows(parts, plan, rows, _reused(out, parts[rank], rank, plan))  # noqa: E731
     return Call(
         plan,
         start,
