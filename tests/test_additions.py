@@ -32,7 +32,9 @@ class Addition:
 
 
 BACKEND = """
-    import asyncio, torch, asynccoll as ac
+    import asyncio, dataclasses, torch, asynccoll as ac
+    from asynccoll.backends import mailbox
+    from asynccoll.backends.api import Op
 
     async def main():
         ac.initialize("mailbox")
@@ -44,18 +46,47 @@ BACKEND = """
         objects = await ac.all_gather_object({"rank": rank})
         with ac.lane("other"):
             await ac.barrier()
-        for lacking in ("all_to_all", "reduce_scatter"):
+        for lacking in (
+            lambda: ac.all_to_all(torch.ones(3)),
+            lambda: ac.reduce_scatter(torch.ones(3)),
+            lambda: ac.scatter(torch.ones(3) if rank == 0 else None, src=0),
+            lambda: ac.gather_object({"rank": rank}, dst=0),
+            lambda: ac.scatter_object([1, 2, 3] if rank == 0 else None, src=0),
+        ):
             try:
-                getattr(ac, lacking)(torch.ones(3))
+                lacking()
             except ac.UnsupportedOpError as error:
-                assert "mailbox" in str(error), error
+                assert "is not supported on mailbox" in str(error), error
             else:
                 raise AssertionError("it has that?")
         assert summed.result()["x"].tolist() == [6.0, 6.0] and summed.result()["n"] == 3
         assert last.result().tolist() == [[2, 2], [2, 2]]
         assert objects == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        await boasted()
         print(ac.backend(), texts)
         ac.finalize()
+
+    async def boasted():
+        # The next life of the same ranks, at the same place; and a call that the backend only says it has.
+        ac.finalize()
+        known = mailbox.CAPABILITIES
+        mailbox.CAPABILITIES = dataclasses.replace(known, ops=known.ops | {Op.GATHER})
+        ac.initialize("mailbox", timeout=20)
+        rank = ac.get_rank()
+        assert (await ac.all_gather(rank)) == [0, 1, 2]
+        for missing in (
+            lambda: ac.gather(torch.ones(1), dst=0),
+            lambda: ac.gather_object("too long for the first round" * 100, dst=0),
+        ):
+            try:
+                await missing()
+            except ac.UnsupportedOpError as error:
+                assert "returned nothing from it" in str(error), error
+            except ac.PeerRefusedError as error:
+                assert "returned nothing from it" in str(error), error
+            else:
+                raise AssertionError("it has that?")
+            assert (await ac.all_gather(rank)) == [0, 1, 2]
 
     asyncio.run(main())
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from asynccoll.backends.c10d.assembly import Member, assemble
+from asynccoll.backends.api.assembly import Member, assemble
 from asynccoll.environment import node
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.store import Clients, Exchange

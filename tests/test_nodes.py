@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import asynccoll as ac
 import oracle
 import worlds
-from asynccoll.backends.c10d.assembly import Member
-from asynccoll.backends.c10d.rendezvous import nodes_of
+from asynccoll.backends.api.assembly import Member
+from asynccoll.backends.api.rendezvous import nodes_of
 from asynccoll.backends.table import capabilities_of
 from asynccoll.ops.explaining import explain_offline
 from asynccoll.plan import dispatch

@@ -2,7 +2,7 @@
 
 torch elastic's own rendezvous listens on every address of the host. Here the agent makes the store
 on a socket of its own. Its ranks come there as clients, to learn where rank 0 serves the store at which
-they meet (``backends.c10d.agent``). With one host there is nobody to wait for, so nothing else is needed.
+they meet (``backends.api.agent``). With one host there is nobody to wait for, so nothing else is needed.
 """
 
 from __future__ import annotations

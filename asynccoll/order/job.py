@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+from asynccoll.errors import UnsupportedOpError
 from asynccoll.order.stepping import Stepping
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
 
-__all__ = ["Job", "Program", "Start"]
+__all__ = ["Job", "Program", "Start", "returned"]
 
 #: One native call, given the communicator.
 Start = Callable[[Any], Completion]
 #: Several: each yielded completion is waited for; the last call's is returned.
 Program = Callable[[Any], Generator[Completion, None, Completion]]
+
+
+def returned(completion: Completion | None) -> Completion:
+    """What a backend has returned for a call, which somebody else may have written."""
+    if completion is None:
+        raise UnsupportedOpError(
+            "the backend's communicator has no such call, or returned nothing from it: what it does not have "
+            "its capabilities must not name, and a call returns a Completion (Promise, READY) at once"
+        )
+    return completion
+
 
 _SETTLED = Promise()
 _SETTLED.settle()

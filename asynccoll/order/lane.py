@@ -28,7 +28,7 @@ from asynccoll.host.call_site import called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Cut, Refusal, Verdict
-from asynccoll.order.job import Job, Program, Start
+from asynccoll.order.job import Job, Program, Start, returned
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.order.outstanding import Outstanding
 from asynccoll.order.ownership import Owner, Owners, Stream
@@ -132,7 +132,7 @@ class Lane:
             if self._is_free():
                 # First of all the start: what is noted down afterwards costs no latency.
                 try:
-                    completion = start(self._connection.communicator)
+                    completion = returned(start(self._connection.communicator))
                 except BaseException:  # refused by the library, which may have sent something
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
@@ -198,10 +198,10 @@ class Lane:
         self._active = job
         job.generator = job.program(self.communicator)
         try:
-            job.step = next(job.generator)
+            job.step = returned(next(job.generator))
         except StopIteration as stop:  # it was the last
             self._active = None
-            job.promise.follow(stop.value)
+            job.promise.follow(returned(stop.value))
         except BaseException:  # refused by the native call itself, as it is for a single one
             self._active = None
             self._touched = self.sequence + (not self._together)
@@ -466,7 +466,7 @@ class Lane:
     def _next_call(self, job: Job) -> Completion | None:
         """Make it; what comes back is the completion of the job's last."""
         if job.start is not None:
-            return job.start(self.communicator)
+            return returned(job.start(self.communicator))
         try:
             if job.step is not None and (error := job.step.error()) is not None:
                 assert job.generator is not None
@@ -477,10 +477,9 @@ class Lane:
                 if job.generator is None:
                     assert job.program is not None
                     job.generator = job.program(self.communicator)
-                job.step = next(job.generator)
+                job.step = returned(next(job.generator))
         except StopIteration as stop:
-            last: Completion = stop.value
-            return last
+            return returned(stop.value)
         return None
 
     # Refusals: see ``cut`` for what holds, and why

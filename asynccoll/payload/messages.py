@@ -16,6 +16,9 @@ import torch
 from asynccoll.health.checks import checked, signature
 from asynccoll.order.job import Program
 from asynccoll.order.lane import Lane
+from asynccoll.order.operation import Operation
+from asynccoll.plan.dispatch import refuse_missing
+from asynccoll.plan.spec import Op
 from asynccoll.transport.completion import Completion
 from asynccoll.waiting.started import Started
 
@@ -131,10 +134,26 @@ def _padded(message: Message, length: int, device: torch.device) -> torch.Tensor
     return padded
 
 
-def _run(lane: Lane, name: str, detail: str, program: Program, size_bytes: int, timeout: float | None) -> Any:
+def _run(
+    lane: Lane,
+    name: str,
+    calls: Sequence[Op],
+    detail: str,
+    program: Program,
+    size_bytes: int,
+    timeout: float | None,
+) -> Operation:
+    _refuse_missing(lane, calls)
     if lane.compares_calls:
         program = checked(lane, signature(name, detail=detail), program=program)
     return lane.run(name, program, size_bytes, timeout, awaited_soon=True)
+
+
+def _refuse_missing(lane: Lane, calls: Sequence[Op]) -> None:
+    """Refuse what is made of native ``calls`` where the backend has not all of them."""
+    known = lane.group.topology("cpu").capabilities
+    for op in calls:
+        refuse_missing(op, known)
 
 
 def all_gather_messages(
@@ -164,6 +183,7 @@ def all_gather_rows(
 
     One native call, where the call itself says what everybody sends.
     """
+    _refuse_missing(lane, (Op.ALL_GATHER,))
     mine = _as_tensor(bytearray(row))
     rows = bytearray(lane.group.size * len(row))
     into = _as_tensor(rows)
@@ -230,7 +250,8 @@ def _gather(
     def finish() -> T:
         return then(slots.messages(bodies[0].unbind(0) if bodies else ()) if wanted else [])
 
-    operation = _run(lane, name, detail, program, message.size_bytes, timeout)
+    calls = (Op.ALL_GATHER,) if dst is None else (Op.ALL_GATHER, Op.GATHER)
+    operation = _run(lane, name, calls, detail, program, message.size_bytes, timeout)
     return Started((operation,), finish)
 
 
@@ -264,7 +285,7 @@ def broadcast_message(
         return last
 
     size_bytes = message.size_bytes if message is not None else 0
-    operation = _run(lane, name, detail, program, size_bytes, timeout)
+    operation = _run(lane, name, (Op.BROADCAST,), detail, program, size_bytes, timeout)
     return Started((operation,), lambda: then(slot.messages(body)[0]))
 
 
@@ -296,5 +317,5 @@ def scatter_messages(
         last: Completion = communicator.scatter(body[0], sent, src)
         return last
 
-    operation = _run(lane, name, detail, program, longest, timeout)
+    operation = _run(lane, name, (Op.SCATTER,), detail, program, longest, timeout)
     return Started((operation,), lambda: then(slot.messages(body)[0]))

@@ -25,7 +25,7 @@ from asynccoll.plan.spec import (
 )
 from asynccoll.plan.wire import arithmetic, carrier_of
 
-__all__ = ["plan"]
+__all__ = ["plan", "refuse_missing"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 #: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
@@ -98,11 +98,7 @@ def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce:
 
 def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
     known = topology.capabilities
-    if op is not Op.BARRIER and op not in known.ops:
-        advice = ""
-        if op in (Op.SEND, Op.RECV):
-            advice = "; gloo, nccl and mpi have it, and permute or broadcast do it where all ranks call them"
-        raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
+    refuse_missing(op, known)
     native, has = _native_call(op, known)
     if op is Op.BARRIER or spec.dtype in known.move:
         return Plan(op, known.backend, native, why=(has,))
@@ -118,6 +114,16 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
             f"{known.backend} cannot copy {dtype_name(spec.dtype)}: it travels as {dtype_name(carrier)}",
         ),
     )
+
+
+def refuse_missing(op: Op, known: Capabilities) -> None:
+    """Refuse a movement that the backend has no call for."""
+    if op is Op.BARRIER or op in known.ops:
+        return
+    advice = ""
+    if op in (Op.SEND, Op.RECV):
+        advice = "; gloo, nccl and mpi have it, and permute or broadcast do it where all ranks call them"
+    raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
 
 
 def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 
 from asynccoll.backends.api import (
@@ -12,7 +10,6 @@ from asynccoll.backends.api import (
     Communicator,
     Completion,
     Context,
-    Identity,
     Op,
     Opening,
     Promise,
@@ -20,7 +17,7 @@ from asynccoll.backends.api import (
     Request,
     Waiters,
     Waiting,
-    connect,
+    meet,
 )
 
 KINDS = (torch.float32, torch.int64, torch.uint8)
@@ -38,16 +35,15 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 def create(request: Request) -> Context:
     request.take_options()
-    launch = request.launch
-    assert launch is not None and launch.master_addr is not None and launch.master_port is not None
-    store = connect(
-        launch.master_addr,
-        launch.master_port,
-        serve=launch.rank == 0,
-        timeout=timedelta(seconds=request.timeout),
+    met = meet(request)
+    return Context(
+        Mailbox(),
+        met.identity,
+        store=met.store,
+        nodes=met.nodes,
+        timeout=request.timeout,
+        check=request.check,
     )
-    identity = Identity(launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
-    return Context(Mailbox(), identity, store=store, timeout=request.timeout, check=request.check)
 
 
 class Mailbox(Backend):

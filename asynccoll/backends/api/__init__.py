@@ -5,21 +5,21 @@ A backend is a module with ``create(request) -> Context`` and, for ``ac.explain`
 the entry-point group ``asynccoll.backends`` (name -> ``module:create``). ``create`` gives the context a
 ``Backend``, which opens a ``Communicator`` for each lane; every native call gives a ``Completion``.
 
-The rest is of use where a library needs it: threads that poll or wait (``progress``, ``Waiters``), a store
-and who meets there (``connect``, ``agree_on_store``, ``Exchange``), the launcher's word (``detect``).
+The rest is of use where a library needs it: ``meet`` where the launcher or the user says, or at a store of
+one's own (``connect``, ``agree_on_store``); ``Exchange`` for who meets there;
+threads that poll or wait (``progress``, ``Waiters``); the launcher's word (``detect``).
 """
 
 from asynccoll.backends.api.gpu import own_device
 from asynccoll.backends.api.meeting import agree_on_store, make_default_group
+from asynccoll.backends.api.rendezvous import Meeting, locate, meet
 from asynccoll.backends.api.request import Request, of_torch
-from asynccoll.backends.api.resolver import names_are_quick
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.environment.detection import LaunchInfo, detect
-from asynccoll.environment.node import node_name
 from asynccoll.health.checks import mismatch
 from asynccoll.host import give_way, network
 from asynccoll.host.cores import usable_cores
-from asynccoll.host.store import Exchange, Waiting, host_of, values
+from asynccoll.host.store import Exchange, Waiting, values
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.modes.captured import as_called, uncast
 from asynccoll.plan.spec import Capabilities, Op, ReduceOp, dtype_name
@@ -55,6 +55,7 @@ __all__ = [
     "Identity",
     "InProgress",
     "LaunchInfo",
+    "Meeting",
     "Op",
     "Opening",
     "Promise",
@@ -73,13 +74,12 @@ __all__ = [
     "dtype_name",
     "flatten",
     "give_way",
-    "host_of",
+    "locate",
     "make_default_group",
     "may_overlap",
+    "meet",
     "mismatch",
-    "names_are_quick",
     "network",
-    "node_name",
     "of_torch",
     "own_device",
     "progress",

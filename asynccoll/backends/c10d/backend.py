@@ -24,6 +24,7 @@ import torch._C._distributed_c10d as _native
 import torch.distributed as dist
 
 from asynccoll.backends.api import (
+    LOOPBACK,
     Backend,
     Capabilities,
     Context,
@@ -32,27 +33,19 @@ from asynccoll.backends.api import (
     Opening,
     Request,
     Waiting,
-    host_of,
+    locate,
+    meet,
     network,
     of_torch,
     own_device,
 )
+from asynccoll.backends.c10d.adopted import matching_launch, own_part
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport
 from asynccoll.backends.c10d.completion import NEVER, HostCompletion, StreamCompletion
 from asynccoll.backends.c10d.published import publish, withdraw
-from asynccoll.backends.c10d.rendezvous import (
-    LOOPBACK,
-    come_together,
-    locate,
-    matching_launch,
-    nodes_of,
-    not_met,
-    own_part,
-    rendezvous,
-)
 from asynccoll.backends.c10d.tables import GLOO, NCCL, OTHER
-from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError, PeerLostError
 
 __all__ = ["C10dBackend"]
 
@@ -311,29 +304,27 @@ def create(request: Request) -> Context:
             )
         return adopt(*native, request.timeout, request.check)
     by_device = parse_backend(request.backend)
-    store, rank, world_size = rendezvous(request)
-    threads = isinstance(store, dist.HashStore) and world_size > 1
-    meeting_host = host_of(store)
-    store, members = come_together(store, rank, world_size, request, by_node)
-    identity = locate(request.launch, rank, world_size, members)
+    met = meet(request, by_node=by_node)
+    identity = met.identity
+    rank, world_size = identity.rank, identity.world_size
     device = pick_device(by_device, identity.local_rank)
     # Where ranks are threads there can be no default group: torch has one a process.
-    owns_default = not threads and not dist.is_initialized()
+    owns_default = not met.threads and not dist.is_initialized()
     # One host needs no more than its loopback, and a host without a network has no more.
-    address = "127.0.0.1" if identity.nnodes == 1 else network.own_address(meeting_host)
+    address = "127.0.0.1" if identity.nnodes == 1 else network.own_address(met.host)
     exported = network.use_for_torch(address) if address and identity.nnodes > 1 else None
     try:
         if owns_default:
             dist.init_process_group(
                 request.backend,
-                store=dist.PrefixStore("default", store),
+                store=dist.PrefixStore("default", met.store),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=request.timeout),
             )
     except RuntimeError as error:  # from torch's store, or from gloo
         network.take_back(exported)
-        raise not_met(error, rank, world_size) from error
+        raise PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}") from error
     backend = C10dBackend(
         request.backend,
         timeout=request.timeout,
@@ -348,12 +339,12 @@ def create(request: Request) -> Context:
     context = Context(
         backend,
         identity,
-        store=store,
+        store=met.store,
         timeout=request.timeout,
         check=request.check,
-        thread_rank=threads,
-        nodes=nodes_of(members),
-        by_node=members[0].by_node,
+        thread_rank=met.threads,
+        nodes=met.nodes,
+        by_node=met.by_node,
     )
     context.world.lane().open()
     return context

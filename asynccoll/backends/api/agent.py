@@ -17,7 +17,8 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from asynccoll.backends.api import LOOPBACK, connect, names_are_quick
+from asynccoll.backends.api.resolver import names_are_quick
+from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 
 __all__ = ["is_agents", "meet_under_one_agent"]
 

@@ -20,8 +20,8 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from asynccoll.backends.api import values
 from asynccoll.errors import CollectiveTimeoutError, PeerLostError
+from asynccoll.host.store import values
 
 __all__ = ["Member", "assemble"]
 

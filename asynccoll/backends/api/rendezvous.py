@@ -1,40 +1,73 @@
-"""Where the ranks of a c10d world meet, and where each of them is.
+"""How the ranks of a world meet: where the user or the launcher said, and who they are then.
 
-Turns what the user or the launcher said (``env://``, ``tcp://``, ``file://``, a store) into a store, a
-rank and a world size; and tells which ranks share a node.
+Turns that word (``env://``, ``tcp://``, ``file://``, a store) into a store, a rank and a world size, waits
+for the others, and tells which ranks share a node.
 """
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from asynccoll.backends.api import LOOPBACK, Identity, LaunchInfo, Request, connect, detect, node_name
-from asynccoll.backends.c10d.agent import is_agents, meet_under_one_agent
-from asynccoll.backends.c10d.assembly import Member, assemble
-from asynccoll.errors import (
-    CollectiveTimeoutError,
-    InvalidArgumentError,
-    LaunchEnvironmentError,
-    PeerLostError,
-)
+from asynccoll.backends.api.agent import is_agents, meet_under_one_agent
+from asynccoll.backends.api.assembly import Member, assemble
+from asynccoll.backends.api.request import Request
+from asynccoll.backends.api.tcpstore import connect
+from asynccoll.environment.detection import LaunchInfo, detect
+from asynccoll.environment.node import node_name
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.host.store import host_of
+from asynccoll.world.context import Identity
 
-__all__ = [
-    "LOOPBACK",
-    "come_together",
-    "locate",
-    "matching_launch",
-    "nodes_of",
-    "not_met",
-    "own_part",
-    "rendezvous",
-]
+__all__ = ["Meeting", "locate", "meet", "nodes_of"]
 
 
-def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
+class Meeting(NamedTuple):
+    """A world whose ranks have all come."""
+
+    #: of this life of the world alone, with nothing in it yet
+    store: dist.Store
+    #: where this rank is
+    identity: Identity
+    #: the node of each rank
+    nodes: tuple[int, ...]
+    #: what the user of the first rank wishes
+    by_node: bool | None
+    #: where the store is served; None where that is no matter of hosts
+    host: str | None
+    #: ranks are threads of one process
+    threads: bool
+
+
+def meet(request: Request, *, by_node: bool | None = None) -> Meeting:
+    """Go where the launcher or the user has the ranks meet, and wait for all of them.
+
+    Raises:
+        CollectiveTimeoutError: nobody serves the store, or a rank has not come, within the request's timeout.
+        LaunchEnvironmentError: nobody says where they meet.
+        InvalidArgumentError: ``init_method=`` does not work.
+        PeerLostError: the process that serves the store has ended.
+    """
+    store, rank, world_size = _rendezvous(request)
+    launch = request.launch
+    told = launch is not None and launch.placed and _speaks_of(launch, rank, world_size)
+    me = Member(node_name(), launch.node_rank if told and launch is not None else None, by_node)
+    part, members = assemble(store, rank, world_size, me, request.timeout)
+    return Meeting(
+        part,
+        locate(launch, rank, world_size, members),
+        nodes_of(members),
+        members[0].by_node,
+        host_of(store),
+        isinstance(store, dist.HashStore) and world_size > 1,
+    )
+
+
+def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     """(store, rank, world size) for a request; waits for the master, not for the other ranks."""
     timeout = timedelta(seconds=request.timeout)
     if request.store is not None:
@@ -56,15 +89,6 @@ def rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     except (ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"init_method {method!r} does not work: {error}") from error
     return store, rank, world_size
-
-
-def own_part(store: dist.Store, rank: int) -> dist.Store:
-    """The part of the user's group's ``store`` for this life of ours beside it.
-
-    Nobody is waited for: the ranks of one group go through the same lives.
-    """
-    life = store.add(f"asynccoll/lives/{rank}", 1)
-    return dist.PrefixStore(f"asynccoll/{life}", store)
 
 
 def _place(request: Request) -> tuple[int, int]:
@@ -117,16 +141,6 @@ def _meet_at(
     return store, rank, world_size
 
 
-def come_together(
-    store: dist.Store, rank: int, world_size: int, request: Request, by_node: bool | None
-) -> tuple[dist.Store, list[Member]]:
-    """This world's part of ``store``, and what each of its ranks says of itself; waits for all of them."""
-    launch = request.launch
-    told = launch is not None and launch.placed and _speaks_of(launch, rank, world_size)
-    me = Member(node_name(), launch.node_rank if told and launch is not None else None, by_node)
-    return assemble(store, rank, world_size, me, request.timeout)
-
-
 def nodes_of(members: list[Member]) -> tuple[int, ...]:
     """The node of each rank: one and the same by its name and, where there is one, by the launcher.
 
@@ -134,15 +148,6 @@ def nodes_of(members: list[Member]) -> tuple[int, ...]:
     """
     numbers: dict[tuple[str, int | None], int] = {}
     return tuple(numbers.setdefault((one.host, one.node), len(numbers)) for one in members)
-
-
-def _speaks_of(launch: LaunchInfo, rank: int, world_size: int) -> bool:
-    return (launch.rank, launch.world_size) == (rank, world_size)
-
-
-def not_met(error: BaseException, rank: int, world_size: int) -> PeerLostError:
-    """The error for ranks that have all come, and cannot connect to each other."""
-    return PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}")
 
 
 def locate(launch: LaunchInfo | None, rank: int, world_size: int, members: list[Member]) -> Identity:
@@ -164,10 +169,5 @@ def locate(launch: LaunchInfo | None, rank: int, world_size: int, members: list[
     return Identity(rank, world_size, mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes))
 
 
-def matching_launch(rank: int, world_size: int) -> LaunchInfo | None:
-    """What the launcher says, if it speaks of the same place; a group made by hand may not."""
-    try:
-        launch = detect(os.environ)
-    except LaunchEnvironmentError:
-        return None
-    return launch if _speaks_of(launch, rank, world_size) else None
+def _speaks_of(launch: LaunchInfo, rank: int, world_size: int) -> bool:
+    return (launch.rank, launch.world_size) == (rank, world_size)
