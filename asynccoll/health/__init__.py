@@ -1,6 +1,7 @@
 """What goes wrong, on which rank: who is lost, who has refused what, who called something else.
 
-Asks the store and the other hosts, and tells lanes; which error a call then raises is the world's word.
+Asks the store and the other hosts, and tells lanes. Must not know backends or contexts: which error a call
+then raises is the world's word.
 """
 
 from asynccoll.health.liveness import Liveness

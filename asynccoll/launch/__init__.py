@@ -1,6 +1,6 @@
 """How the processes of a job come to be: ``asynccoll run``, ``spawn``, ``Parallel``, and what starts them.
 
-Knows environments, processes and how a backend wants its ranks started, not collectives.
+Knows environments, processes and how a backend wants its ranks started; must not know collectives.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.plan.spec import HALF, ReduceOp
 from asynccoll.runtime.process import current, when_joined
@@ -50,9 +51,12 @@ class _Graphs:
     made = False
 
 
+_graphs = host.per_process(_Graphs)
+
+
 def _renew(context: Context) -> None:
     """In a next life of the world, give graphs of an earlier one their group again."""
-    if _Graphs.made and context.world_size > 1:
+    if _graphs.made and context.world_size > 1:
         context.world.process_group()
 
 
@@ -63,7 +67,7 @@ when_joined(_renew)
 def _world() -> str:
     """The registered name of the world's process group, which the first graph makes."""
     group = current().world.process_group()
-    _Graphs.made = True
+    _graphs.made = True
     return str(group.group_name)
 
 

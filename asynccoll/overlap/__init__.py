@@ -1,7 +1,7 @@
 """Training loops of your own whose communication disappears behind their compute.
 
-On top of the public operations alone (and of whose threads and clocks they take); each way to overlap is a
-module, and the others are what several of these share:
+On top of the public operations; must not know backends, nor what ``auto`` does. Each way to overlap
+is a module, and the others are what several of these share:
 
 - ``gradients``: reduced bucket by bucket while backward runs (``overlap_gradients``);
 - ``ddp``: DDP's own buckets on a lane of ours (``ddp_hook``);

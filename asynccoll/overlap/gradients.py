@@ -60,7 +60,7 @@ _SECOND_BACKWARD = (
 )
 
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
-_live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
 class GradientReducer:
@@ -136,7 +136,7 @@ class GradientReducer:
         self._hooks: list[Any] = []
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._join(parameters)
-        _live.add(self)
+        _live[self] = None
 
     def _tail(self) -> dict[str, Any]:
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
@@ -290,7 +290,7 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks. What is in flight is not waited for; gradients stay where they are."""
         self._unhook()
-        _live.discard(self)
+        _live.pop(self, None)
         for work in self._works:
             work.detach()
 

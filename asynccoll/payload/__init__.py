@@ -1,7 +1,8 @@
 """One collective over whatever a user passes: a tensor, a number, a string, a tree of these.
 
-Validates, dispatches by kind of payload, and puts trees back together. Roots and pairs are global
-ranks here, and indices in the group from here on.
+Validates, dispatches by kind of payload, and puts trees back together. Must not know how a
+tensor is encoded, nor which backend sends it. Roots and pairs are global ranks here, and indices in the
+group from here on.
 """
 
 from asynccoll.payload.exchanging import all_to_all, permute, recv, send

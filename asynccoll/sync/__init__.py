@@ -2,7 +2,7 @@
 
 The same names, signatures and results, built on the async operations: each call starts one and waits for
 it (but for Horovod's ADASUM, which is its own). A program moves to ``await ac.all_reduce(x)`` a line at a
-time; both work on the same world.
+time; both work on the same world. What ignite does otherwise is known here, and must not be below.
 
 Where ignite is wrong this is right: ``docs/migrating-from-ignite.md`` lists each difference.
 """

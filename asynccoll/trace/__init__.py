@@ -1,6 +1,6 @@
 """What a program did, by rank and lane: recorded, measured, drawn.
 
-Watches operations from outside; nothing below knows of it.
+Watches operations from outside; must not change what they do, and nothing below knows of it.
 """
 
 from asynccoll.trace.spans import Span

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from asynccoll import host
-from asynccoll.host.forks import in_child
 
 __all__ = ["InProgress", "Waiters"]
 
 _IDLE_SECONDS = 10.0
-_pools: WeakSet[Waiters] = WeakSet()
 
 
 class Waiters:
@@ -30,7 +28,7 @@ class Waiters:
         self._jobs: dict[Hashable, deque[Callable[[], object]]] = {}
         self._ready: deque[Hashable] = deque()
         self._idle = 0
-        _pools.add(self)
+        _pools[self] = None
 
     def forget_parent(self) -> None:
         """In a forked child, which has none of the parent's threads, nor their jobs."""
@@ -74,12 +72,12 @@ class Waiters:
             return None
 
 
-def _forget_parent() -> None:
-    for pool in list(_pools):
+def _forget_parent(pools: WeakKeyDictionary[Waiters, None]) -> None:
+    for pool in list(pools):
         pool.forget_parent()
 
 
-in_child(after_in_child=_forget_parent)
+_pools: WeakKeyDictionary[Waiters, None] = host.per_process(WeakKeyDictionary, _forget_parent)
 
 
 class InProgress:
