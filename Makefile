@@ -38,7 +38,10 @@ gpt: ## train a small GPT on real text beside DDP, stopped and resumed, and draw
 	@$(ENVS) exec demo -- python examples/compare_gpt.py $(ARGS)
 
 test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
-test: lint types docs system ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
+test: system ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
+	@$(ENVS) build test
+	@$(ENVS) build horovod xla mpich openmpi & built=$$!; \
+		$(MAKE) --no-print-directory lint types docs || { kill $$built; exit 1; }; wait $$built
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
 	@$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; \
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status

@@ -86,7 +86,7 @@ async def shorter(me: Rank) -> None:
     results(me, [await again_and_again(me, work) for work in works])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[-1:])  # it takes its time
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_a_call_may_take_longer_than_the_context_says(backend: str, size: int) -> None:
     """The peer comes after `initialize(timeout=)` has passed: awaited again, every kind of call is right."""

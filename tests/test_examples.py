@@ -69,11 +69,12 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
     pytest.importorskip("sklearn")
     picture = tmp_path / "here" / "timeline.png"
-    options = ("--steps", "5", "--picture", str(picture))
+    epochs = () if launched else ("--epochs", "2")
+    options = ("--steps", "5", "--picture", str(picture), *epochs)
     said = run(tmp_path, "train_digits", *options, ranks=ranks, launched=launched)
     accuracy = re.search(r"test accuracy ([\d.]+)% after", said)
     assert accuracy is not None
-    assert float(accuracy[1]) >= 95.0
+    assert float(accuracy[1]) >= (95.0 if launched else 50.0)
     assert f"the ranks ({ranks}) hold the same parameters, bit for bit" in said
     apart = re.search(r"a run that blocks, to within (\S+)", said)
     assert apart is not None

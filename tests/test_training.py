@@ -35,8 +35,11 @@ def reducing(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
 
 async def as_alone(me: Rank) -> None:
     models = ("plain", "unused", "tied")
+    seconds = (None, "plain")
     for index, loop in enumerate(LOOPS):
-        for second in (None, "plain"):
+        for second in (
+            seconds if me.size == 2 else seconds[index % 2 :][:1]
+        ):  # among more ranks they take turns
             program = Program(models[index % 3], loop, "auto_optim", "SGD foreach", second)
             if not makes_sense(program):
                 continue

@@ -2,6 +2,7 @@
 """Environments to work on asynccoll in: found in a cache, built from nothing when absent.
 
     python tools/envs.py path NAME                  print the interpreter of an environment
+    python tools/envs.py build NAME...              see that these are there, built two at a time
     python tools/envs.py exec NAME -- ARGS...       run ARGS in it, on this checkout
     python tools/envs.py exec NAME --wheel -- ARGS  the same on a wheel built from this checkout,
                                                     out of an empty directory
@@ -19,6 +20,7 @@ import argparse
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import envbuild
@@ -79,6 +81,12 @@ def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
     os.execvpe(arguments[0], arguments, variables)  # noqa: S606 - becoming it is the purpose
 
 
+def _build(rows: list[Environment]) -> None:
+    """One downloads while another unpacks or compiles."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        list(pool.map(envbuild.ensure, rows))
+
+
 def _list() -> None:
     for row in ENVIRONMENTS.values():
         path = envbuild.directory(row)
@@ -99,6 +107,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("path").add_argument("name", choices=ENVIRONMENTS)
+    commands.add_parser("build").add_argument("names", choices=ENVIRONMENTS, nargs="+")
     execute = commands.add_parser("exec")
     execute.add_argument("name", choices=ENVIRONMENTS)
     execute.add_argument("--wheel", action="store_true")
@@ -114,6 +123,8 @@ def main(argv: list[str]) -> None:
     match given.command:
         case "path":
             print(envbuild.ensure(ENVIRONMENTS[given.name]))
+        case "build":
+            _build([ENVIRONMENTS[name] for name in given.names])
         case "exec":
             _run_in(ENVIRONMENTS[given.name], given.arguments, wheel=given.wheel)
         case "list":

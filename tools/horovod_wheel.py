@@ -224,8 +224,11 @@ def _missing_packages() -> list[str]:
 
 def _apt(packages: Sequence[str]) -> None:
     variables = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    patiently = ["-o", "DPkg::Lock::Timeout=120"]  # somebody else may be installing something
     for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-        subprocess.run(["apt-get", "-qq", *command], stdin=subprocess.DEVNULL, env=variables, check=False)
+        subprocess.run(
+            ["apt-get", "-qq", *patiently, *command], stdin=subprocess.DEVNULL, env=variables, check=False
+        )
 
 
 def main(argv: list[str]) -> None:
