@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from typing import TYPE_CHECKING
 
 from asynccoll import host
-from asynccoll.host import lines
-from asynccoll.host.network import own_address
+from asynccoll.host import lines, network
 from asynccoll.host.store import values
 
 if TYPE_CHECKING:
@@ -46,10 +44,10 @@ class Liveness:
             self._publish(clients)
 
     def _publish(self, clients: Clients) -> None:
-        address = own_address(clients.host) or "127.0.0.1"
+        address = network.own_address(clients.host) or "127.0.0.1"
         self._beacon, port = lines.listen(address)
         with clients.borrow() as store:
-            store.set(_key(self._rank), json.dumps([address, port, host.gethostname(), os.getpid()]))
+            store.set(_key(self._rank), json.dumps([address, port, host.gethostname(), host.getpid()]))
 
     def learn(self, ranks: tuple[int, ...]) -> None:
         """Read what ``ranks`` have published, while the store is there: rank 0 may take it with it."""

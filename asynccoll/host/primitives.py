@@ -9,6 +9,7 @@ threads and clocks of their own: they are the edge, and another world has other 
 from __future__ import annotations
 
 import os
+from os import getpid
 from queue import SimpleQueue
 from socket import gethostname
 from threading import Condition, Event, Lock, RLock, Thread, current_thread, get_ident
@@ -24,6 +25,7 @@ __all__ = [
     "current_thread",
     "get_ident",
     "gethostname",
+    "getpid",
     "give_way",
     "monotonic",
     "perf_counter",

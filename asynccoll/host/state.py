@@ -16,14 +16,14 @@ __all__ = ["kept", "per_process"]
 
 T = TypeVar("T")
 
-#: Everything that was asked for, in the order of asking.
-kept: list[Any] = []
+#: Everything that was asked for, in the order of asking, and how it is made.
+kept: list[tuple[Any, Callable[[], Any]]] = []
 
 
 def per_process(make: Callable[[], T], forked: Callable[[T], object] | None = None) -> T:
     """The one object that ``make`` gives; ``forked`` is called with it in a forked child."""
     one = make()
-    kept.append(one)
+    kept.append((one, make))
     if forked is not None:
         in_child(after_in_child=lambda: forked(one))
     return one

@@ -1,0 +1,79 @@
+"""What carries messages between simulated ranks, and a thread of each rank that takes them in.
+
+It must not know what the messages are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import torch
+
+from asynccoll.testing.network import Link, Network
+from asynccoll.testing.scheduler import Scheduler, SimulatedThread
+
+__all__ = ["CLOSED", "Delivery"]
+
+#: What a library says whose peer is gone.
+CLOSED = "connection closed by peer"
+
+
+class Delivery:
+    """When messages come, and who does then what is to be done."""
+
+    def __init__(self, scheduler: Scheduler, network: Network, link: Link, world_size: int) -> None:
+        self.scheduler = scheduler
+        self.network = network
+        self._link = link
+        self._calls = [0] * world_size
+        #: told of each call of a rank, with how many it has made
+        self.observers: list[Callable[[int, int], object]] = []
+        #: what could not have worked on a real transport: calls that do not match
+        self.mismatches: list[str] = []
+        self._cards = [_Card(scheduler) for _ in range(world_size)]
+
+    def start(self, rank: int) -> None:
+        """Its thread, as gloo has one."""
+        self._cards[rank].thread = self.scheduler.add(rank, "gloo", self._cards[rank].run)
+
+    def at(self, rank: int, time: float, act: Callable[[], object]) -> None:
+        """Have the rank's thread do ``act`` at that time."""
+        self._cards[rank].put(time, act)
+
+    def arrival(self, size_bytes: int) -> float:
+        """When a message that leaves now comes."""
+        return self.scheduler.now + self._link.seconds(size_bytes, self.scheduler.chance)
+
+    def called(self, rank: int) -> None:
+        """A rank has made one more call."""
+        self._calls[rank] += 1
+        for observer in self.observers:
+            observer(rank, self._calls[rank])
+
+
+class _Card:
+    """The thread of one rank that ends calls, and what it has to do when."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.thread: SimulatedThread | None = None
+        self._scheduler = scheduler
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._count = 0
+
+    def put(self, at: float, act: Callable[[], object]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (at, self._count, act))
+        if self.thread is not None:
+            self._scheduler.wake(self.thread)
+
+    def run(self) -> None:
+        while True:
+            if not self._due:
+                self._scheduler.park()
+            elif self._due[0][0] > self._scheduler.now:
+                self._scheduler.park(self._due[0][0])
+            else:
+                with torch.inference_mode():  # no mode keeps native code from writing
+                    heapq.heappop(self._due)[2]()
+                self._scheduler.point()

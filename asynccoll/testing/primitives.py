@@ -1,0 +1,391 @@
+"""Locks, events, queues, threads and clocks of a simulated world, under the names of ``asynccoll.host``.
+
+Each call that another thread could see is a switch point. What is used by a thread that is not simulated (one
+that sets the world up) never waits.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asynccoll.testing.scheduler import Scheduler, SimulatedThread, running
+
+__all__ = [
+    "Condition",
+    "Event",
+    "Lock",
+    "RLock",
+    "SimpleQueue",
+    "Thread",
+    "current_thread",
+    "get_ident",
+    "gethostname",
+    "getpid",
+    "give_way",
+    "monotonic",
+    "perf_counter",
+    "sleep",
+]
+
+
+def _point() -> None:
+    scheduler = running()
+    if scheduler is not None:
+        scheduler.point()
+
+
+def _unwinding() -> bool:
+    """Whether what is done now counts for nothing: its rank is gone, or the simulation over."""
+    scheduler = running()
+    return scheduler is None or (scheduler.current is not None and scheduler.is_gone(scheduler.current))
+
+
+def _until(scheduler: Scheduler, timeout: float | None) -> float:
+    return math.inf if timeout is None or timeout < 0 else scheduler.now + timeout
+
+
+class _Queue:
+    """Those who wait for something, first come first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[SimulatedThread] = deque()
+
+    def wait(self, scheduler: Scheduler, until: float) -> bool:
+        """Wait to be let on; whether that was before ``until``."""
+        me = scheduler.current
+        assert me is not None
+        self._waiting.append(me)
+        try:
+            return scheduler.park(until)
+        finally:
+            if me in self._waiting:
+                self._waiting.remove(me)
+
+    def let_on(self, count: int = 1) -> None:
+        scheduler = running()
+        while self._waiting and count > 0 and scheduler is not None:
+            scheduler.wake(self._waiting.popleft())
+            count -= 1
+
+    def let_all_on(self) -> None:
+        self.let_on(len(self._waiting))
+
+
+class Lock:
+    """As ``threading.Lock``."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._queue = _Queue()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = running()
+        if scheduler is None:
+            assert not self._held, "a thread that is not simulated would wait"
+            self._held = True
+            return True
+        scheduler.point()
+        until = _until(scheduler, timeout)
+        while self._held:
+            if not blocking or (not self._queue.wait(scheduler, until) and self._held):
+                return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        if not self._held and not _unwinding():
+            raise RuntimeError("release unlocked lock")
+        self._held = False
+        self._queue.let_on()
+
+    def locked(self) -> bool:
+        return self._held
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self._held = False
+
+
+class RLock:
+    """As ``threading.RLock``."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._owner: object = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = _me()
+        if self._owner is me and self._count:
+            self._count += 1
+            return True
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        self._owner, self._count = me, 1
+        return True
+
+    def release(self) -> None:
+        if self._owner is not _me() or not self._count:
+            if _unwinding():
+                return
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _let_go(self) -> int:
+        count, self._count, self._owner = self._count, 0, None
+        self._lock.release()
+        return count
+
+    def _take_back(self, count: int) -> None:
+        self._lock.acquire()
+        self._owner, self._count = _me(), count
+
+
+def _me() -> object:
+    scheduler = running()
+    return threading.get_ident() if scheduler is None else scheduler.current
+
+
+class Condition:
+    """As ``threading.Condition``."""
+
+    def __init__(self, lock: RLock | None = None) -> None:
+        self._lock = lock or RLock()
+        self.acquire = self._lock.acquire
+        self.release = self._lock.release
+        self._queue = _Queue()
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = running()
+        assert scheduler is not None, "a thread that is not simulated would wait"
+        count = self._lock._let_go()
+        try:
+            return self._queue.wait(scheduler, _until(scheduler, timeout))
+        finally:
+            self._lock._take_back(count)
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        scheduler = running()
+        assert scheduler is not None, "a thread that is not simulated would wait"
+        until = _until(scheduler, timeout)
+        while not (found := predicate()):
+            if scheduler.now >= until:
+                break
+            self.wait(until - scheduler.now)
+        return found
+
+    def notify(self, n: int = 1) -> None:
+        self._queue.let_on(n)
+
+    def notify_all(self) -> None:
+        self._queue.let_all_on()
+
+
+class Event:
+    """As ``threading.Event``."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._queue = _Queue()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        _point()
+        self._set = True
+        self._queue.let_all_on()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = running()
+        assert scheduler is not None, "a thread that is not simulated would wait"
+        scheduler.point()
+        if not self._set:
+            self._queue.wait(scheduler, _until(scheduler, timeout))
+        return self._set
+
+
+class SimpleQueue:
+    """As ``queue.SimpleQueue``."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._queue = _Queue()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        _point()
+        self._items.append(item)
+        self._queue.let_on()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        scheduler = running()
+        assert scheduler is not None, "a thread that is not simulated would wait"
+        scheduler.point()
+        until = _until(scheduler, timeout)
+        while not self._items:
+            if not block or not self._queue.wait(scheduler, until):
+                raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+
+class Thread:
+    """As ``threading.Thread``."""
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self._run = (target, args, kwargs or {})
+        self._given = name
+        self.daemon = bool(daemon)
+        self._thread: SimulatedThread | None = None
+
+    @property
+    def name(self) -> str:
+        return self._given or (self._thread.name if self._thread else "Thread")
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident or None if self._thread else None
+
+    def start(self) -> None:
+        scheduler = running()
+        assert scheduler is not None and scheduler.current is not None, (
+            "started by a thread that is not simulated"
+        )
+        rank = scheduler.current.rank
+
+        def run() -> None:
+            thread = self._thread
+            assert thread is not None
+            _objects[thread] = self
+            target, args, kwargs = self._run
+            try:
+                if target is not None:
+                    target(*args, **kwargs)
+            except Exception as error:
+                if scheduler.is_gone(thread):
+                    return
+                threading.excepthook(
+                    threading.ExceptHookArgs((type(error), error, error.__traceback__, None))
+                )
+            finally:
+                _objects.pop(thread, None)
+
+        self._thread = scheduler.add(rank, self._given, run)
+        scheduler.point()
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and not self._thread.ended
+
+    def join(self, timeout: float | None = None) -> None:
+        scheduler = running()
+        thread = self._thread
+        if scheduler is None or thread is None or scheduler.current is None:
+            return
+        scheduler.point()
+        if not thread.ended:
+            thread.joiners.append(scheduler.current)
+            scheduler.park(_until(scheduler, timeout))
+
+
+#: What ``current_thread`` answers.
+_objects: dict[SimulatedThread, Thread] = {}
+
+
+def current_thread() -> Any:
+    scheduler = running()
+    if scheduler is None or scheduler.current is None:
+        return threading.current_thread()
+    me = scheduler.current
+    if me not in _objects:
+        main = Thread(name="MainThread")
+        main._thread = me
+        _objects[me] = main
+    return _objects[me]
+
+
+def forget_threads() -> None:
+    """The simulation is over."""
+    _objects.clear()
+
+
+get_ident = threading.get_ident
+
+
+def gethostname() -> str:
+    """One node, whatever this machine is called."""
+    return "simulated"
+
+
+def getpid() -> int:
+    """One process for each rank."""
+    scheduler = running()
+    return 0 if scheduler is None or scheduler.current is None else 1000 + scheduler.current.rank
+
+
+def monotonic() -> float:
+    scheduler = running()
+    return 0.0 if scheduler is None else scheduler.now
+
+
+perf_counter = monotonic
+
+
+def sleep(seconds: float) -> None:
+    scheduler = running()
+    if scheduler is None:
+        return
+    if seconds <= 0:
+        scheduler.give_way()
+    else:
+        scheduler.park(scheduler.now + seconds)
+
+
+def give_way() -> None:
+    scheduler = running()
+    if scheduler is not None:
+        scheduler.give_way()

@@ -1,0 +1,67 @@
+"""For a while, ``host`` is a simulated one, and what a process has once each rank has for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asynccoll import host
+from asynccoll.host import lines, primitives, state
+from asynccoll.host import network as real_network
+from asynccoll.testing import network
+from asynccoll.testing import primitives as simulated
+
+__all__ = ["processes"]
+
+_LINES = ("connect", "is_open", "listen")
+
+
+@contextmanager
+def processes(world_size: int) -> Iterator[Callable[[int], None]]:
+    """Exchange the host for the block; the function that is given says which rank's thread goes on."""
+    with (
+        _exchanged(host, primitives.__all__, simulated),
+        _exchanged(lines, _LINES, network),
+        _exchanged(real_network, ("own_address",), network),
+    ):
+        kept = list(state.kept)
+        real = [_contents(one) for one, _ in kept]
+        of_rank = [[_contents(make()) for _, make in kept] for _ in range(world_size)]
+        entered: list[int] = []
+
+        def enter(rank: int) -> None:
+            if (entered and entered[0] == rank) or rank < 0:
+                return
+            if entered:
+                of_rank[entered.pop()] = [_contents(one) for one, _ in kept]
+            entered.append(rank)
+            _fill(kept, of_rank[rank])
+
+        try:
+            yield enter
+        finally:
+            _fill(kept, real)
+
+
+@contextmanager
+def _exchanged(module: Any, names: tuple[str, ...] | list[str], other: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in names}
+    for name in names:
+        setattr(module, name, getattr(other, name))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def _contents(one: Any) -> dict[Any, Any]:
+    return dict(one) if isinstance(one, dict) else dict(vars(one))
+
+
+def _fill(kept: list[tuple[Any, Any]], contents: list[dict[Any, Any]]) -> None:
+    for (one, _), content in zip(kept, contents, strict=True):
+        target = one if isinstance(one, dict) else vars(one)
+        target.clear()
+        target.update(content)

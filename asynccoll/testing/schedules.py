@@ -1,0 +1,82 @@
+"""Which thread goes on where several could: a random walk, or random priorities that change a few times."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from asynccoll.testing.scheduler import SimulatedThread
+
+__all__ = ["PCT", "RandomWalk"]
+
+#: So many steps of one thread in a row are a loop that waits for another.
+_MOST_ALONE = 1000
+
+
+@dataclass
+class RandomWalk:
+    """At each switch point somebody else goes on with this ``probability``, any of them alike."""
+
+    probability: float = 0.1
+
+    def begin(self, chance: random.Random) -> None:
+        """Nothing is remembered."""
+
+    def stays(self, thread: SimulatedThread, chance: random.Random) -> bool:
+        return chance.random() >= self.probability
+
+    def pick(self, runnable: list[SimulatedThread], chance: random.Random) -> SimulatedThread:
+        return runnable[int(chance.random() * len(runnable))]
+
+    def gave_way(self, thread: SimulatedThread) -> None:
+        """All are alike."""
+
+
+@dataclass
+class PCT:
+    """Random priorities, the highest runs; at ``depth - 1`` random steps whoever runs falls to the lowest.
+
+    Whoever gives way falls, too, so that nobody starves. A bug that needs ``depth`` orderings of steps is
+    found with a probability that is known.
+
+    Source: Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010.
+    """
+
+    depth: int = 3
+    steps: int = 10_000
+    _priorities: dict[SimulatedThread, float] = field(default_factory=dict, init=False, repr=False)
+    _changes: list[int] = field(default_factory=list, init=False, repr=False)
+    _step: int = field(default=0, init=False, repr=False)
+    _lowest: float = field(default=0.0, init=False, repr=False)
+    _latest: SimulatedThread | None = field(default=None, init=False, repr=False)
+    _alone: int = field(default=0, init=False, repr=False)
+
+    def begin(self, chance: random.Random) -> None:
+        self._priorities = {}
+        self._changes = sorted((chance.randrange(self.steps) for _ in range(self.depth - 1)), reverse=True)
+        self._step, self._lowest, self._latest, self._alone = 0, 0.0, None, 0
+
+    def stays(self, thread: SimulatedThread, chance: random.Random) -> bool:
+        self._step += 1
+        if self._changes and self._step >= self._changes[-1]:
+            self._changes.pop()
+            self._fall(thread)
+        self._alone = self._alone + 1 if thread is self._latest else 0
+        self._latest = thread
+        if self._alone >= _MOST_ALONE:
+            self._fall(thread)
+            self._alone = 0
+        return False  # whoever has the highest priority goes on, which may be the same
+
+    def pick(self, runnable: list[SimulatedThread], chance: random.Random) -> SimulatedThread:
+        for thread in runnable:
+            if thread not in self._priorities:
+                self._priorities[thread] = 1.0 + chance.random()
+        return max(runnable, key=self._priorities.__getitem__)
+
+    def gave_way(self, thread: SimulatedThread) -> None:
+        self._fall(thread)
+
+    def _fall(self, thread: SimulatedThread) -> None:
+        self._lowest -= 1.0
+        self._priorities[thread] = self._lowest

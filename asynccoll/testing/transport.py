@@ -1,0 +1,226 @@
+"""A backend between simulated ranks, alike to gloo in what it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from asynccoll.backends.api import Backend, Capabilities, Completion, Opening, Promise, ReduceOp
+from asynccoll.backends.c10d.tables import GLOO
+from asynccoll.testing.delivery import Delivery
+from asynccoll.testing.messages import Mailbox
+from asynccoll.testing.rounds import Call, Wire, fill, spoil
+
+__all__ = ["Fabric", "SimulatedBackend"]
+
+CAPABILITIES = replace(GLOO, backend="simulated", sparse=False, hop_bytes=0)
+
+
+class Fabric:
+    """The communicators and mailboxes that connect the ranks."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+        self.wires: dict[str, Wire] = {}
+        self.mail: dict[tuple[str, int, int, int], Mailbox] = {}
+
+    def kill(self, rank: int) -> None:
+        """Close all of its connections."""
+        for wire in list(self.wires.values()):
+            if rank in wire.ranks:
+                wire.close(wire.ranks.index(rank))
+        for (_, src, dst, _), box in list(self.mail.items()):
+            if rank in (src, dst):
+                box.close(self.delivery)
+
+
+def _reduced(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """In the order of ranks, as plain torch has it."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total = _COMBINED[op](total, row)
+    return total / len(rows) if op is ReduceOp.AVG else total
+
+
+def _sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x | y if x.dtype is torch.bool else x + y
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x & y if x.dtype is torch.bool else x * y
+
+
+_COMBINED: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: _sum,
+    ReduceOp.AVG: _sum,
+    ReduceOp.PRODUCT: _product,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+class SimulatedBackend(Backend):
+    """The backend of one simulated rank."""
+
+    name = "simulated"
+    device = torch.device("cpu")
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def capabilities(self, device: str) -> Capabilities:
+        return CAPABILITIES
+
+    def open(self, opening: Opening) -> _Communicator:
+        assert opening.clients is not None
+        index, size = opening.rank, opening.size
+        opening.clients.meet(opening.name, index, size, opening.meeting, opening.given_up)
+        return _Communicator(self._fabric, opening)
+
+    def close(self, *, abort: bool) -> None:
+        """Its lanes are closed already."""
+
+
+class _Communicator:
+    """One member's end of a wire, and of its mailboxes."""
+
+    parts = None
+
+    def __init__(self, fabric: Fabric, opening: Opening) -> None:
+        self._fabric = fabric
+        self._delivery = fabric.delivery
+        self._name = opening.lasting  # messages outlive an epoch
+        self._wire = fabric.wires.setdefault(opening.name, Wire(fabric.delivery, opening.name, opening.ranks))
+        self._index = opening.rank
+        self._rank = opening.ranks[opening.rank]
+        self._all = frozenset(range(opening.size))
+
+    def _post(
+        self,
+        signature: tuple[Any, ...],
+        sent: Sequence[torch.Tensor],
+        filled: Sequence[torch.Tensor],
+        needs: frozenset[int],
+        finish: Callable[[list[list[torch.Tensor]]], object],
+    ) -> Completion:
+        return self._wire.post(Call(self._index, signature, list(sent), list(filled), needs, finish))
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            fill(x, _reduced([row[0] for row in rows], op))
+
+        return self._post(("all_reduce", x.numel(), x.dtype, op.value), [x], [x], self._all, finish)
+
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        here = self._index == dst
+
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            if here:
+                fill(x, _reduced([row[0] for row in rows], op))
+
+        needs = self._all if here else frozenset({self._index})
+        return self._post(("reduce", x.numel(), x.dtype, op.value, dst), [x], [x], needs, finish)
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        here = self._index == src
+
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            if not here:
+                fill(x, rows[src][0])
+
+        sent, filled = ([x], []) if here else ([], [x])
+        return self._post(("broadcast", x.numel(), x.dtype, src), sent, filled, frozenset({src}), finish)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            fill(out, torch.cat([row[0].view(-1) for row in rows]))
+
+        return self._post(("all_gather", x.numel(), x.dtype), [x], [out], self._all, finish)
+
+    def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            for place, row in zip(out or (), rows, strict=False):
+                fill(place, row[0])
+
+        needs = self._all if self._index == dst else frozenset({self._index})
+        return self._post(("gather", x.numel(), x.dtype, dst), [x], out or [], needs, finish)
+
+    def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            fill(out, rows[src][self._index])
+
+        return self._post(("scatter", out.numel(), out.dtype, src), x or [], [out], frozenset({src}), finish)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            total = _reduced([row[0].view(-1) for row in rows], op)
+            fill(out, total.chunk(len(rows))[self._index])
+
+        return self._post(("reduce_scatter", x.numel(), x.dtype, op.value), [x], [out], self._all, finish)
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Completion:
+        def finish(rows: list[list[torch.Tensor]]) -> None:
+            parts = [row[self._index] for row in rows]
+            for place, part in zip(torch.split(out.data, list(out_splits)), parts, strict=True):
+                place.copy_(part)
+
+        parts = list(torch.split(x, list(in_splits)))
+        return self._post(("all_to_all", x.dtype), parts, [out], self._all, finish)
+
+    def barrier(self) -> Completion:
+        return self._post(("barrier",), [], [], self._all, lambda rows: None)
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
+        self._delivery.called(self._rank)
+        box, promise = self._box(self._rank, self._wire.ranks[dst], tag), Promise()
+        at = self._delivery.arrival(x.nbytes)
+        box.letters.append((at, x.detach().clone()))
+        box.match(self._delivery)
+        self._delivery.at(self._rank, at, promise.settle)
+        return promise
+
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        self._delivery.called(self._rank)
+        box, promise = self._box(self._wire.ranks[src], self._rank, tag), Promise()
+        spoil(x)
+        box.readers.append((x, promise, self._rank))
+        box.match(self._delivery)
+        return promise
+
+    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+        if role == "send":
+            box = self._box(self._rank, self._wire.ranks[peer], tag)
+            box.letters.append((self._delivery.arrival(len(why)), why))
+        else:
+            box = self._box(self._wire.ranks[peer], self._rank, tag)
+            box.readers.append((None, Promise(), self._rank))
+        box.match(self._delivery)
+
+    def _box(self, src: int, dst: int, tag: int) -> Mailbox:
+        box = self._fabric.mail.setdefault((self._name, src, dst, tag), Mailbox())
+        box.closed = box.closed or not self._delivery.network.dead.isdisjoint((src, dst))
+        return box
+
+    def retire(self) -> bool:
+        self._wire.close(self._index)
+        return True
+
+    def inherit(self, previous: _Communicator) -> None:
+        """Messages go by the name that the lane has in every epoch."""
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+    def abort(self) -> None:
+        self._wire.close(self._index)
+        for (name, src, dst, _), box in list(self._fabric.mail.items()):
+            if name == self._name and self._rank in (src, dst):
+                box.close(self._delivery)

@@ -1,0 +1,258 @@
+"""The simulated world: it is what a seed says, says what went wrong, and our library is right in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import asynccoll as ac
+from asynccoll import host
+from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
+from compositions import Program
+from compositions_drawn import programs
+from simulated import complaints, in_a_loop
+
+SCHEDULES = [RandomWalk(), PCT()]
+
+
+async def busy(rank: int) -> list[Any]:
+    """Two tasks on two lanes, trees, objects, a message, a refused call."""
+    size = ac.get_world_size()
+
+    async def steps(number: int) -> None:
+        for step in range(3):
+            work = ac.all_reduce(torch.full((2,), float(rank + 10 * step + number)))
+            await asyncio.sleep(0.001 * ((step + number) % 2))
+            assert (await work).tolist() == [sum(r + 10 * step + number for r in range(size))] * 2
+
+    async with ac.create_task_group() as tasks:
+        for number in range(2):
+            tasks.start_soon(steps, number, name=f"steps {number}")
+    tree = await ac.all_reduce({"ones": torch.ones(2), "two": 2})
+    assert (tree["ones"].tolist(), tree["two"]) == ([size] * 2, 2 * size)
+    sent = ac.send(torch.tensor([5.0]), dst=(rank + 1) % size)
+    got = await ac.recv(torch.zeros(1), src=(rank - 1) % size)
+    await sent
+    try:
+        await ac.all_reduce(torch.ones(1) if rank else "not a tensor", op="no such" if rank == 0 else "sum")
+    except (ac.PeerRefusedError, ac.InvalidArgumentError) as error:
+        refused = type(error).__name__
+    return [got.item(), refused, await ac.all_gather_object({"rank": rank})]
+
+
+def digests(count: int) -> list[str]:
+    """Of some simulations, faults among them."""
+    found = []
+    for number in range(count):
+        faults = [Kill(number % 3, after_call=1 + number % 11)] if number % 2 else []
+        report = simulate(busy, world_size=3, seed=number, faults=faults, schedule=SCHEDULES[number % 3 == 0])
+        found.append(report.digest)
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["random walk", "PCT"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_results_are_those_of_a_real_world(size: int, schedule: Any) -> None:
+    for number in range(5):
+        report = simulate(busy, world_size=size, seed=number, schedule=schedule)
+        report.check()
+        objects = [{"rank": rank} for rank in range(size)]
+        for rank, (got, refused, gathered) in report.results.items():
+            assert got == 5.0
+            assert refused == ("InvalidArgumentError" if rank == 0 else "PeerRefusedError")
+            assert gathered == objects
+        assert sorted(report.results) == list(range(size))
+
+
+def test_the_same_seed_is_the_same_simulation() -> None:
+    """Also in another process, in which sets have another order."""
+    here = Path(__file__).parent
+    told = (
+        "import warnings; warnings.simplefilter('ignore'); import test_simulated as t; print(*t.digests(20))"
+    )
+    package = str(Path(ac.__file__).parent.parent)
+    environ = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([package, str(here)])}
+    other = subprocess.run(
+        [sys.executable, "-c", told], env=environ, capture_output=True, text=True, check=True, timeout=120
+    )
+    first = digests(20)
+    assert first == digests(20)
+    assert other.stdout.split() == first
+    assert len(set(first)) == 20
+
+
+def test_time_is_simulated() -> None:
+    async def sleepy(rank: int) -> float:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await asyncio.sleep(3600)
+        await ac.barrier()
+        return loop.time() - begun
+
+    begun = time.monotonic()
+    report = simulate(sleepy, world_size=2, timeout=4000)
+    assert time.monotonic() - begun < 60
+    assert all(3600 <= slept < 3601 for slept in report.results.values())
+
+
+def test_without_a_loop() -> None:
+    def main(rank: int) -> float:
+        return float(ac.all_reduce(torch.tensor(rank + 1.0)).wait())
+
+    assert simulate(main, world_size=3, loop="none").results == {0: 6.0, 1: 6.0, 2: 6.0}
+
+
+@pytest.mark.parametrize("number", range(10))  # the last of all calls may be over where it died
+def test_a_killed_rank_is_named(number: int) -> None:
+    """By each survivor, within seconds of its time; whoever fails because of it may be named, too."""
+    gone = number % 3
+    report = simulate(busy, world_size=3, seed=number, faults=[Kill(gone, after_call=1 + number)])
+    assert report.killed == [gone]
+    assert report.deadlock is None
+    assert sorted(report.errors) == [rank for rank in range(3) if rank != gone]
+    told = [leaf for error in report.errors.values() for leaf in leaves(error)]
+    assert any(isinstance(error, ac.PeerLostError) and gone in error.ranks for error in told), told
+    assert all(isinstance(error, ac.CollectiveError) for error in told), told
+    assert report.virtual_seconds < 10
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    parts = getattr(error, "exceptions", None)
+    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
+
+
+def test_a_deadlock_is_told_with_everybodys_stack() -> None:
+    async def main(rank: int) -> None:
+        if rank == 1:
+            await asyncio.Event().wait()
+        await ac.barrier()
+
+    report = simulate(main, world_size=2, operation_timeout=1e6)
+    assert report.deadlock is not None
+    assert "rank 1, MainThread" in report.deadlock
+    assert "test_simulated.py" in report.deadlock
+    with pytest.raises(AssertionError, match="seed 0"):
+        report.check()
+
+
+def test_calls_that_do_not_match_are_told() -> None:
+    async def main(rank: int) -> None:
+        await ac.all_reduce(torch.ones(2 + rank))
+
+    report = simulate(main, world_size=2)
+    assert report.mismatches
+    assert set(report.errors) == {0, 1}
+
+
+def test_a_race_of_the_program_is_found() -> None:
+    """Two tasks on one lane, by ``check="off"``: with some seed their calls meet each other's."""
+
+    async def main(rank: int) -> None:
+        async def step(seconds: float, value: float) -> None:
+            await asyncio.sleep(seconds)
+            await ac.all_reduce(torch.tensor([value]))
+
+        await asyncio.gather(step(0.001 * rank, 1.0), step(0.001, 2.0))
+
+    def wrong(number: int) -> bool:
+        values = []
+
+        async def told(rank: int) -> None:
+            async def step(seconds: float, value: float) -> None:
+                await asyncio.sleep(seconds)
+                values.append((value, (await ac.all_reduce(torch.tensor([value]))).item()))
+
+            await asyncio.gather(step(0.0005 + 0.001 * rank, 1.0), step(0.001, 2.0))
+
+        simulate(told, world_size=2, seed=number, check="off").check()
+        return any(got != 2 * value for value, got in values)
+
+    assert any(wrong(number) for number in range(20))
+    checked = simulate(main, world_size=2, seed=0)  # as it is by default
+    assert any(isinstance(error, ac.LaneOrderError) for error in checked.errors.values())
+
+
+def test_slow_links_take_their_time() -> None:
+    async def main(rank: int) -> None:
+        await ac.all_reduce(torch.zeros(1 << 20))
+
+    quick, slow = (
+        simulate(main, world_size=2, link=Link((1e-5, 1e-5), bandwidth)).virtual_seconds
+        for bandwidth in (1e12, 1e8)
+    )
+    assert 0.03 < slow - quick < 0.2  # 4 MiB at 100 MB/s
+
+
+def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "simulation.md"
+    first, second = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(first, names)  # it is ours
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
+    exec(second, {})  # as above
+    assert "rank 1, MainThread" in capsys.readouterr().out
+
+
+def test_many_ranks() -> None:
+    async def main(rank: int) -> float:
+        return (await ac.all_reduce(torch.tensor([1.0]))).item()
+
+    report = simulate(main, world_size=64)
+    report.check()
+    assert report.results == dict.fromkeys(range(64), 64.0)
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ac.InvalidArgumentError, match="loop must be one of"):
+        simulate(busy, loop="uvloop")
+    with pytest.raises(ac.InvalidArgumentError, match="world_size"):
+        simulate(busy, world_size=0)
+    inside = simulate(lambda rank: simulate(busy), world_size=1, loop="none")
+    assert isinstance(inside.errors[0], ac.InvalidArgumentError)
+    with pytest.raises(ValueError, match="after_call= or at="):
+        Kill(0)
+
+
+def test_the_host_is_as_it_was() -> None:
+    simulate(busy, world_size=2)
+    assert host.Lock is threading.Lock
+    assert host.monotonic is time.monotonic
+    assert not ac.is_initialized()
+    assert ac.all_reduce(torch.tensor([3.0])).wait().tolist() == [3.0]  # the world of one
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_compositions_in_every_order(size: int) -> None:
+    """Programs that combine what there is, each in a few interleavings."""
+
+    @seed(20261123)
+    @settings(
+        max_examples=40,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(size))
+    def right(program: Program) -> None:
+        look = partial(complaints, in_a_loop(program))
+        for number, schedule in enumerate(SCHEDULES):
+            found, _ = look(number, schedule=schedule)
+            assert not found, f"{program.to_json()}\n" + "\n".join(found)
+
+    right()
