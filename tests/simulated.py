@@ -29,8 +29,8 @@ class SimulatedRank:
         return True
 
 
-def in_a_loop(program: Program) -> Program:
-    """The same where the loops and threads are simulated: asyncio's, and those of the library."""
+def simulated(program: Program) -> Program:
+    """The same without threads that are not simulated: anyio's."""
     tasks = tuple(
         replace(
             task,
@@ -38,7 +38,7 @@ def in_a_loop(program: Program) -> Program:
         )
         for task in program.tasks
     )
-    return replace(program, tasks=tasks, loop="asyncio")
+    return replace(program, tasks=tasks)
 
 
 def complaints(program: Program, seed: int, **options: Any) -> tuple[list[str], Report]:
@@ -49,10 +49,18 @@ def complaints(program: Program, seed: int, **options: Any) -> tuple[list[str], 
         me: Any = SimulatedRank(rank, program.ranks, signs)
         return await compositions_run.Run(me, program).whole()
 
-    report = simulate(main, world_size=program.ranks, seed=seed, **options)
+    report = simulate(main, world_size=program.ranks, seed=seed, loop=program.loop, **options)
     found = [one for each in report.results.values() for one in each]
     found += [f"[crash] rank {rank}: {error!r}" for rank, error in report.errors.items()]
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
     return found, report
+
+
+def script(program: Program, seed: int) -> str:
+    """A script that replays it, with ``tests`` on PYTHONPATH."""
+    return (
+        "from compositions import from_json\nfrom explore_simulated import wrong\n\n"
+        f"print(*wrong(from_json('''{program.to_json()}'''), {seed}), sep='\\n')\n"
+    )

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -20,9 +21,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
+from asynccoll.testing.scheduler import running
 from compositions import Program
 from compositions_drawn import programs
-from simulated import complaints, in_a_loop
+from simulated import complaints, simulated
 
 SCHEDULES = [RandomWalk(), PCT()]
 
@@ -34,7 +36,7 @@ async def busy(rank: int) -> list[Any]:
     async def steps(number: int) -> None:
         for step in range(3):
             work = ac.all_reduce(torch.full((2,), float(rank + 10 * step + number)))
-            await asyncio.sleep(0.001 * ((step + number) % 2))
+            await anyio.sleep(0.001 * ((step + number) % 2))
             assert (await work).tolist() == [sum(r + 10 * step + number for r in range(size))] * 2
 
     async with ac.create_task_group() as tasks:
@@ -57,16 +59,18 @@ def digests(count: int) -> list[str]:
     found = []
     for number in range(count):
         faults = [Kill(number % 3, after_call=1 + number % 11)] if number % 2 else []
-        report = simulate(busy, world_size=3, seed=number, faults=faults, schedule=SCHEDULES[number % 3 == 0])
+        schedule, loop = SCHEDULES[number % 3 == 0], ("asyncio", "trio")[number % 5 == 0]
+        report = simulate(busy, world_size=3, seed=number, faults=faults, schedule=schedule, loop=loop)
         found.append(report.digest)
     return found
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["random walk", "PCT"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_results_are_those_of_a_real_world(size: int, schedule: Any) -> None:
+def test_results_are_those_of_a_real_world(size: int, schedule: Any, loop: str) -> None:
     for number in range(5):
-        report = simulate(busy, world_size=size, seed=number, schedule=schedule)
+        report = simulate(busy, world_size=size, seed=number, schedule=schedule, loop=loop)
         report.check()
         objects = [{"rank": rank} for rank in range(size)]
         for rank, (got, refused, gathered) in report.results.items():
@@ -242,7 +246,7 @@ def test_compositions_in_every_order(size: int) -> None:
 
     @seed(20261123)
     @settings(
-        max_examples=40,
+        max_examples=25,
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -250,9 +254,33 @@ def test_compositions_in_every_order(size: int) -> None:
     )
     @given(programs(size))
     def right(program: Program) -> None:
-        look = partial(complaints, in_a_loop(program))
+        look = partial(complaints, simulated(program))
         for number, schedule in enumerate(SCHEDULES):
             found, _ = look(number, schedule=schedule)
             assert not found, f"{program.to_json()}\n" + "\n".join(found)
 
     right()
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_finalize_leaves_no_thread_behind(abort: bool) -> None:
+    """One that comes back from native code while the interpreter ends aborts the process."""
+
+    async def main(rank: int) -> list[str]:
+        async def step() -> None:
+            await ac.all_reduce(torch.ones(2))
+
+        async with ac.create_task_group() as tasks:
+            for number in range(3):
+                tasks.start_soon(step, name=f"step {number}")
+        if rank == 0:
+            ac.all_reduce(torch.ones(2), lane="opens").detach()  # which the others do not use
+        ac.finalize(abort=abort or rank == 0)
+        scheduler = running()
+        assert scheduler is not None
+        names = [thread.name for thread in scheduler.threads if thread.rank == rank]
+        return [name for name in names if name.startswith("asynccoll-")]
+
+    for number in range(20):
+        report = simulate(main, world_size=3, seed=number, schedule=SCHEDULES[number % 2])
+        assert not any(report.results.values()), (number, report.results)

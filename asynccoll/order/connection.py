@@ -105,6 +105,7 @@ class Connection:
 
     def close(self, *, abort: bool) -> None:
         """Close them all. All but the last have half-matched calls on them, as all have with ``abort``."""
+        self.join()
         last = self.communicator or self._previous
         communicators = [*self._retired, *([last] if last else [])]
         self._retired, self.communicator, self._previous = [], None, None

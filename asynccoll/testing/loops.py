@@ -1,170 +1,33 @@
-"""Event loops that sleep in a simulated world: asyncio's own, with another selector and another clock."""
+"""The event loops that ``simulate`` has, and what each needs to be the same for the same seed."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import math
-import selectors
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
-from asynccoll.testing.scheduler import Scheduler, SimulatedThread, running
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.testing.asyncio_loop import run_asyncio
+from asynccoll.testing.scheduler import Scheduler
+from asynccoll.testing.trio_loop import ordered, run_trio
 
 __all__ = ["LOOPS"]
 
 
-#: What a turn of a loop takes.
-_TURN_SECONDS = 20e-6
+class _Loop(NamedTuple):
+    """How ``main`` is run on one rank, and what is put around all of them."""
 
-
-class _Selector(selectors.BaseSelector):
-    """Of no files: it sleeps until somebody wakes the loop, or its time has come."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._sleeper: SimulatedThread | None = None
-        self._woken = False
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is not None and timeout <= 0:
-            self._scheduler.give_way(
-                _TURN_SECONDS
-            )  # who asks again and again must not keep others from answering
-        elif not self._woken:
-            self._sleeper = self._scheduler.current
-            self._scheduler.park(math.inf if timeout is None else self._scheduler.now + timeout)
-            self._sleeper = None
-        self._woken = False
-        return []
-
-    def wake(self) -> None:
-        self._woken = True
-        if self._sleeper is not None:
-            self._scheduler.wake(self._sleeper)
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
-        raise NotImplementedError("a simulated loop has no files or sockets")
-
-    def unregister(self, fileobj: Any) -> Any:
-        raise NotImplementedError("a simulated loop has no files or sockets")
-
-    def get_map(self) -> Mapping[Any, Any]:
-        return {}
-
-
-class _Task(asyncio.Task[Any]):
-    """One whose place in a set does not depend on its address."""
-
-    def __init__(self, coroutine: Any, *, number: int, **options: Any) -> None:
-        self._number = number
-        super().__init__(coroutine, **options)
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class _AsyncioLoop(asyncio.SelectorEventLoop):
-    """The loop of one rank."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._simulated = _Selector(scheduler)
-        self._scheduler = scheduler
-        super().__init__(self._simulated)
-        numbers = itertools.count()
-        self.set_task_factory(
-            lambda loop, coroutine, **options: _Task(coroutine, number=next(numbers), loop=loop, **options)
-        )
-
-    def tell(self) -> str:
-        """Where each task stands."""
-        return "".join(
-            f"  task {task.get_name()!r}:\n{_suspended(task.get_coro())}" for task in asyncio.all_tasks(self)
-        )
-
-    def time(self) -> float:
-        return self._scheduler.now
-
-    def _make_self_pipe(self) -> None:
-        """Nothing comes through one."""
-
-    def _close_self_pipe(self) -> None:
-        """There is none."""
-
-    def _write_to_self(self) -> None:
-        if running() is None:
-            raise RuntimeError(
-                "a thread that is not simulated wakes a simulated loop: use asynccoll's or asyncio's threads"
-            )
-        self._scheduler.point()
-        self._simulated.wake()
-
-    def run_in_executor(  # type: ignore[override]  # its stub has a type for each argument
-        self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> Any:
-        """In a simulated thread."""
-        future: asyncio.Future[Any] = self.create_future()
-        me = self._scheduler.current
-        assert me is not None
-
-        def run() -> None:
-            try:
-                result = func(*args)
-            except Exception as error:
-                self.call_soon_threadsafe(_finish, future, None, error)
-            else:
-                self.call_soon_threadsafe(_finish, future, result, None)
-
-        self._scheduler.add(me.rank, None, run)
-        self._scheduler.point()
-        return future
-
-
-def _suspended(coroutine: Any) -> str:
-    """The lines at which it and what it awaits are suspended."""
-    lines = []
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        code = frame.f_code
-        lines.append(f'    File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
-        coroutine = coroutine.cr_await
-    return "".join(lines[-8:])
-
-
-def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-def _run_asyncio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
-    """As ``asyncio.run``."""
-    loop = _AsyncioLoop(scheduler)
-    assert scheduler.current is not None
-    scheduler.tellers[scheduler.current] = loop.tell
-    try:
-        asyncio.set_event_loop(loop)
-        try:
-            return loop.run_until_complete(main)
-        finally:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+    run: Callable[[Scheduler, Coroutine[Any, Any, Any]], Any]
+    around: Callable[[int], AbstractContextManager[None]] = lambda seed: nullcontext()
 
 
 def _run_none(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
     main.close()
-    raise TypeError('main is a coroutine function: say loop="asyncio"')
+    raise InvalidArgumentError('main is a coroutine function: say loop="asyncio" or loop="trio"')
 
 
-LOOPS: dict[str, Callable[[Scheduler, Coroutine[Any, Any, Any]], Any]] = {
-    "asyncio": _run_asyncio,
-    "none": _run_none,
+LOOPS = {
+    "asyncio": _Loop(run_asyncio),
+    "trio": _Loop(run_trio, ordered),
+    "none": _Loop(_run_none),
 }

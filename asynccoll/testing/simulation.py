@@ -67,7 +67,8 @@ def simulate(
         main: called on each rank, in a thread of its own.
         world_size: how many ranks.
         seed: of every choice and every latency.
-        loop: ``"asyncio"``, or ``"none"`` where ``main`` is a plain function that waits with ``work.wait()``.
+        loop: ``"asyncio"``, ``"trio"``, or ``"none"`` where ``main`` is a plain function that waits with
+            ``work.wait()``.
         link: between any two ranks; 20 us to 2 ms and 1 GB/s unless said otherwise.
         store: to the store at which ranks meet; 50 to 500 us.
         faults: what goes wrong, and when.
@@ -130,7 +131,7 @@ class _World:
         torch.set_num_threads(1)  # each of our threads would have a pool of them
         before = wires.current.network
         try:
-            with processes(self._size) as enter:
+            with processes(self._size) as enter, LOOPS[loop].around(report.seed):
                 wires.current.network = self._network
                 scheduler.entered = enter
                 for rank in range(self._size):
@@ -167,7 +168,7 @@ class _World:
             state.process.context.begin()
             result = main(rank)
             if inspect.iscoroutine(result):
-                result = LOOPS[loop](self._scheduler, result)
+                result = LOOPS[loop].run(self._scheduler, result)
             runtime.finalize()
         except Killed:
             self._end(rank)

@@ -91,6 +91,7 @@ class Context:
         self.groups: dict[tuple[int, ...], Group] = {}
         self.children = Children(self._close_lanes)
         self._lock = host.Lock()
+        self._aborting: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
         self.watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
@@ -219,6 +220,8 @@ class Context:
         self.refusals.close()
         if not abort:
             self._say_how_far()
+        for thread in list(self._aborting):
+            thread.join(ABORT_SECONDS)
         for group in self._sorted_groups():
             group.close(abort=abort)
         self.backend.close(abort=abort)
@@ -326,9 +329,11 @@ class Context:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
         communicator: Any = lane.communicator
         if communicator is not None:
-            host.Thread(
+            thread = host.Thread(
                 target=_quietly, args=(communicator.abort,), name="asynccoll-abort", daemon=True
-            ).start()
+            )
+            self._aborting[thread] = None
+            thread.start()
 
 
 def _farewell(rank: int) -> str:

@@ -37,6 +37,8 @@ __all__ = ["MAX_LANES", "Group"]
 
 #: Lanes cost threads and descriptors; a program that needs more has a leak of names.
 MAX_LANES = 32
+#: How long at most those threads are waited for that close lanes: nobody may end while one is in native code.
+_CLOSE_SECONDS = 10.0
 
 
 class Surroundings(World, Protocol):
@@ -78,7 +80,7 @@ class Group:
         self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
-        self._closing: set[Lane] = set()
+        self._closing: dict[Lane, host.Thread] = {}
         self._closed: dict[str, int] = {}  # how often: ranks that open a name again meet by another key
         self._turnstile: Turnstile | None = None
         self._lock = host.Lock()
@@ -169,8 +171,7 @@ class Group:
                 if lane is not None or not unless_unused:
                     self._closed[each] = self._closed.get(each, 0) + 1
                 if lane is not None:
-                    self._closing.add(lane)
-                    closer = host.Thread(
+                    closer = self._closing[lane] = host.Thread(
                         target=self._close, args=(lane,), name=f"asynccoll-close-{each}", daemon=True
                     )
                     closer.start()
@@ -186,7 +187,7 @@ class Group:
         if not context.closed:  # else that closes it
             lane.close()
             with self._lock:
-                self._closing.discard(lane)
+                self._closing.pop(lane, None)
 
     def _not_a_member(self) -> InvalidArgumentError:
         return InvalidArgumentError(
@@ -200,9 +201,13 @@ class Group:
         return [completion for lane in self.opened.values() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:
-        """Close the lanes and what orders them."""
+        """Close the lanes and what orders them. The context says that it is closed, which closers look at."""
         if self._turnstile is not None:
             self._turnstile.close()
+        with self._lock:
+            closers = list(self._closing.values())
+        for closer in closers:
+            closer.join(_CLOSE_SECONDS)
         for lane in self.lanes():
             lane.close(abort=abort)
 
