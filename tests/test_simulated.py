@@ -228,6 +228,8 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate(busy, world_size=0)
     inside = simulate(lambda rank: simulate(busy), world_size=1, loop="none")
     assert isinstance(inside.errors[0], ac.InvalidArgumentError)
+    with pytest.raises(ac.InvalidArgumentError, match="expected 0 to 1"):
+        simulate(busy, world_size=2, faults=[Kill(2, at=0.0)])
     with pytest.raises(ValueError, match="after_call= or at="):
         Kill(0)
 

@@ -90,6 +90,11 @@ def simulate(
         raise InvalidArgumentError(f"loop must be one of {', '.join(map(repr, LOOPS))}, got {loop!r}")
     if world_size < 1:
         raise InvalidArgumentError(f"world_size must be at least 1, got {world_size!r}")
+    for fault in faults:
+        if not 0 <= fault.rank < world_size:
+            raise InvalidArgumentError(
+                f"{fault} names a rank outside the world; expected 0 to {world_size - 1}"
+            )
     if not _one_at_a_time.acquire(blocking=False):
         raise InvalidArgumentError("a simulation is running in this process already")
     try:
@@ -164,6 +169,17 @@ class _World:
     def _live(self, rank: int, main: Callable[[int], Any], loop: str, join: Callable[[], Context]) -> None:
         """One rank's main thread, from the first to the last."""
         try:
+            self.report.results[rank] = self._whole(rank, main, loop, join)
+        except Killed:
+            raise
+        except BaseException as error:
+            self.report.errors[rank] = error
+        finally:
+            self._end(rank)
+
+    def _whole(self, rank: int, main: Callable[[int], Any], loop: str, join: Callable[[], Context]) -> Any:
+        """Join the world, run ``main``, leave."""
+        try:
             state.process.context = join()
             state.process.context.begin()
             result = main(rank)
@@ -171,14 +187,11 @@ class _World:
                 result = LOOPS[loop].run(self._scheduler, result)
             runtime.finalize()
         except Killed:
-            self._end(rank)
             raise
-        except BaseException as error:
-            self.report.errors[rank] = error
+        except BaseException:
             runtime.finalize(abort=True)
-        else:
-            self.report.results[rank] = result
-        self._end(rank)
+            raise
+        return result
 
     def _end(self, rank: int) -> None:
         """Its process is gone, and the last one turns off the light."""
