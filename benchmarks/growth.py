@@ -6,8 +6,9 @@
   stands for the others, and moves nothing. What a call takes is then Python, ours and torch's, and the
   difference to the raw call beside it is ours. It is flat where the result is of one size, and may grow
   as the result does.
-- **Prediction.** all_reduces between two real ranks give alpha and beta of a message; from these
-  ``asynccoll.growth`` predicts larger worlds, and what it says of four is compared with four real ranks.
+- **Prediction.** all_reduces between two real ranks give latency and bandwidth of a message; from these
+  ``asynccoll.testing.network_models`` predicts larger worlds, and what it says of four is compared with four
+  real ranks.
 
 The figures are printed, and written as JSON (``--data``) for a picture.
 """
@@ -30,13 +31,14 @@ import torch
 import torch.distributed as dist
 
 import asynccoll as ac
-from asynccoll.growth import Link, Step, best_bucket_bytes, hierarchical, ring, tree
+from asynccoll.testing import Link
+from asynccoll.testing.network_models import Step, best_bucket_bytes, hierarchical, ring, tree
 
 WORLDS = (64, 256, 1024, 4096)
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 
 #: What a fast network is assumed to be; it cannot be measured here.
-NETWORK_100_GBIT = Link(alpha=5e-6, beta=8 / 100e9)
+NETWORK_100_GBIT = Link(latency=5e-6, bandwidth=100e9 / 8)
 #: Gradients of a model of 25 million parameters, and the time of a step on a fast device: assumed, too.
 STEP = Step(forward_seconds=0.05, backward_seconds=0.1, gradient_bytes=100e6)
 
@@ -194,7 +196,10 @@ def predict(link: Link) -> dict[str, Any]:
 
 
 def report_prediction(two: dict[int, float], four: dict[int, float], link: Link) -> dict[str, Any]:
-    print(f"\na message between two ranks: {link.alpha * 1e6:.0f} us + {link.beta * 2**20 * 1e6:.0f} us/MiB")
+    print(
+        f"\na message between two ranks: {link.seconds(0) * 1e6:.0f} us + "
+        f"{2**20 / link.bandwidth * 1e6:.0f} us/MiB"
+    )
     print(f"{'all_reduce (ms)':>16} {'2 ranks':>9} {'model':>9} {'4 ranks':>9} {'model':>9}")
     for size_bytes, seconds_on_two in two.items():
         row = [seconds_on_two, ring(link, 2)(size_bytes), four[size_bytes], ring(link, 4)(size_bytes)]

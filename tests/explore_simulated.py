@@ -21,7 +21,7 @@ from compositions import Program
 from compositions_drawn import programs
 from compositions_reduced import reduced
 from compositions_tried import kinds
-from simulated import complaints, script, simulated
+from simulated import complaints, script
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "8"))
 #: Seconds for making one smaller that failed.
@@ -46,7 +46,6 @@ class Exploration:
         if self.over:
             return
         self.programs += 1
-        program = simulated(program)
         for number in range(SCHEDULES):
             if self.over:
                 return

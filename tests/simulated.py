@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import compositions_run
@@ -27,18 +26,6 @@ class SimulatedRank:
 
     def prepare(self, *groups: Sequence[int]) -> bool:
         return True
-
-
-def simulated(program: Program) -> Program:
-    """The same without threads that are not simulated: anyio's."""
-    tasks = tuple(
-        replace(
-            task,
-            calls=tuple(replace(call, wait="now") if call.wait == "thread" else call for call in task.calls),
-        )
-        for task in program.tasks
-    )
-    return replace(program, tasks=tasks)
 
 
 def complaints(program: Program, seed: int, **options: Any) -> tuple[list[str], Report]:

@@ -105,7 +105,11 @@ def test_code_names_what_there_is(page):
 
 
 def test_wrong_code_would_be_found():
-    for code in ("ac.all_reduse(x)", "ac.all_reduce(x, dim=0)", "from asynccoll.growth import Link\nLink(1)"):
+    for code in (
+        "ac.all_reduse(x)",
+        "ac.all_reduce(x, dim=0)",
+        "from asynccoll.testing.network_models import Step\nStep(1)",
+    ):
         assert list(wrong(parsed(code))), code
 
 

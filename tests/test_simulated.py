@@ -24,7 +24,7 @@ from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
 from asynccoll.testing.scheduler import running
 from compositions import Program
 from compositions_drawn import programs
-from simulated import complaints, simulated
+from simulated import complaints
 
 SCHEDULES = [RandomWalk(), PCT()]
 
@@ -256,7 +256,7 @@ def test_compositions_in_every_order(size: int) -> None:
     )
     @given(programs(size))
     def right(program: Program) -> None:
-        look = partial(complaints, simulated(program))
+        look = partial(complaints, program)
         for number, schedule in enumerate(SCHEDULES):
             found, _ = look(number, schedule=schedule)
             assert not found, f"{program.to_json()}\n" + "\n".join(found)

@@ -3,10 +3,33 @@
 Above everything: it exchanges the host that the library stands on. Nothing below may know of it.
 """
 
-from asynccoll.testing.faults import Kill
-from asynccoll.testing.network import Link
+from asynccoll.testing.drawn import drawn_faults
+from asynccoll.testing.exploration import Exploration, explore
+from asynccoll.testing.faults import Cancel, Collect, Delay, Fault, Interrupt, Kill, Stall, Stop, StoreLost
+from asynccoll.testing.links import Link
 from asynccoll.testing.report import Report
-from asynccoll.testing.schedules import PCT, RandomWalk
+from asynccoll.testing.scheduler import Event
+from asynccoll.testing.schedules import PCT, RandomWalk, Replay
 from asynccoll.testing.simulation import simulate
 
-__all__ = ["PCT", "Kill", "Link", "RandomWalk", "Report", "simulate"]
+__all__ = [
+    "PCT",
+    "Cancel",
+    "Collect",
+    "Delay",
+    "Event",
+    "Exploration",
+    "Fault",
+    "Interrupt",
+    "Kill",
+    "Link",
+    "RandomWalk",
+    "Replay",
+    "Report",
+    "Stall",
+    "Stop",
+    "StoreLost",
+    "drawn_faults",
+    "explore",
+    "simulate",
+]

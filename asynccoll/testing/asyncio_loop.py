@@ -9,7 +9,7 @@ import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from asynccoll.testing.scheduler import Scheduler, SimulatedThread, running
+from asynccoll.testing.scheduler import Killed, Scheduler, SimulatedThread, running
 from asynccoll.testing.stacks import suspended
 
 __all__ = ["run_asyncio"]
@@ -86,6 +86,11 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._scheduler.now
 
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """Of a task that was unwound nobody need hear."""
+        if not isinstance(context.get("exception"), Killed):
+            super().default_exception_handler(context)
+
     def _make_self_pipe(self) -> None:
         """Nothing comes through one."""
 
@@ -133,13 +138,27 @@ def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -
 def run_asyncio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
     """As ``asyncio.run``."""
     loop = _AsyncioLoop(scheduler)
-    assert scheduler.current is not None
-    scheduler.tellers[scheduler.current] = loop.tell
+    me = scheduler.current
+    assert me is not None
+    scheduler.tellers[me] = loop.tell
+    interrupts: list[BaseException] = []
     try:
         asyncio.set_event_loop(loop)
+        whole = loop.create_task(main)
+
+        def cancel(interrupt: BaseException | None) -> None:
+            interrupts.extend([interrupt] if interrupt is not None else [])
+            loop.call_soon_threadsafe(whole.cancel)
+
+        scheduler.cancellers[me.rank] = cancel
         try:
-            return loop.run_until_complete(main)
+            return loop.run_until_complete(whole)
+        except asyncio.CancelledError:
+            if interrupts:
+                raise interrupts[0] from None
+            raise
         finally:
+            del scheduler.cancellers[me.rank]
             left = asyncio.all_tasks(loop)
             for task in left:
                 task.cancel()

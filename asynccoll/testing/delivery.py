@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from asynccoll.testing.network import Link, Network
+from asynccoll.testing.network import Network
 from asynccoll.testing.scheduler import Scheduler, SimulatedThread
 
 __all__ = ["CLOSED", "Delivery"]
@@ -22,11 +22,12 @@ CLOSED = "connection closed by peer"
 class Delivery:
     """When messages come, and who does then what is to be done."""
 
-    def __init__(self, scheduler: Scheduler, network: Network, link: Link, world_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, network: Network, world_size: int) -> None:
         self.scheduler = scheduler
         self.network = network
-        self._link = link
         self._calls = [0] * world_size
+        #: by rank: how much longer what it sends with its call of this number takes
+        self._late: dict[tuple[int, int], float] = {}
         #: told of each call of a rank, with how many it has made
         self.observers: list[Callable[[int, int], object]] = []
         #: what could not have worked on a real transport: calls that do not match
@@ -41,13 +42,19 @@ class Delivery:
         """Have the rank's thread do ``act`` at that time."""
         self._cards[rank].put(time, act)
 
-    def arrival(self, size_bytes: int) -> float:
+    def arrival(self, size_bytes: int, src: int, dst: int) -> float:
         """When a message that leaves now comes."""
-        return self.scheduler.now + self._link.seconds(size_bytes, self.scheduler.chance)
+        seconds = self.network.link(src, dst).seconds(size_bytes, self.scheduler.chance(src))
+        return self.scheduler.now + seconds + self._late.get((src, self._calls[src]), 0.0)
 
-    def called(self, rank: int) -> None:
+    def delay(self, rank: int, call: int | None, seconds: float) -> None:
+        """What the rank sends with this call, or with its next one, takes so much longer."""
+        self._late[rank, self._calls[rank] + 1 if call is None else call] = seconds
+
+    def called(self, rank: int, what: str) -> None:
         """A rank has made one more call."""
         self._calls[rank] += 1
+        self.scheduler.tell(rank, what)
         for observer in self.observers:
             observer(rank, self._calls[rank])
 

@@ -35,7 +35,7 @@ class Mailbox:
         self.closed = True
         while self.readers:
             _, promise, rank = self.readers.popleft()
-            delivery.at(rank, delivery.arrival(0), partial(promise.settle, RuntimeError(CLOSED)))
+            delivery.at(rank, delivery.arrival(0, rank, rank), partial(promise.settle, RuntimeError(CLOSED)))
 
 
 def _take(letter: torch.Tensor | str, into: torch.Tensor | None, promise: Promise) -> None:

@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from asynccoll.testing.links import Link
 from asynccoll.testing.primitives import sleep
 from asynccoll.testing.scheduler import running
 
-__all__ = ["Link", "Network", "SimulatedStore", "connect", "is_open", "listen", "own_address"]
+__all__ = ["Network", "SimulatedStore", "connect", "is_open", "listen", "own_address"]
 
 K = TypeVar("K")
 #: What asking the kernel of a near host takes.
 _PROBE_SECONDS = 50e-6
-
-
-@dataclass(frozen=True)
-class Link:
-    """How long a message takes: a latency drawn from a range (seconds), and its bytes over the bandwidth."""
-
-    latency: tuple[float, float] = (20e-6, 2e-3)
-    bandwidth: float = 1e9  # bytes a second
-
-    def seconds(self, size_bytes: int, chance: random.Random) -> float:
-        """For one message. Latencies are drawn by order of magnitude: most are short."""
-        least, most = self.latency
-        drawn = least * (most / least) ** chance.random() if least > 0 else most * chance.random()
-        return drawn + size_bytes / self.bandwidth
+#: How long a connection to a host that is gone is thought to stand: as ``host.lines`` asks for.
+_KEEPALIVE_SECONDS = 8.0
 
 
 class Network:
-    """Which ranks are there, and their beacons."""
+    """Which ranks are there and on which node, what connects them, and their beacons."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link, local: Link, node_of: Sequence[int]) -> None:
         self.dead: set[int] = set()
-        self.beacons: dict[int, Beacon] = {}  # by port
+        self.store_is_lost = False
+        self.node_of = node_of
+        self._link = link
+        self._local = local
+        self._beacons: list[Beacon] = []  # by port, from 1
 
-    def kill(self, rank: int) -> None:
-        """The kernel closes what the process had."""
+    def link(self, src: int, dst: int) -> Link:
+        """What connects the two."""
+        return self._local if self.node_of[src] == self.node_of[dst] else self._link
+
+    def light(self, rank: int) -> tuple[Beacon, int]:
+        """A beacon, and its port."""
+        self._beacons.append(Beacon(rank))
+        return self._beacons[-1], len(self._beacons)
+
+    def beacon(self, port: int) -> Beacon:
+        """That at this port."""
+        return self._beacons[port - 1]
+
+    def kill(self, rank: int, *, silent: bool = False, now: float = 0.0) -> None:
+        """The kernel closes what the process had; of a ``silent`` one nothing is heard any more."""
         self.dead.add(rank)
-        for beacon in self.beacons.values():
-            if beacon.rank == rank:
+        for beacon in self._beacons:
+            if beacon.rank == rank and silent:
+                beacon.silent_since = now
+            elif beacon.rank == rank:
                 beacon.lit = False
 
 
@@ -56,6 +62,7 @@ class Beacon:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lit = True
+        self.silent_since = math.inf
 
     def close(self) -> None:
         self.lit = False
@@ -67,6 +74,12 @@ class _Line:
     def __init__(self, beacon: Beacon) -> None:
         self.beacon = beacon
 
+    def is_open(self) -> bool:
+        """As far as the kernel knows, which asks again and again."""
+        scheduler = running()
+        assert scheduler is not None
+        return self.beacon.lit and scheduler.now < self.beacon.silent_since + _KEEPALIVE_SECONDS
+
     def close(self) -> None:
         """There is nothing to give back."""
 
@@ -74,7 +87,7 @@ class _Line:
 class _Current:
     """The network of the simulation that runs."""
 
-    network = Network()
+    network = Network(Link(), Link(), ())
 
 
 current = _Current()
@@ -89,21 +102,20 @@ def listen(address: str) -> tuple[Beacon, int]:
     """As ``host.lines.listen``."""
     scheduler = running()
     assert scheduler is not None and scheduler.current is not None
-    port = len(current.network.beacons) + 1
-    beacon = current.network.beacons[port] = Beacon(scheduler.current.rank)
-    return beacon, port
+    return current.network.light(scheduler.current.rank)
 
 
 def is_open(line: _Line) -> bool:
     """As ``host.lines.is_open``."""
-    return line.beacon.lit
+    return line.is_open()
 
 
 def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K, _Line], list[K]]:
-    """As ``host.lines.connect``: of near hosts none is silent."""
-    sleep(min(seconds, _PROBE_SECONDS))
-    beacons = {peer: current.network.beacons[port] for peer, (_, port) in peers.items()}
-    return {peer: _Line(beacon) for peer, beacon in beacons.items() if beacon.lit}, []
+    """As ``host.lines.connect``."""
+    beacons = {peer: current.network.beacon(port) for peer, (_, port) in peers.items()}
+    silent = [peer for peer, beacon in beacons.items() if beacon.silent_since < math.inf]
+    sleep(seconds if silent else min(seconds, _PROBE_SECONDS))
+    return {peer: _Line(one) for peer, one in beacons.items() if one.lit and peer not in silent}, silent
 
 
 class SimulatedStore(dist.Store):
@@ -119,8 +131,10 @@ class SimulatedStore(dist.Store):
 
     def _ask(self, size_bytes: int = 0) -> None:
         scheduler = running()
-        if scheduler is not None:
-            sleep(self._link.seconds(size_bytes, scheduler.chance))
+        if scheduler is not None and scheduler.current is not None:
+            sleep(self._link.seconds(size_bytes, scheduler.chance(scheduler.current.rank)))
+        if current.network.store_is_lost:
+            raise dist.DistNetworkError("Connection reset by peer")
 
     def has_extended_api(self) -> bool:
         return True

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from asynccoll.testing.scheduler import Event
+from asynccoll.trace import Timeline
+
 __all__ = ["Report"]
 
 
@@ -23,10 +26,16 @@ class Report:
     deadlock: str | None = None
     #: calls of the transport that could not have worked: ranks that made different ones
     mismatches: list[str] = field(default_factory=list)
+    #: the calls of the transport, faults and errors, in order; at most 100,000
+    events: list[Event] = field(default_factory=list)
+    #: by rank: what it did when, as ``ac.trace.recording`` has it; in simulated seconds
+    timelines: dict[int, Timeline] = field(default_factory=dict)
     virtual_seconds: float = 0.0
     #: switch points, and how often another thread went on
     steps: int = 0
     switches: int = 0
+    #: where another thread than the first that could have gone on did: for ``Replay``
+    taken: dict[int, int] = field(default_factory=dict, repr=False)
     #: equal for equal simulations
     digest: str = ""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, Promise
+from asynccoll.backends.api import Promise
 from asynccoll.testing.delivery import CLOSED, Delivery
 
 __all__ = ["Call", "Wire", "fill", "spoil"]
@@ -61,6 +61,11 @@ def fill(x: torch.Tensor, value: torch.Tensor) -> None:
     x.data.view(-1).copy_(value.reshape(-1))
 
 
+def _told(signature: tuple[Any, ...]) -> str:
+    name, *rest = signature
+    return f"{name}({', '.join(map(str, rest))})"
+
+
 @torch.inference_mode()
 def spoil(x: torch.Tensor) -> None:
     x.data.fill_(math.nan if x.is_floating_point() or x.is_complex() else 1 if x.dtype is torch.bool else 85)
@@ -77,7 +82,7 @@ class Wire:
         self._made = [0] * len(ranks)
         self._rounds: defaultdict[int, dict[int, Call]] = defaultdict(dict)
 
-    def post(self, call: Call) -> Completion:
+    def post(self, call: Call) -> Promise:
         """One rank calls; what this was the last message for comes to its end in time."""
         number = self._made[call.index]
         self._made[call.index] += 1
@@ -87,7 +92,7 @@ class Wire:
         if not call.sent:
             call.spoil()
         rank = self.ranks[call.index]
-        self._delivery.called(rank)
+        self._delivery.called(rank, f"{_told(call.signature)} on {self.name}")
         other = next((one for one in peers.values() if one.signature != call.signature), None)
         if other is not None:
             self._mismatch(call, other, peers)
@@ -107,9 +112,9 @@ class Wire:
     def _messages(self, to: Call, of: Call, size_bytes: int) -> None:
         if of.index in to.needs and of.index not in to.came:
             to.came.add(of.index)
-            to.at = max(
-                to.at, self._delivery.scheduler.now if of is to else self._delivery.arrival(size_bytes)
-            )
+            ranks = self.ranks[of.index], self.ranks[to.index]
+            now = self._delivery.scheduler.now
+            to.at = max(to.at, now if of is to else self._delivery.arrival(size_bytes, *ranks))
 
     def _maybe_over(self, call: Call, peers: dict[int, Call]) -> None:
         if call.came == call.needs and call.at < math.inf:
@@ -146,8 +151,12 @@ class Wire:
         """Where a real transport would have mixed them up, or aborted."""
         self._delivery.mismatches.append(text)
         for one in peers.values():
-            fail = partial(one.settle, RuntimeError(f"calls do not match: {text}"))
-            self._delivery.at(self.ranks[one.index], self._delivery.arrival(0), fail)
+            self._fail(one, f"calls do not match: {text}")
+
+    def _fail(self, call: Call, text: str) -> None:
+        rank = self.ranks[call.index]
+        at = self._delivery.arrival(0, rank, rank)
+        self._delivery.at(rank, at, partial(call.settle, RuntimeError(text)))
 
     # Loss
 
@@ -159,8 +168,7 @@ class Wire:
 
     def _lose(self, call: Call) -> None:
         if call.came != call.needs:  # else it has all it needs
-            fail = partial(call.settle, RuntimeError(CLOSED))
-            self._delivery.at(self.ranks[call.index], self._delivery.arrival(0), fail)
+            self._fail(call, CLOSED)
 
     def close(self, index: int) -> None:
         """A member leaves it: those who wait for it hear so."""

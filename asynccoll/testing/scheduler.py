@@ -18,16 +18,28 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Killed", "Scheduler", "SimulatedThread", "running"]
+__all__ = ["Event", "Killed", "Schedule", "Scheduler", "SimulatedThread", "running"]
 
 #: What a switch point costs: about as much as one does.
 TICK_SECONDS = 5e-7
 _EPOCH = 1000.0
 _STOP_SECONDS = 2.0
+_MOST_EVENTS = 100_000
 #: Frames of these say nothing.
 _UNTOLD = ("/asynccoll/testing/", "/threading.py", "/asyncio/base_events.py")
+
+
+class Event(NamedTuple):
+    """Something that happened in a simulation."""
+
+    seconds: float
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.6f} s  rank {self.rank} {self.what}"
 
 
 class Killed(BaseException):
@@ -35,15 +47,18 @@ class Killed(BaseException):
 
 
 class Schedule(Protocol):
-    """Who is next."""
+    """Who is next. Every time that this is asked has a number, ``turn``."""
 
     def begin(self, chance: random.Random) -> None:
         """A simulation begins."""
 
-    def stays(self, thread: SimulatedThread, chance: random.Random) -> bool:
+    def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
         """Whether ``thread``, which could go on, does."""
 
-    def pick(self, runnable: list[SimulatedThread], chance: random.Random) -> SimulatedThread:
+    def stays_at_statement(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
+        """The same before a statement, of which there are many more."""
+
+    def pick(self, runnable: list[SimulatedThread], turn: int, chance: random.Random) -> SimulatedThread:
         """Which of these runs next."""
 
     def gave_way(self, thread: SimulatedThread) -> None:
@@ -57,6 +72,7 @@ class SimulatedThread:
         "baton",
         "ended",
         "ident",
+        "interrupt",
         "joiners",
         "name",
         "number",
@@ -77,6 +93,8 @@ class SimulatedThread:
         self.until = math.inf  # when it wakes by itself
         self.timed_out = False
         self.ended = False
+        #: what is raised in it at its next point
+        self.interrupt: BaseException | None = None
         self.joiners: list[SimulatedThread] = []
 
     def __str__(self) -> str:
@@ -87,8 +105,9 @@ class Scheduler:
     """Who runs, and what time it is."""
 
     def __init__(self, schedule: Schedule, seed: int, most_steps: int) -> None:
-        self.chance = random.Random(seed)  # noqa: S311  # it hides nothing: it is to come out the same
         self.now = _EPOCH
+        #: where another than the first who could go on did: its number, by turn
+        self.taken: dict[int, int] = {}
         self.steps = 0
         self.switches = 0
         self.current: SimulatedThread | None = None
@@ -99,16 +118,33 @@ class Scheduler:
         self.ends = math.inf  # the time at which it must be over
         #: what else there is to tell of a thread, such as the tasks of its loop
         self.tellers: dict[SimulatedThread, Callable[[], str]] = {}
+        #: by rank: cancels the task of its ``main``, or has it interrupted by what is given
+        self.cancellers: dict[int, Callable[[BaseException | None], object]] = {}
+        #: what happened: when, to whom
+        self.events: list[Event] = []
         self.entered: Callable[[int], object] = lambda rank: None  # another rank's thread goes on
+        self._seed = seed
+        self._chances: dict[int, random.Random] = {}
+        self._order = _drawing(f"{seed} order")
         self._schedule = schedule
         self._most_steps = most_steps
+        self._turn = 0
+        self._held: dict[SimulatedThread, None] = {}  # who could go on, but for being held
+        self._holds: list[tuple[float, Callable[[SimulatedThread], bool]]] = []
         self._runnable: dict[SimulatedThread, None] = {}
         self._timers: list[tuple[float, int, SimulatedThread]] = []
         self._made = 0
         self._over = threading.Event()
         self._unwinding = False
         self._digest = hashlib.blake2b(digest_size=16)
-        schedule.begin(self.chance)
+        schedule.begin(self._order)
+
+    def chance(self, rank: int) -> random.Random:
+        """Where the luck of ``rank`` comes from, whatever the others do."""
+        found = self._chances.get(rank)
+        if found is None:
+            found = self._chances[rank] = _drawing(f"{self._seed} rank {rank}")
+        return found
 
     @property
     def digest(self) -> str:
@@ -118,6 +154,11 @@ class Scheduler:
     @property
     def elapsed(self) -> float:
         return self.now - _EPOCH
+
+    def tell(self, rank: int, what: str) -> None:
+        """Let it be an event."""
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append(Event(self.elapsed, rank, what))
 
     def note(self, text: str) -> None:
         """Let ``text`` be a part of the digest."""
@@ -148,7 +189,7 @@ class Scheduler:
                 self._leave(thread)
 
         self.threads[thread] = None
-        self._runnable[thread] = None
+        self._ready(thread)
         threading.Thread(target=live, name=f"simulated-{thread.number}", daemon=True).start()
         return thread
 
@@ -160,6 +201,7 @@ class Scheduler:
         thread.ended = True
         del self.threads[thread]
         self._runnable.pop(thread, None)
+        self._held.pop(thread, None)
         for joiner in thread.joiners:
             self.wake(joiner)
         self._pass_on(thread)
@@ -170,6 +212,45 @@ class Scheduler:
         for thread in self.threads:
             if thread.rank == rank:
                 self.wake(thread)
+        self._release()
+
+    def hold(self, whom: Callable[[SimulatedThread], bool], seconds: float) -> None:
+        """Let none of ``whom`` go on for so long, whatever wakes them; the caller, too, at its next point."""
+        until = self.now + seconds
+        self._holds.append((until, whom))
+        for thread in [one for one in self._runnable if one is not self.current and self._is_held(one)]:
+            del self._runnable[thread]
+            self._held[thread] = None
+
+        def release() -> None:
+            self.park(until)
+            self._release()
+
+        self.add(-1, "release", release)
+
+    def _is_held(self, thread: SimulatedThread) -> bool:
+        return not self.is_gone(thread) and any(
+            until > self.now and whom(thread) for until, whom in self._holds
+        )
+
+    def _release(self) -> None:
+        """Let on who is held no more."""
+        self._holds = [one for one in self._holds if one[0] > self.now]
+        for thread in [one for one in self._held if not self._is_held(one)]:
+            del self._held[thread]
+            self._runnable[thread] = None
+
+    def _ready(self, thread: SimulatedThread) -> None:
+        """It could go on."""
+        if self._holds and self._is_held(thread):
+            self._held[thread] = None
+        else:
+            self._runnable[thread] = None
+
+    def interrupt(self, thread: SimulatedThread, error: BaseException) -> None:
+        """Raise ``error`` in it as soon as it is its turn."""
+        thread.interrupt = error
+        self.wake(thread)
 
     # Running
 
@@ -196,7 +277,19 @@ class Scheduler:
         me = self.current
         assert me is not None
         self._tick(me)
-        if not self._schedule.stays(me, self.chance):
+        self._turn += 1
+        if self._holds and self._is_held(me):
+            self.park(self.now)
+        elif not self._schedule.stays(me, self._turn, self._order):
+            self._yield(me)
+
+    def statement(self) -> None:
+        """The same, before a statement."""
+        me = self.current
+        assert me is not None
+        self._tick(me)
+        self._turn += 1
+        if not self._schedule.stays_at_statement(me, self._turn, self._order):
             self._yield(me)
 
     def give_way(self, seconds: float = 0.0) -> None:
@@ -205,6 +298,10 @@ class Scheduler:
         assert me is not None
         self.now += seconds
         self._tick(me)
+        self._turn += 1
+        if self._holds and self._is_held(me):
+            self.park(self.now)
+            return
         self._schedule.gave_way(me)
         self._yield(me, others=True)
 
@@ -214,7 +311,9 @@ class Scheduler:
         runnable = list(self._runnable)
         if others:
             runnable.remove(me)
-        chosen = self._schedule.pick(runnable, self.chance)
+        chosen = self._schedule.pick(runnable, self._turn, self._order)
+        if chosen is not (runnable[0] if others else me):
+            self.taken[self._turn] = chosen.number
         if chosen is not me:
             self._hand(chosen)
             self._take(me)
@@ -232,6 +331,8 @@ class Scheduler:
             heapq.heappush(self._timers, (until, me.number, me))
         if self._pass_on(me):
             self._take(me)
+        elif me.interrupt is not None:
+            self._raise(me)
         return not me.timed_out
 
     def wake(self, thread: SimulatedThread) -> None:
@@ -239,11 +340,13 @@ class Scheduler:
         if not thread.runnable and not thread.ended:
             thread.runnable = True
             thread.until = math.inf
-            self._runnable[thread] = None
+            self._ready(thread)
 
     def _tick(self, me: SimulatedThread) -> None:
         if self.is_gone(me):
             raise Killed
+        if me.interrupt is not None:
+            self._raise(me)
         self.now += TICK_SECONDS
         self.steps += 1
         if self._timers and self._timers[0][0] <= self.now:
@@ -251,6 +354,11 @@ class Scheduler:
         if self.steps > self._most_steps or self.now > self.ends:
             self._give_up(f"it is not over after {self.elapsed:.3f} s of its time and {self.steps} steps")
             raise Killed
+
+    def _raise(self, me: SimulatedThread) -> None:
+        error, me.interrupt = me.interrupt, None
+        assert error is not None
+        raise error
 
     def _ring(self) -> None:
         """Wake those whose time has come."""
@@ -278,7 +386,11 @@ class Scheduler:
                 self.current = None
                 self._over.set()
                 return True
-        chosen = self._schedule.pick(list(self._runnable), self.chance)
+        runnable = list(self._runnable)
+        self._turn += 1
+        chosen = self._schedule.pick(runnable, self._turn, self._order)
+        if chosen is not runnable[0]:
+            self.taken[self._turn] = chosen.number
         if chosen is me:
             return False
         self._hand(chosen)
@@ -297,6 +409,8 @@ class Scheduler:
         me.baton.acquire()
         if self.is_gone(me):
             raise Killed
+        if me.interrupt is not None:
+            self._raise(me)
 
     # The end
 
@@ -310,6 +424,7 @@ class Scheduler:
         self._unwinding = True
         for thread in self.threads:
             self.wake(thread)
+        self._release()
 
     def stacks(self) -> str:
         """What each thread is doing, its own frames left out."""
@@ -329,6 +444,10 @@ class Scheduler:
         if thread.runnable:
             return "can go on"
         return "waits" if thread.until == math.inf else f"waits until {thread.until - _EPOCH:.6f} s"
+
+
+def _drawing(what: str) -> random.Random:
+    return random.Random(what)  # noqa: S311  # it hides nothing: it is to come out the same
 
 
 class _Running:

@@ -1,13 +1,14 @@
-"""Which thread goes on where several could: a random walk, or random priorities that change a few times."""
+"""Which thread goes on where several could: a random walk, random priorities, or as it was written down."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynccoll.testing.scheduler import SimulatedThread
 
-__all__ = ["PCT", "RandomWalk"]
+__all__ = ["PCT", "RandomWalk", "Replay"]
 
 #: So many steps of one thread in a row are a loop that waits for another.
 _MOST_ALONE = 1000
@@ -18,14 +19,19 @@ class RandomWalk:
     """At each switch point somebody else goes on with this ``probability``, any of them alike."""
 
     probability: float = 0.1
+    #: before a statement, where those are asked for
+    at_statements: float = 0.01
 
     def begin(self, chance: random.Random) -> None:
         """Nothing is remembered."""
 
-    def stays(self, thread: SimulatedThread, chance: random.Random) -> bool:
+    def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
         return chance.random() >= self.probability
 
-    def pick(self, runnable: list[SimulatedThread], chance: random.Random) -> SimulatedThread:
+    def stays_at_statement(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
+        return chance.random() >= self.at_statements
+
+    def pick(self, runnable: list[SimulatedThread], turn: int, chance: random.Random) -> SimulatedThread:
         return runnable[int(chance.random() * len(runnable))]
 
     def gave_way(self, thread: SimulatedThread) -> None:
@@ -56,7 +62,7 @@ class PCT:
         self._changes = sorted((chance.randrange(self.steps) for _ in range(self.depth - 1)), reverse=True)
         self._step, self._lowest, self._latest, self._alone = 0, 0.0, None, 0
 
-    def stays(self, thread: SimulatedThread, chance: random.Random) -> bool:
+    def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
         self._step += 1
         if self._changes and self._step >= self._changes[-1]:
             self._changes.pop()
@@ -68,7 +74,9 @@ class PCT:
             self._alone = 0
         return False  # whoever has the highest priority goes on, which may be the same
 
-    def pick(self, runnable: list[SimulatedThread], chance: random.Random) -> SimulatedThread:
+    stays_at_statement = stays
+
+    def pick(self, runnable: list[SimulatedThread], turn: int, chance: random.Random) -> SimulatedThread:
         for thread in runnable:
             if thread not in self._priorities:
                 self._priorities[thread] = 1.0 + chance.random()
@@ -80,3 +88,28 @@ class PCT:
     def _fall(self, thread: SimulatedThread) -> None:
         self._lowest -= 1.0
         self._priorities[thread] = self._lowest
+
+
+@dataclass
+class Replay:
+    """As it was: at these turns another thread than the first that could go on did (``Report.taken``).
+
+    ``explore`` leaves out those that make no difference.
+    """
+
+    taken: Mapping[int, int] = field(default_factory=dict)
+
+    def begin(self, chance: random.Random) -> None:
+        """All is written down."""
+
+    def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
+        return turn not in self.taken
+
+    stays_at_statement = stays
+
+    def pick(self, runnable: list[SimulatedThread], turn: int, chance: random.Random) -> SimulatedThread:
+        number = self.taken.get(turn)
+        return next((one for one in runnable if one.number == number), runnable[0])
+
+    def gave_way(self, thread: SimulatedThread) -> None:
+        """As above."""

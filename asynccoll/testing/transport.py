@@ -1,22 +1,20 @@
-"""A backend between simulated ranks, alike to gloo in what it can do."""
+"""A backend between simulated ranks: one communicator for each lane, and messages between two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from asynccoll.backends.api import Backend, Capabilities, Completion, Opening, Promise, ReduceOp
-from asynccoll.backends.c10d.tables import GLOO
 from asynccoll.testing.delivery import Delivery
+from asynccoll.testing.device import Device
 from asynccoll.testing.messages import Mailbox
 from asynccoll.testing.rounds import Call, Wire, fill, spoil
+from asynccoll.testing.transports import Over, Transport
 
 __all__ = ["Fabric", "SimulatedBackend"]
-
-CAPABILITIES = replace(GLOO, backend="simulated", sparse=False, hop_bytes=0)
 
 
 class Fabric:
@@ -71,17 +69,21 @@ class SimulatedBackend(Backend):
     name = "simulated"
     device = torch.device("cpu")
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, transport: Transport, device: Device) -> None:
         self._fabric = fabric
+        self._capabilities = transport.capabilities
+        self.ends_alone = transport.ends_alone
+        self.orders_lanes = transport.orders_lanes
+        self._over = transport.over(device)
 
     def capabilities(self, device: str) -> Capabilities:
-        return CAPABILITIES
+        return self._capabilities
 
     def open(self, opening: Opening) -> _Communicator:
         assert opening.clients is not None
         index, size = opening.rank, opening.size
         opening.clients.meet(opening.name, index, size, opening.meeting, opening.given_up)
-        return _Communicator(self._fabric, opening)
+        return _Communicator(self._fabric, opening, self._over)
 
     def close(self, *, abort: bool) -> None:
         """Its lanes are closed already."""
@@ -92,7 +94,8 @@ class _Communicator:
 
     parts = None
 
-    def __init__(self, fabric: Fabric, opening: Opening) -> None:
+    def __init__(self, fabric: Fabric, opening: Opening, over: Over) -> None:
+        self._over = over
         self._fabric = fabric
         self._delivery = fabric.delivery
         self._name = opening.lasting  # messages outlive an epoch
@@ -109,7 +112,8 @@ class _Communicator:
         needs: frozenset[int],
         finish: Callable[[list[list[torch.Tensor]]], object],
     ) -> Completion:
-        return self._wire.post(Call(self._index, signature, list(sent), list(filled), needs, finish))
+        call = Call(self._index, signature, list(sent), list(filled), needs, finish)
+        return self._over(self._wire.post(call), self._name)
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         def finish(rows: list[list[torch.Tensor]]) -> None:
@@ -179,26 +183,29 @@ class _Communicator:
         return self._post(("barrier",), [], [], self._all, lambda rows: None)
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        self._delivery.called(self._rank)
-        box, promise = self._box(self._rank, self._wire.ranks[dst], tag), Promise()
-        at = self._delivery.arrival(x.nbytes)
+        to = self._wire.ranks[dst]
+        self._delivery.called(self._rank, f"send to {to} on {self._name}")
+        box, promise = self._box(self._rank, to, tag), Promise()
+        at = self._delivery.arrival(x.nbytes, self._rank, to)
         box.letters.append((at, x.detach().clone()))
         box.match(self._delivery)
         self._delivery.at(self._rank, at, promise.settle)
-        return promise
+        return self._over(promise, f"{self._name} to {dst} {tag}")
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        self._delivery.called(self._rank)
-        box, promise = self._box(self._wire.ranks[src], self._rank, tag), Promise()
+        of = self._wire.ranks[src]
+        self._delivery.called(self._rank, f"recv from {of} on {self._name}")
+        box, promise = self._box(of, self._rank, tag), Promise()
         spoil(x)
         box.readers.append((x, promise, self._rank))
         box.match(self._delivery)
-        return promise
+        return self._over(promise, f"{self._name} from {src} {tag}")
 
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
         if role == "send":
-            box = self._box(self._rank, self._wire.ranks[peer], tag)
-            box.letters.append((self._delivery.arrival(len(why)), why))
+            to = self._wire.ranks[peer]
+            box = self._box(self._rank, to, tag)
+            box.letters.append((self._delivery.arrival(len(why), self._rank, to), why))
         else:
             box = self._box(self._wire.ranks[peer], self._rank, tag)
             box.readers.append((None, Promise(), self._rank))

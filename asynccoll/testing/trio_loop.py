@@ -6,13 +6,13 @@ tasks, which is random, comes from the seed. They are the same in every version 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.testing.scheduler import Scheduler, SimulatedThread
+from asynccoll.testing.scheduler import Killed, Scheduler, SimulatedThread
 from asynccoll.testing.stacks import suspended
 
 if TYPE_CHECKING:
@@ -93,16 +93,31 @@ def _clock(scheduler: Scheduler) -> trio.abc.Clock:
 def run_trio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
     """As ``trio.run``."""
     import sniffio
+    import trio
     from trio._core import _run
 
+    scopes: list[trio.CancelScope] = []
+
     async def whole() -> Any:
-        return await main
+        with trio.CancelScope() as scope:
+            scopes.append(scope)
+            return await main
+        raise trio.Cancelled._create()  # as asyncio has it
 
     runner: Any = _run.setup_runner(_clock(scheduler), [], False, True)
     runner.entry_queue.wakeup.close()
     wakeup = runner.entry_queue.wakeup = _Wakeup(scheduler)
-    assert scheduler.current is not None
-    scheduler.tellers[scheduler.current] = lambda: _told(runner)
+    me = scheduler.current
+    assert me is not None
+    scheduler.tellers[me] = lambda: _told(runner)
+
+    def cancel(interrupt: BaseException | None) -> None:
+        if interrupt is not None:
+            runner.deliver_ki()
+        else:
+            runner.entry_queue.run_sync_soon(lambda: [scope.cancel() for scope in scopes])
+
+    scheduler.cancellers[me.rank] = cancel
     turns = _run.unrolled_run(runner, whole, ())
     before, sniffio.thread_local.name = sniffio.thread_local.name, "trio"  # as trio.run says who it is
     try:
@@ -112,16 +127,29 @@ def run_trio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
             seconds = turns.send([])
     except StopIteration:
         return runner.main_task_outcome.unwrap()
+    except Killed:
+        for task in list(runner.tasks):
+            _end(task.coro)
+        raise
     finally:
+        del scheduler.cancellers[me.rank]
         turns.close()
         sniffio.thread_local.name = before
+
+
+def _end(coroutine: Any) -> None:
+    """Close it here, where nobody hears what it says to that: some wait once more."""
+    for _ in range(10):
+        with contextlib.suppress(BaseException):
+            coroutine.close()
+            return
 
 
 def _told(runner: Any) -> str:
     return "".join(f"  task {task.name!r}:\n{suspended(task.coro)}" for task in runner.tasks)
 
 
-@contextmanager
+@contextlib.contextmanager
 def ordered(seed: int) -> Iterator[None]:
     """For the block, trio's order of tasks comes from ``seed``."""
     from trio._core import _run

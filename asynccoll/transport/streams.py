@@ -12,10 +12,22 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Mark", "carried", "current", "on_stream"]
+__all__ = ["Mark", "carried", "current", "marked", "on_stream", "order_after"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def marked(device: torch.device) -> Any:
+    """An event at the end of what the stream that is current holds now; who waits for it sleeps."""
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def order_after(event: Any, device: torch.device) -> None:
+    """Order the current stream after it."""
+    torch.cuda.current_stream(device).wait_event(event)
 
 
 class Mark:
@@ -25,12 +37,11 @@ class Mark:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
+        self._event = marked(device)
 
     def order(self) -> None:
         """Order the current stream after it."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        order_after(self._event, self._device)
 
 
 def current() -> torch.cuda.Stream | None:

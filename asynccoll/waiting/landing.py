@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asynccoll import host
+from asynccoll.transport import streams
 from asynccoll.transport.completion import Promise
 from asynccoll.transport.waiters import Waiters
 
@@ -24,8 +25,7 @@ def landing(operations: Sequence[Operation], device: torch.device) -> Operation 
 
     It has the time limit of the last of ``operations`` and ends with it: by the loss of a peer, say.
     """
-    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event = streams.marked(device)
     landed = Promise()
     try:
         if event.query():

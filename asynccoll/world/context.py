@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -310,12 +310,9 @@ class Context:
             else self.liveness.lost(ranks, patience=0.3)
         )
         # Rank 0 stays for the store when it has left; and whoever closed a connection may not be out yet.
-        staying = {0}.intersection(ranks) if error is None else ranks if not lost else ()
+        staying = {0}.intersection(ranks) if error is None or lost else ranks
         left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
-        lost = tuple(sorted({*lost, *left}))
-        if error is None:  # who has left did its part in what it had called: that may end
-            key = f"{lane.group.key}/{lane.key}"
-            lost = tuple(r for r in lost if r not in left or lane.needs(r, left[r].get(key, 0)))
+        lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)
         if not lost:
             return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
@@ -324,6 +321,20 @@ class Context:
         named = PeerLostError(f"{who} {gone}{heard}", lost)
         named.__cause__ = error.__cause__ if error is not None else None
         return named
+
+    def _guilty(
+        self,
+        lane: Lane,
+        lost: tuple[int, ...],
+        left: Mapping[int, Mapping[str, int]],
+        error: CollectiveError | None,
+    ) -> tuple[int, ...]:
+        """Those of ``lost`` but for who did its part in what it had called here before it left."""
+        made = {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
+        if error is None:  # what is out may still end
+            return tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
+        # Something has failed: because of who never made that call, if there is one.
+        return tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
 
     def pass_on(self, lane: Lane) -> None:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""

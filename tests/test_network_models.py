@@ -1,32 +1,34 @@
-"""The model of growth against figures worked out by hand, and real overhead in a simulated world."""
+"""The models of networks against figures worked out by hand, and real overhead in a simulated world."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 import asynccoll as ac
 import scripts
-from asynccoll.growth import Link, Step, best_bucket_bytes, hierarchical, ring, tree
+from asynccoll.testing import Link
+from asynccoll.testing.network_models import Step, best_bucket_bytes, hierarchical, ring, tree
 
-SLOW = Link(alpha=1.0, beta=0.25)
-FAST = Link(alpha=0.5, beta=0.125)
+SLOW = Link(latency=1.0, bandwidth=4.0)
+FAST = Link(latency=0.5, bandwidth=8.0)
 
 
 def test_a_fit_finds_the_link_again() -> None:
-    """Two ranks take 2 alpha + beta s: 2.25 for 1 byte, 4 for 8, 34 for 128."""
+    """Twice the latency, and all bytes over the bandwidth: 2.25 for 1 byte, 4 for 8, 34 for 128."""
     link = Link.fit([(1, 2.25), (8, 4.0), (128, 34.0)])
-    assert link.alpha == pytest.approx(1.0)
-    assert link.beta == pytest.approx(0.25)
+    assert link.latency == pytest.approx(1.0)
+    assert link.bandwidth == pytest.approx(4.0)
 
 
 def test_a_fit_never_goes_below_nothing() -> None:
     """Noise that makes the larger message the faster one gives no bandwidth, not a negative one."""
     link = Link.fit([(1, 4.0), (64, 2.0)])
-    assert link.beta == 0.0
-    assert link.alpha > 0
-    assert Link.fit([(1, 1.0), (2, 3.0)]).alpha == 0.0
+    assert link.bandwidth == math.inf
+    assert link.seconds(1e9) == link.seconds(0) > 0
+    assert Link.fit([(1, 1.0), (2, 3.0)]).latency == 0.0
 
 
 def test_a_fit_needs_two_sizes() -> None:

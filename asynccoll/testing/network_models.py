@@ -1,52 +1,23 @@
 """How long collectives take on more ranks than there are here: predicted from what two ranks take.
 
-A message of ``s`` bytes from one rank to another takes ``alpha + beta * s`` (the model of Hockney, 1994);
-an algorithm is a sum of messages, and a training step a line of buckets that become ready during backward.
+A message takes what its ``Link`` says; an algorithm is a sum of messages, and a training step a line of
+buckets that become ready during backward.
 Pure arithmetic: what it leaves out (contention, stragglers, the sum itself) is said in docs/scaling.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.testing.links import Link
 
-__all__ = ["AllReduce", "Link", "Step", "best_bucket_bytes", "hierarchical", "ring", "tree"]
+__all__ = ["AllReduce", "Step", "best_bucket_bytes", "hierarchical", "ring", "tree"]
 
 #: Seconds of one all_reduce of so many bytes.
 AllReduce = Callable[[float], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message between two ranks costs: ``alpha`` seconds, and ``beta`` seconds a byte."""
-
-    alpha: float
-    beta: float
-
-    def seconds(self, size_bytes: float) -> float:
-        """Of one message."""
-        return self.alpha + self.beta * size_bytes
-
-    @classmethod
-    def fit(cls, measured: Iterable[tuple[float, float]]) -> Link:
-        """From (bytes, seconds) of all_reduces on **two** ranks; at least two sizes.
-
-        There a ring is two messages of half the bytes: ``2 * alpha + beta * bytes``. The line is that of
-        least relative squares, or megabytes would drown what a small message says about alpha.
-        """
-        points = [(size_bytes, seconds) for size_bytes, seconds in measured]
-        if len({size_bytes for size_bytes, _ in points}) < 2:
-            raise InvalidArgumentError(f"a line needs measurements of two sizes, got {points}")
-        weights = [1 / seconds**2 for _, seconds in points]
-        total = sum(weights)
-        x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-        y0 = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-        above = sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True))
-        beta = max(0.0, above / sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True)))
-        return cls(max(0.0, y0 - beta * x0) / 2, beta)
 
 
 # all_reduce on ``ranks`` ranks

@@ -1,0 +1,98 @@
+"""``asynccoll explore``: a function on simulated ranks, in many orders, until one goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from asynccoll.cli.common import Commands
+from asynccoll.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from asynccoll.testing import Exploration
+
+__all__ = ["add"]
+
+_EVERY_SECONDS = 0.2
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "explore",
+        help="run a function on simulated ranks, in many orders, until one goes wrong",
+        description="Runs main(rank) on simulated ranks, in one process for each job. Each seed is another "
+        "order of threads, tasks and messages. The first that goes wrong is made smaller, and shown as a "
+        "program.",
+    )
+    parser.add_argument("target", metavar="FILE::FUNCTION", help="such as test_loop.py::main")
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="so many, default 1000")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them, default 0")
+    parser.add_argument("-n", "--world-size", type=int, default=3, metavar="N", help="ranks, default 3")
+    parser.add_argument(
+        "--jobs", type=int, default=0, metavar="N", help="processes, default one for each core"
+    )
+    parser.add_argument("--loop", default="asyncio", metavar="NAME", help="asyncio, trio or none")
+    parser.add_argument("--transport", default="gloo", metavar="NAME", help="gloo, mpi, horovod, xla or nccl")
+    parser.add_argument(
+        "--faults", default="", metavar="KIND,...", help="one of these for each seed: kill, silence, stop, "
+        "stall, delay, cancel, interrupt, store, collect"
+    )  # fmt: skip
+    parser.add_argument(
+        "--statements", action="append", default=[], metavar="MODULE",
+        help="another thread may go on before each of its statements, too",
+    )  # fmt: skip
+    parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
+    parser.set_defaults(carry_out=_explore)
+
+
+def _explore(given: argparse.Namespace) -> int:
+    from asynccoll.testing.drawn import drawn_faults
+    from asynccoll.testing.exploration import explore_target
+    from asynccoll.testing.targets import of_path
+
+    if given.seeds < 1 or given.jobs < 0:
+        raise InvalidArgumentError("--seeds must be at least 1, and --jobs at least 0")
+    kinds = tuple(kind for kind in given.faults.split(",") if kind)
+    bar = _Bar(given.seeds)
+    found = explore_target(
+        of_path(given.target),
+        seeds=range(given.first, given.first + given.seeds),
+        jobs=given.jobs,
+        faults=drawn_faults(*kinds) if kinds else (),
+        shrink_seconds=given.shrink,
+        progress=bar.show,
+        world_size=given.world_size,
+        loop=given.loop,
+        transport=given.transport,
+        statements=tuple(given.statements),
+    )
+    bar.clear()
+    print(found)
+    if found.wrong is not None:
+        print(f"\n{found.wrong}\n\n# Shows it again:\n\n{found.script}", end="")
+    return 0 if found.wrong is None else 1
+
+
+class _Bar:
+    """How far it is, where somebody looks."""
+
+    def __init__(self, seeds: int) -> None:
+        self._seeds = seeds
+        self._shown = 0.0
+        self._looked_at = sys.stderr.isatty()
+
+    def show(self, found: Exploration) -> None:
+        if self._looked_at and time.monotonic() - self._shown > _EVERY_SECONDS:
+            self._shown = time.monotonic()
+            done = found.schedules * 30 // self._seeds
+            pace = found.schedules / max(found.seconds, 1e-9)
+            sys.stderr.write(
+                f"\r[{'#' * done}{' ' * (30 - done)}] {found.schedules:,} of {self._seeds:,}, {pace:.0f}/s "
+            )
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")

@@ -1,0 +1,63 @@
+"""Faults drawn from luck, for who wants some of a kind and does not care when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.testing.faults import (
+    Cancel,
+    Collect,
+    Delay,
+    Fault,
+    Interrupt,
+    Kill,
+    Stall,
+    Stop,
+    StoreLost,
+)
+
+__all__ = ["drawn_faults"]
+
+#: Calls before one strikes: at most so many.
+_CALLS = 12
+#: Around what a message takes, and what the library waits for.
+_SHORT_SECONDS = (1e-4, 5.0)
+
+_KINDS: dict[str, Callable[[int, int, float], Fault]] = {
+    "kill": lambda rank, call, seconds: Kill(rank, after_call=call),
+    "silence": lambda rank, call, seconds: Kill(rank, silent=True, after_call=call),
+    "stop": lambda rank, call, seconds: Stop(rank, seconds, after_call=call),
+    "stall": lambda rank, call, seconds: Stall(rank, seconds, after_call=call),
+    "delay": lambda rank, call, seconds: Delay(rank, seconds, after_call=call),
+    "cancel": lambda rank, call, seconds: Cancel(rank, after_call=call),
+    "interrupt": lambda rank, call, seconds: Interrupt(rank, after_call=call),
+    "store": lambda rank, call, seconds: StoreLost(rank, after_call=call),
+    "collect": lambda rank, call, seconds: Collect(rank, after_call=call),
+}
+
+
+@dataclass(frozen=True)
+class drawn_faults:  # noqa: N801  # called as a function is
+    """For ``explore(faults=)``: in each simulation one fault of these kinds strikes a rank at a call."""
+
+    kinds: tuple[str, ...]
+
+    def __init__(self, *kinds: str) -> None:
+        """``kinds``: of kill, silence, stop, stall, delay, cancel, interrupt, store, collect; none: any.
+
+        Raises:
+            InvalidArgumentError: one is none of these.
+        """
+        for kind in kinds:
+            if kind not in _KINDS:
+                raise InvalidArgumentError(f"there is no fault {kind!r}; expected one of {', '.join(_KINDS)}")
+        object.__setattr__(self, "kinds", kinds or tuple(_KINDS))
+
+    def __call__(self, chance: random.Random, world_size: int) -> Sequence[Fault]:
+        least, most = _SHORT_SECONDS
+        seconds = least * (most / least) ** chance.random()
+        kind = chance.choice(self.kinds)
+        return [_KINDS[kind](chance.randrange(world_size), chance.randint(1, _CALLS), seconds)]

@@ -1,0 +1,289 @@
+"""``explore``: many seeds of one simulation, until one goes wrong; that one made small, as a script."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any
+
+from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.testing.faults import Fault
+from asynccoll.testing.report import Report
+from asynccoll.testing.schedules import PCT, RandomWalk
+from asynccoll.testing.shrinking import Case, Tried, smallest
+from asynccoll.testing.simulation import simulate
+from asynccoll.testing.targets import Target, of_function
+
+__all__ = ["Exploration", "Faults", "explore", "explore_target"]
+
+#: Drawn anew for each seed: from a source of luck, and how many ranks there are.
+Faults = Callable[[random.Random, int], Sequence[Fault]]
+#: How many seeds another process tries before it tells.
+_AT_ONCE = 20
+
+
+@dataclass
+class Exploration:
+    """What was tried, and the first that went wrong, if one did."""
+
+    #: how many were simulated, and how long that took
+    schedules: int = 0
+    seconds: float = 0.0
+    #: what was wrong; None if nothing was
+    wrong: str | None = None
+    #: the case that goes wrong, made as small as could be
+    world_size: int = 0
+    seed: int = 0
+    faults: tuple[Fault, ...] = ()
+    taken: dict[int, int] = field(default_factory=dict, repr=False)
+    #: a program that shows it again
+    script: str = ""
+
+    def check(self) -> None:
+        """Raise AssertionError, with the script, if something was found."""
+        if self.wrong is not None:
+            raise AssertionError(f"{self}\n{self.wrong}\n\n{self.script}")
+
+    def __str__(self) -> str:
+        tried = f"{self.schedules:,} schedules in {self.seconds:.0f} s"
+        found = "nothing was found" if self.wrong is None else f"seed {self.seed} goes wrong"
+        return f"{tried}: {found}"
+
+
+def explore(
+    main: Callable[[int], Any],
+    *,
+    seeds: Iterable[int] = range(1000),
+    jobs: int = 1,
+    faults: Sequence[Fault] | Faults = (),
+    expect: Callable[[Report], object] | None = None,
+    shrink_seconds: float = 30.0,
+    progress: Callable[[Exploration], object] | None = None,
+    **options: Any,
+) -> Exploration:
+    """Simulate ``main`` with one seed after the other, and stop at the first that goes wrong.
+
+    What went wrong is made smaller for ``shrink_seconds``: fewer ranks, fewer faults, fewer places where
+    another thread than the first went on. The script that shows it again is ``Exploration.script``.
+
+    >>> explore(main, seeds=range(10_000), world_size=3, jobs=2).check()
+
+    Args:
+        main: as of ``simulate``.
+        seeds: in this order.
+        jobs: so many processes; each needs to import ``main``. 0: as many as there are cores.
+        faults: as of ``simulate``, or a function ``(random, world_size)`` that draws them for each seed.
+        expect: raises AssertionError where a report is not as it should be. Unless given, nobody may raise,
+            all must come to their end, and calls must match; where faults struck, the library's errors are
+            right, too, and so are cancellation and KeyboardInterrupt.
+        shrink_seconds: how long what was found is made smaller.
+        progress: called now and then.
+        options: those of ``simulate``. Without ``schedule``, odd seeds go by ``PCT()``, even ones by
+            ``RandomWalk()``.
+
+    Raises:
+        InvalidArgumentError: as ``simulate``, or ``main`` cannot be imported by other processes.
+    """
+    return explore_target(
+        of_function(main),
+        seeds=seeds,
+        jobs=jobs,
+        faults=faults,
+        expect=expect,
+        shrink_seconds=shrink_seconds,
+        progress=progress,
+        **options,
+    )
+
+
+def explore_target(
+    target: Target,
+    *,
+    seeds: Iterable[int],
+    jobs: int,
+    faults: Sequence[Fault] | Faults = (),
+    expect: Callable[[Report], object] | None = None,
+    shrink_seconds: float = 30.0,
+    progress: Callable[[Exploration], object] | None = None,
+    **options: Any,
+) -> Exploration:
+    """The same, of a function that is known by its file."""
+    look = _Looking(faults, expect, options)
+    found = Exploration(world_size=options.get("world_size", 4))
+    begun = time.monotonic()
+
+    def told(count: int) -> None:
+        found.schedules += count
+        found.seconds = time.monotonic() - begun
+        if progress is not None:
+            progress(found)
+
+    jobs = jobs or os.cpu_count() or 1
+    if jobs > 1:
+        bad = _first_by_others(target, look, iter(seeds), jobs, told)
+    else:
+        bad = _first_here(target, look, seeds, told)
+    if bad is not None:
+        case = look.case(bad)
+        _shrink(target, look, case, look.at(target.function, case), shrink_seconds, found)
+    return found
+
+
+@dataclass(frozen=True)
+class _Looking:
+    """How one case is simulated and judged."""
+
+    faults: Sequence[Fault] | Faults
+    expect: Callable[[Report], object] | None
+    options: dict[str, Any]
+
+    def case(self, seed: int) -> Case:
+        """What belongs to this seed."""
+        size = self.options.get("world_size", 4)
+        faults = self.faults
+        if callable(faults):
+            faults = faults(random.Random(f"{seed} faults"), size)  # noqa: S311  # it hides nothing
+        return Case(size, seed, tuple(faults))
+
+    def at(self, main: Callable[[int], Any], case: Case) -> Tried:
+        """What becomes of it."""
+        options = self.options | {"world_size": case.world_size, "seed": case.seed, "faults": case.faults}
+        options["schedule"] = case.schedule or self.options.get("schedule") or _schedule(case.seed)
+        try:
+            report = simulate(main, **options)
+        except TimeoutError as error:
+            return Tried(f"seed {case.seed}: {error}", "waits for what is not simulated", {})
+        expect = self.expect or (_expect_with_faults if case.faults else Report.check)
+        try:
+            expect(report)
+        except AssertionError as error:
+            return Tried(f"{error}", _kind(report, error), report.taken)
+        return Tried(None)
+
+
+def _schedule(seed: int) -> RandomWalk | PCT:
+    return PCT() if seed % 2 else RandomWalk()
+
+
+def _kind(report: Report, error: AssertionError) -> str:
+    """What stays the same when it is made smaller."""
+    if report.deadlock is not None:
+        return "deadlock"
+    if report.mismatches:
+        return "mismatch"
+    causes = sorted(type(one).__name__ for one in report.errors.values())
+    return causes[0] if causes else type(error).__name__
+
+
+def _expect_with_faults(report: Report) -> None:
+    rest = {rank: error for rank, error in report.errors.items() if not all(map(_is_told, leaves(error)))}
+    Report(report.seed, errors=rest, deadlock=report.deadlock, mismatches=report.mismatches).check()
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of them, or the one."""
+    parts = getattr(error, "exceptions", None)
+    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
+
+
+def _is_told(error: BaseException) -> bool:
+    return isinstance(error, (AsyncCollError, KeyboardInterrupt)) or type(error).__name__.startswith("Cancel")
+
+
+def _first_here(
+    target: Target, look: _Looking, seeds: Iterable[int], told: Callable[[int], None]
+) -> int | None:
+    for seed in seeds:
+        tried = look.at(target.function, look.case(seed))
+        told(1)
+        if tried.wrong is not None:
+            return seed
+    return None
+
+
+def _first_by_others(
+    target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: Callable[[int], None]
+) -> int | None:
+    """The first that any of ``jobs`` processes finds."""
+    sent = target.sendable()
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running: set[Any] = set()
+        bad: int | None = None
+        while bad is None:
+            while len(running) < 2 * jobs and (some := list(islice(seeds, _AT_ONCE))):
+                running.add(_submitted(pool, sent, look, some))
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in done:
+                tried, found = one.result()
+                told(tried)
+                bad = found if bad is None else bad
+        for one in running:
+            one.cancel()
+    return bad
+
+
+def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> Any:
+    try:
+        return pool.submit(_tried_by_another, sent, look, seeds)
+    except (AttributeError, TypeError) as error:
+        raise InvalidArgumentError(f"jobs= needs faults= and expect= that can be sent: {error}") from error
+
+
+def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, int | None]:
+    main = Target.found(sent)
+    for count, seed in enumerate(seeds, 1):
+        if look.at(main, look.case(seed)).wrong is not None:
+            return count, seed
+    return len(seeds), None
+
+
+def _shrink(
+    target: Target, look: _Looking, case: Case, failed: Tried, seconds: float, found: Exploration
+) -> None:
+    if failed.wrong is None:
+        found.wrong = (
+            f"seed {case.seed} went wrong in another process, and not here: main is not deterministic"
+        )
+        found.seed = case.seed
+        return
+    case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds)
+    found.wrong, found.seed = failed.wrong, case.seed
+    found.world_size, found.faults = case.world_size, case.faults
+    found.taken = dict(case.schedule.taken if case.schedule is not None else failed.taken or {})
+    found.script = _script(target, look, case, found.taken)
+
+
+def _script(target: Target, look: _Looking, case: Case, taken: dict[int, int]) -> str:
+    """A program that shows it again; what is as ever is left out."""
+    usual = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
+    said = {
+        name: value
+        for name, value in look.options.items()
+        if name not in ("schedule", "world_size") and value != usual.get(name)
+    }
+    given: dict[str, Any] = {"world_size": case.world_size, "seed": case.seed} | said
+    told = [f"{name}={value!r}" for name, value in given.items()]
+    if case.faults:
+        told.append(f"faults=[{', '.join(map(_told, case.faults))}]")
+    names = {"Replay", "simulate"} | {type(fault).__name__ for fault in case.faults}
+    names |= {"Link"} if any("Link(" in one for one in told) else set()
+    return (
+        f"from asynccoll.testing import {', '.join(sorted(names))}\n{target.imported}\n\n"
+        f"report = simulate({target.name}, {', '.join(told)}, schedule=Replay({taken}))\nreport.check()\n"
+    )
+
+
+def _told(fault: Fault) -> str:
+    said = (
+        f"{one.name}={value!r}" for one in fields(fault) if (value := getattr(fault, one.name)) != one.default
+    )
+    return f"{type(fault).__name__}({', '.join(said)})"

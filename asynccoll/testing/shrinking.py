@@ -1,0 +1,109 @@
+"""Makes a simulation that went wrong smaller, for as long as it may: fewer ranks, faults and switches.
+
+What is left still goes wrong in the same way: the same kind of error, on whichever rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asynccoll.testing.faults import Fault
+from asynccoll.testing.schedules import Replay
+
+__all__ = ["Case", "Tried", "smallest"]
+
+#: How many seeds are tried for each smaller number of ranks.
+_SEEDS_OF_FEWER = 25
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was simulated; ``schedule`` is None for that which belongs to the seed."""
+
+    world_size: int
+    seed: int
+    faults: tuple[Fault, ...]
+    schedule: Any = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a case: nothing wrong, or what, of which kind, and where another thread went on."""
+
+    wrong: str | None
+    kind: str = ""
+    taken: dict[int, int] | None = None
+
+
+def smallest(case: Case, failed: Tried, look: Callable[[Case], Tried], seconds: float) -> tuple[Case, Tried]:
+    """The smallest that was found in so many seconds, and what it says."""
+    return _Shrinking(look, failed.kind, time.monotonic() + seconds).of(case, failed)
+
+
+class _Shrinking:
+    """One search."""
+
+    def __init__(self, look: Callable[[Case], Tried], kind: str, deadline: float) -> None:
+        self._look = look
+        self._kind = kind
+        self._deadline = deadline
+
+    def of(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
+        """Ranks first: with fewer of them all else is quicker."""
+        for step in (self._fewer_ranks, self._fewer_faults, self._fewer_switches):
+            case, failed = step(case, failed)
+        return case, failed
+
+    def _still(self, case: Case) -> Tried | None:
+        if time.monotonic() > self._deadline:
+            return None
+        tried = self._look(case)
+        return tried if tried.wrong is not None and tried.kind == self._kind else None
+
+    def _fewer_ranks(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
+        for size in range(1, case.world_size):
+            if any(fault.struck >= size for fault in case.faults):
+                continue
+            for seed in range(case.seed, case.seed + _SEEDS_OF_FEWER):
+                smaller = replace(case, world_size=size, seed=seed)
+                if (tried := self._still(smaller)) is not None:
+                    return smaller, tried
+        return case, failed
+
+    def _fewer_faults(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
+        for fault in case.faults:
+            smaller = replace(case, faults=tuple(one for one in case.faults if one is not fault))
+            if (tried := self._still(smaller)) is not None:
+                case, failed = smaller, tried
+        return case, failed
+
+    def _fewer_switches(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
+        """Leave out halves of them, then quarters, and so on (Zeller's ddmin, 2002)."""
+        left = dict(failed.taken or {})
+        written = replace(case, schedule=Replay(left))
+        tried = self._still(written)
+        if tried is None:  # time is up
+            return case, failed
+        case, failed, parts = written, tried, 2
+        while left and time.monotonic() < self._deadline:
+            for fewer in _without_a_part(left, parts):
+                smaller = replace(case, schedule=Replay(fewer))
+                if (tried := self._still(smaller)) is not None:
+                    case, failed, left, parts = smaller, tried, fewer, max(2, parts - 1)
+                    break
+            else:
+                if parts >= len(left):
+                    break
+                parts = min(len(left), 2 * parts)
+        return case, failed
+
+
+def _without_a_part(taken: dict[int, int], parts: int) -> Iterator[dict[int, int]]:
+    turns = list(taken)
+    for part in range(parts):
+        out = set(turns[part * len(turns) // parts : (part + 1) * len(turns) // parts])
+        if out:
+            yield {turn: number for turn, number in taken.items() if turn not in out}

@@ -1,0 +1,80 @@
+"""What is explored: a function, which other processes find again by its file and name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["Target", "of_function", "of_path"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function: as it is, or as another process finds it."""
+
+    function: Callable[[int], Any]
+    #: the line that imports it in a script, and what it is called there
+    imported: str
+    name: str
+    path: str = ""
+
+    def sendable(self) -> bytes:
+        """What ``found`` makes a function of, in another process.
+
+        Raises:
+            InvalidArgumentError: it cannot be found there.
+        """
+        try:
+            return pickle.dumps((self.path, self.name) if self.path else self.function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"jobs= needs a function that other processes can import, at the top of its module: {error}"
+            ) from error
+
+    @staticmethod
+    def found(sent: bytes) -> Callable[[int], Any]:
+        """What was sent."""
+        what: Any = pickle.loads(sent)  # noqa: S301  # it is ours
+        return _load(*what) if isinstance(what, tuple) else what
+
+
+def of_function(function: Callable[[int], Any]) -> Target:
+    """A function that the caller has."""
+    name = getattr(function, "__qualname__", repr(function))
+    return Target(function, f"from {getattr(function, '__module__', '?')} import {name}", name)
+
+
+def of_path(path: str) -> Target:
+    """The function that ``file.py::name`` says.
+
+    Raises:
+        InvalidArgumentError: there is no such file, or no such function there.
+    """
+    file, mark, name = path.partition("::")
+    if not mark or not name:
+        raise InvalidArgumentError(
+            f"expected a file and a function, such as test_loop.py::main, got {path!r}"
+        )
+    where = Path(file).resolve()
+    if not where.is_file():
+        raise InvalidArgumentError(f"there is no file {file!r}")
+    return Target(_load(str(where), name), f"from {where.stem} import {name}", name, str(where))
+
+
+def _load(file: str, name: str) -> Callable[[int], Any]:
+    where = Path(file)
+    if str(where.parent) not in sys.path:
+        sys.path.insert(0, str(where.parent))
+    found = getattr(importlib.import_module(where.stem), name, None)
+    if not callable(found):
+        raise InvalidArgumentError(f"{where.name} has no function {name!r}")
+    function: Callable[[int], Any] = found
+    return function

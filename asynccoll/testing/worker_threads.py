@@ -1,0 +1,59 @@
+"""Threads that anyio's and trio's ``to_thread`` would start: simulated ones instead."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+import sniffio
+
+from asynccoll.testing.scheduler import running
+
+__all__ = ["worker_threads"]
+
+
+@contextlib.contextmanager
+def worker_threads() -> Iterator[None]:
+    """For the block, what is sent to a worker thread of asyncio's or trio's runs in a simulated one."""
+    from anyio._backends._asyncio import AsyncIOBackend
+
+    real = AsyncIOBackend.run_sync_in_worker_thread
+    with contextlib.ExitStack() as stack:
+        replaced = classmethod(partial(_on_asyncio, real))
+        stack.enter_context(patch.object(AsyncIOBackend, "run_sync_in_worker_thread", replaced))
+        if find_spec("trio") is not None:
+            threads = import_module("trio._threads")
+            start = partial(_started, threads.start_thread_soon)
+            stack.enter_context(patch.object(threads, "start_thread_soon", start))
+        yield
+
+
+async def _on_asyncio(real: Any, cls: Any, func: Callable[..., Any], args: Any, **options: Any) -> Any:
+    import asyncio
+
+    if running() is None:
+        return await real(func, args, **options)
+    await anyio.lowlevel.checkpoint()
+    context = contextvars.copy_context()
+    context.run(sniffio.current_async_library_cvar.set, None)
+    with anyio.CancelScope(shield=not options.get("abandon_on_cancel", False)):
+        return await asyncio.get_running_loop().run_in_executor(None, context.run, func, *args)
+
+
+def _started(
+    real: Any, run: Callable[[], Any], deliver: Callable[[Any], object], name: str | None = None
+) -> None:
+    import outcome
+
+    scheduler = running()
+    if scheduler is None or scheduler.current is None:
+        real(run, deliver, name)
+    else:
+        scheduler.add(scheduler.current.rank, None, lambda: deliver(outcome.capture(run)))
