@@ -28,6 +28,7 @@ import asynccoll as ac
 import compositions_expected as expected
 import oracle
 from asynccoll.ops.scopes import current_lane
+from asynccoll.testing.exploration import leaves
 from compositions import MODES, Call, Program, Task, from_json
 from compositions_called import issue
 from compositions_compared import Record, backward, compare, raised, unchanged
@@ -37,6 +38,12 @@ from ranks import Place, Rank
 
 #: What a rank says of a call that was not made: its own, or a peer's.
 REFUSALS = (*expected.REFUSED, ac.PeerRefusedError)
+#: What a task is cancelled by.
+CANCELLED: tuple[type[BaseException], ...] = (asyncio.CancelledError,)
+with contextlib.suppress(ImportError):
+    import trio
+
+    CANCELLED = (*CANCELLED, trio.Cancelled)
 #: A program takes milliseconds.
 HANG_SECONDS = 10.0
 
@@ -60,7 +67,9 @@ class State:
 class Run:
     """One program on one rank."""
 
-    def __init__(self, me: Rank, program: Program) -> None:
+    def __init__(self, me: Rank, program: Program, *, hurt: bool = False) -> None:
+        """``hurt``: a rank may die, or be cancelled, so that calls may fail; what is given must be right."""
+        self.hurt = hurt
         self.me = me
         self.program = program
         self.complaints: list[str] = []
@@ -85,10 +94,16 @@ class Run:
         case = expected.case(call, members.index(self.me.rank), len(members))
         if self.program.start == "crossed" and task_index == 1:
             case.must_raise = (ac.LaneOrderError,)
+        if self.hurt:
+            case.may_raise = (*case.may_raise, ac.AsyncCollError)
         if self.program.one_sided or taken_along:
             case.may_raise = (*case.may_raise, ac.PeerRefusedError)
         label = f"task {task_index} call {index}: {call.operation} of {call.payload}"
         self.records[task_index, index] = Record(label, case, oracle.snapshot(case.x), self.me.rank)
+
+    def _is_told(self, error: BaseException) -> bool:
+        """Whether it is only of a rank that is hurt."""
+        return self.hurt and all(isinstance(one, (ac.AsyncCollError, *CANCELLED)) for one in leaves(error))
 
     def complain(self, kind: str, text: str) -> None:
         self.complaints.append(f"[{kind}] rank {self.me.rank}: {text}")
@@ -97,11 +112,13 @@ class Run:
 
     async def whole(self) -> list[str]:
         """Run it, look at all of it again, and see that the lanes are in step."""
-        with anyio.move_on_after(patient(HANG_SECONDS)) as limit:
+        with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else patient(HANG_SECONDS)) as limit:
             try:
                 await self._tasks()
                 await self._afterwards()
-            except Exception:
+            except Exception as error:
+                if self._is_told(error):
+                    raise
                 self.complain("crash", traceback.format_exc(limit=-8))
         if limit.cancelled_caught:
             out = [record.label for record in self.records.values() if not record.outcome]
@@ -147,7 +164,9 @@ class Run:
         try:
             self._check(state, "at the start")
             await self._task_inside(state, index, task)
-        except Exception:
+        except Exception as error:
+            if self._is_told(error):
+                raise
             self.complain("crash", f"{state.name}: {traceback.format_exc(limit=-8)}")
         self._check(state, "at the end")
         if index == 1:
@@ -483,6 +502,8 @@ class Run:
             if record.outcome == "value":
                 compare(self.complain, record, "when all was over")
             unchanged(self.complain, record)
+        if self.hurt:
+            return
         if await self._all_well() and not self.program.one_sided:
             for record in self.records.values():
                 backward(self.complain, record)

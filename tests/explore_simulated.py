@@ -1,32 +1,90 @@
 """Draws programs and orders for as long as it is told, in simulated worlds, and tells what it found.
 
 ``python tests/explore_simulated.py SECONDS [RANKS,RANKS...]``; the seed is drawn and said (``SEED`` repeats
-one), ``SCHEDULES`` is how many orders of each program are tried. What is found is made smaller and said as a
-script that replays it.
+one). ``SCHEDULES`` orders of each program are tried, on the transports in ``TRANSPORTS`` in turn, every third
+with a fault of those in ``FAULTS``, every fourth in two worlds one after the other. ``STATEMENTS`` are
+modules before whose statements others may go on, too. ``JOBS`` processes do it at once. What is found is
+made smaller, and said as a script that replays it.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 import time
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import asynccoll as ac
-from asynccoll.testing import PCT, RandomWalk
+from asynccoll.testing import PCT, Fault, RandomWalk, drawn_faults
 from compositions import Program
-from compositions_drawn import programs
+from compositions_drawn import OPERATIONS, programs
 from compositions_reduced import reduced
 from compositions_tried import kinds
 from simulated import complaints, script
 
-SCHEDULES = int(os.environ.get("SCHEDULES", "8"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
+TRANSPORTS = tuple(os.environ.get("TRANSPORTS", "gloo,mpi,gloo,horovod,gloo,xla,nccl").split(","))
+FAULTS = tuple(
+    os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect").split(",")
+)
+STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") if name)
 #: Seconds for making one smaller that failed.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 REAL_SECONDS = 60.0
+#: What the backends that a transport stands for do not carry: messages; and of nccl all that gloo, which is
+#: beside it, does.
+_NOT_CARRIED = {
+    "horovod": {"message"},
+    "xla": {"message"},
+    "nccl": OPERATIONS.keys() - {"tensor", "tracked", "large"},
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """In what order a program runs, where, and what goes wrong: all by a number."""
+
+    number: int
+    ranks: int
+
+    @property
+    def transport(self) -> str:
+        return TRANSPORTS[self.number % len(TRANSPORTS)]
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        if self.number % 3 != 1 or not any(FAULTS):
+            return ()
+        return tuple(drawn_faults(*FAULTS)(random.Random(self.number), self.ranks))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "transport": self.transport,
+            "faults": self.faults,
+            "schedule": PCT() if self.number % 2 else RandomWalk(),
+            "again": self.number % 4 == 2,
+            "statements": STATEMENTS,
+            "real_seconds": REAL_SECONDS,
+        }
+
+
+def wrong(program: Program, number: int) -> list[str]:
+    """What is wrong with the program in the order of this number."""
+    order = Order(number, program.ranks)
+    if not _NOT_CARRIED.get(order.transport, set()).isdisjoint(call.payload for call in program.calls):
+        return []
+    try:
+        found, _ = complaints(program, number, **order.options)
+    except TimeoutError as error:
+        return [f"[hang] {error}"]
+    return [f"{one}\n  ({order.transport}, {order.faults})" for one in found]
 
 
 class Exploration:
@@ -46,7 +104,7 @@ class Exploration:
         if self.over:
             return
         self.programs += 1
-        for number in range(SCHEDULES):
+        for number in range(self.programs, self.programs + SCHEDULES):
             if self.over:
                 return
             self.schedules += 1
@@ -65,26 +123,15 @@ class Exploration:
         print(f"--- smaller:\n{script(small, number)}", flush=True)
 
 
-def wrong(program: Program, number: int) -> list[str]:
-    """What is wrong with the program in this order; every other one goes by priorities."""
-    try:
-        found, _ = complaints(program, number, schedule=schedule(number), real_seconds=REAL_SECONDS)
-    except TimeoutError as error:
-        return [f"[hang] {error}"]
-    return found
-
-
-def schedule(number: int) -> RandomWalk | PCT:
-    """That of this seed."""
-    return PCT() if number % 2 else RandomWalk()
-
-
 def main() -> int:
     """Explore, and fail if something was found."""
     warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)
     seconds, *sizes = sys.argv[1:]
-    ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 3, 2, 3, 5]
+    jobs = int(os.environ.get("JOBS", "1"))
     number = int(os.environ.get("SEED", random.randrange(2**32)))
+    if jobs > 1:
+        return _at_once(jobs, number)
+    ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 3, 2, 3, 5]
     print(f"seed {number}", flush=True)
     exploration = Exploration(float(seconds))
     while not exploration.over:
@@ -96,6 +143,14 @@ def main() -> int:
     if not exploration.found:
         print("nothing was found")
     return 1 if exploration.found else 0
+
+
+def _at_once(jobs: int, number: int) -> int:
+    """So many of these, each with seeds of its own; what they found."""
+    seeds = [str(number + 1_000_000 * job) for job in range(jobs)]
+    command = [sys.executable, *sys.argv]
+    running = [subprocess.Popen(command, env=os.environ | {"JOBS": "1", "SEED": one}) for one in seeds]
+    return max([one.wait() for one in running])
 
 
 def _round(exploration: Exploration, size: int, number: int) -> None:

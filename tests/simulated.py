@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import asynccoll as ac
 import compositions_run
-from asynccoll.testing import Report, simulate
-from compositions import Program
+from asynccoll.testing import Cancel, Fault, Interrupt, Kill, Report, StoreLost, simulate
+from asynccoll.testing.exploration import leaves
+from compositions import Call, Program
 
 
 class SimulatedRank:
@@ -28,21 +31,71 @@ class SimulatedRank:
         return True
 
 
-def complaints(program: Program, seed: int, **options: Any) -> tuple[list[str], Report]:
+#: Faults after which calls may fail; after others each must come to what it must.
+_HURT = (Cancel, Interrupt, Kill, StoreLost)
+
+
+def complaints(
+    program: Program, seed: int, faults: Sequence[Fault] = (), **options: Any
+) -> tuple[list[str], Report]:
     """What is wrong, by all ranks, and what became of the simulation."""
     signs: set[str] = set()
+    hurt = any(isinstance(fault, _HURT) for fault in faults)
+    program = unwaited(program) if hurt else program
 
     async def main(rank: int) -> list[str]:
         me: Any = SimulatedRank(rank, program.ranks, signs)
-        return await compositions_run.Run(me, program).whole()
+        run = compositions_run.Run(me, program, hurt=hurt)
+        found = await run.whole()
+        if hurt or not options.get("again"):
+            return found
+        ac.finalize()
+        ac.initialize(timeout=20.0)
+        return found + await compositions_run.Run(me, program).whole()
 
-    report = simulate(main, world_size=program.ranks, seed=seed, loop=program.loop, **options)
+    given = {name: value for name, value in options.items() if name != "again"} | {"timeout": 200.0}
+    report = simulate(main, world_size=program.ranks, seed=seed, loop=program.loop, faults=faults, **given)
     found = [one for each in report.results.values() for one in each]
-    found += [f"[crash] rank {rank}: {error!r}" for rank, error in report.errors.items()]
+    found += [
+        f"[crash] rank {rank}: {error!r}"
+        for rank, error in report.errors.items()
+        if not (hurt and all(map(told, leaves(error))))
+    ]
+    found += [one for rank, error in report.errors.items() for one in untrue(rank, error, report)]
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
     return found, report
+
+
+def unwaited(program: Program) -> Program:
+    """The same, but nobody waits for a sign of another rank, which may never come."""
+    tasks = tuple(
+        replace(
+            task,
+            calls=tuple(_later(call) if call.wait.endswith("cancelled") else call for call in task.calls),
+        )
+        for task in program.tasks
+    )
+    return replace(program, tasks=tasks)
+
+
+def _later(call: Call) -> Call:
+    return replace(call, wait="later")
+
+
+def told(error: BaseException) -> bool:
+    """Whether it is one that a rank may get where another, or its user, has ended its work."""
+    return isinstance(error, (ac.AsyncCollError, KeyboardInterrupt, *compositions_run.CANCELLED))
+
+
+def untrue(rank: int, error: BaseException, report: Report) -> list[str]:
+    """What it says of ranks that were not lost."""
+    gone = {*report.killed, *report.errors, *report.results}
+    named = [one for one in leaves(error) if isinstance(one, ac.PeerLostError)]
+    return [
+        f"[untrue] rank {rank}: {one!r}" for one in named if rank in one.ranks or not set(one.ranks) <= gone
+    ]
 
 
 def script(program: Program, seed: int) -> str:

@@ -19,6 +19,8 @@ class _Loop(NamedTuple):
 
     run: Callable[[Scheduler, Coroutine[Any, Any, Any]], Any]
     around: Callable[[int], AbstractContextManager[None]] = lambda seed: nullcontext()
+    #: tasks of killed ranks protest when they are freed: that is to be done, and not to be heard
+    protests: bool = False
 
 
 def _run_none(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
@@ -28,6 +30,6 @@ def _run_none(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
 
 LOOPS = {
     "asyncio": _Loop(run_asyncio),
-    "trio": _Loop(run_trio, ordered),
+    "trio": _Loop(run_trio, ordered, protests=True),
     "none": _Loop(_run_none),
 }

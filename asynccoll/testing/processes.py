@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from asynccoll import host
 from asynccoll.host import lines, primitives, state
 from asynccoll.host import network as real_network
-from asynccoll.testing import network
+from asynccoll.testing import device, network
 from asynccoll.testing import primitives as simulated
+from asynccoll.transport import streams
 
-__all__ = ["processes"]
+__all__ = ["exchanged", "processes"]
 
 _LINES = ("connect", "is_open", "listen")
 
@@ -21,9 +22,10 @@ _LINES = ("connect", "is_open", "listen")
 def processes(world_size: int) -> Iterator[Callable[[int], None]]:
     """Exchange the host for the block; the function that is given says which rank's thread goes on."""
     with (
-        _exchanged(host, primitives.__all__, simulated),
-        _exchanged(lines, _LINES, network),
-        _exchanged(real_network, ("own_address",), network),
+        exchanged(host, primitives.__all__, simulated),
+        exchanged(lines, _LINES, network),
+        exchanged(real_network, ("own_address",), network),
+        exchanged(streams, ("marked", "order_after"), device),
     ):
         kept = list(state.kept)
         real = [_contents(one) for one, _ in kept]
@@ -45,7 +47,8 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _exchanged(module: Any, names: tuple[str, ...] | list[str], other: Any) -> Iterator[None]:
+def exchanged(module: Any, names: Sequence[str], other: Any) -> Iterator[None]:
+    """For the block, the names of ``module`` are those of ``other``."""
     before = {name: getattr(module, name) for name in names}
     for name in names:
         setattr(module, name, getattr(other, name))

@@ -40,6 +40,7 @@ def simulate(
     timeout: float = 60.0,
     operation_timeout: float = 20.0,
     check: str = "local",
+    joined: bool = True,
     real_seconds: float = 300.0,
 ) -> Report:
     """Run ``main(rank)`` on ``world_size`` ranks in this process, as ``seed`` says.
@@ -77,6 +78,8 @@ def simulate(
         timeout: simulated seconds after which it is given up.
         operation_timeout: that of the context, as ``initialize(timeout=)``.
         check: as of ``initialize``.
+        joined: whether ``main`` finds its world joined; if not, it calls ``ac.initialize()`` itself, whose
+            ``timeout`` and ``check`` count then.
         real_seconds: after which TimeoutError is raised: code that waits for a thread or a socket that is not
             simulated never ends.
 
@@ -105,6 +108,7 @@ def simulate(
         timeout=timeout,
         operation_timeout=operation_timeout,
         check=check,
+        joined=joined,
         real_seconds=real_seconds,
     )
     if not _one_at_a_time.acquire(blocking=False):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Backend, Capabilities, Completion, Opening, Promise, ReduceOp
+from asynccoll.backends.api import Backend, Capabilities, Completion, Op, Opening, Promise, ReduceOp
 from asynccoll.testing.delivery import Delivery
 from asynccoll.testing.device import Device
 from asynccoll.testing.messages import Mailbox
@@ -83,7 +83,8 @@ class SimulatedBackend(Backend):
         assert opening.clients is not None
         index, size = opening.rank, opening.size
         opening.clients.meet(opening.name, index, size, opening.meeting, opening.given_up)
-        return _Communicator(self._fabric, opening, self._over)
+        keeps = Op.REDUCE in self._capabilities.keeps_input
+        return _Communicator(self._fabric, opening, self._over, keeps_input=keeps)
 
     def close(self, *, abort: bool) -> None:
         """Its lanes are closed already."""
@@ -94,7 +95,8 @@ class _Communicator:
 
     parts = None
 
-    def __init__(self, fabric: Fabric, opening: Opening, over: Over) -> None:
+    def __init__(self, fabric: Fabric, opening: Opening, over: Over, *, keeps_input: bool) -> None:
+        self._keeps_input = keeps_input
         self._over = over
         self._fabric = fabric
         self._delivery = fabric.delivery
@@ -129,7 +131,8 @@ class _Communicator:
                 fill(x, _reduced([row[0] for row in rows], op))
 
         needs = self._all if here else frozenset({self._index})
-        return self._post(("reduce", x.numel(), x.dtype, op.value, dst), [x], [x], needs, finish)
+        filled = [x] if here or not self._keeps_input else []
+        return self._post(("reduce", x.numel(), x.dtype, op.value, dst), [x], filled, needs, finish)
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         here = self._index == src

@@ -128,8 +128,7 @@ def run_trio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration:
         return runner.main_task_outcome.unwrap()
     except Killed:
-        for task in list(runner.tasks):
-            _end(task.coro)
+        _abandon(runner, turns)
         raise
     finally:
         del scheduler.cancellers[me.rank]
@@ -137,12 +136,23 @@ def run_trio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
         sniffio.thread_local.name = before
 
 
-def _end(coroutine: Any) -> None:
-    """Close it here, where nobody hears what it says to that: some wait once more."""
-    for _ in range(10):
-        with contextlib.suppress(BaseException):
-            coroutine.close()
-            return
+def _abandon(runner: Any, turns: Any) -> None:
+    """End what is left of a run that was killed: here, where nobody hears what it says to that."""
+    from trio._core._run import GLOBAL_RUN_CONTEXT
+
+    tasks = list(runner.tasks)
+    for task in tasks:
+        for nursery in task.child_nurseries:
+            nursery._children.clear()
+    GLOBAL_RUN_CONTEXT.runner = runner
+    for task in tasks:
+        GLOBAL_RUN_CONTEXT.task = task
+        for _ in range(10):  # some wait once more
+            with contextlib.suppress(BaseException):
+                task.coro.close()
+                break
+    with contextlib.suppress(BaseException):
+        turns.throw(Killed())
 
 
 def _told(runner: Any) -> str:

@@ -6,15 +6,17 @@ import contextlib
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from asynccoll.backends import table
 from asynccoll.runtime import process as runtime
-from asynccoll.runtime import state
 from asynccoll.testing import device as devices
 from asynccoll.testing import network as wires
 from asynccoll.testing import primitives
@@ -24,14 +26,15 @@ from asynccoll.testing.faults import Fault
 from asynccoll.testing.links import Link
 from asynccoll.testing.loops import LOOPS
 from asynccoll.testing.network import Network, SimulatedStore
-from asynccoll.testing.processes import processes
+from asynccoll.testing.processes import exchanged, processes
 from asynccoll.testing.report import Report
 from asynccoll.testing.scheduler import Killed, Schedule, Scheduler, SimulatedThread
 from asynccoll.testing.statements import Source, instrumented
 from asynccoll.testing.transport import Fabric, SimulatedBackend
 from asynccoll.testing.transports import TRANSPORTS
 from asynccoll.testing.worker_threads import worker_threads
-from asynccoll.trace import recording
+from asynccoll.trace import Timeline
+from asynccoll.trace.timeline import follow
 from asynccoll.world.context import Context, Identity
 
 __all__ = ["Setting", "World"]
@@ -57,6 +60,7 @@ class Setting:
     timeout: float
     operation_timeout: float
     check: str
+    joined: bool
     real_seconds: float
 
 
@@ -73,8 +77,11 @@ class World:
         node_of = [rank // self._per_node for rank in range(size)]
         self._network = Network(setting.link, setting.local_link, node_of)
         self._delivery = Delivery(self._scheduler, self._network, size)
-        self._fabric = Fabric(self._delivery)
-        self._store = SimulatedStore(setting.store)
+        #: of the worlds that ranks join one after the other
+        self._fabrics: list[Fabric] = []
+        self._stores: list[SimulatedStore] = []
+        self._joined = [0] * size
+        self._ends: dict[int, Callable[[], None]] = {}  # of their timelines
         self._main_threads: list[SimulatedThread] = []
         self._left = size
         self.report = Report(setting.seed)
@@ -85,11 +92,13 @@ class World:
         with (
             _on_one_core(),
             _uncollected(),
+            _unheard(scheduler),
             processes(size) as enter,
             self._loop.around(report.seed),
             worker_threads(),
             instrumented(self._setting.statements),
             self._installed(),
+            exchanged(table, ("create",), SimpleNamespace(create=self._create)),
         ):
             scheduler.entered = enter
             for rank in range(size):
@@ -99,6 +108,8 @@ class World:
             for fault in self._setting.faults:
                 self._arm(fault)
             scheduler.run(self._setting.real_seconds)
+            if report.killed and self._loop.protests:
+                gc.collect()
         report.deadlock = scheduler.stuck
         report.mismatches = self._delivery.mismatches
         report.events = scheduler.events
@@ -141,13 +152,11 @@ class World:
     def _whole(self, rank: int, main: Callable[[int], Any]) -> Any:
         """Join the world, run ``main``, leave."""
         try:
-            state.process.context = self._context(rank)
-            state.process.context.begin()
-            with recording() as timeline:
-                self.report.timelines[rank] = timeline
-                result = main(rank)
-                if inspect.iscoroutine(result):
-                    result = self._loop.run(self._scheduler, result)
+            if self._setting.joined:
+                runtime.initialize(timeout=self._setting.operation_timeout, check=self._setting.check)
+            result = main(rank)
+            if inspect.iscoroutine(result):
+                result = self._loop.run(self._scheduler, result)
             runtime.finalize()
         except Killed:
             raise
@@ -156,25 +165,35 @@ class World:
             raise
         return result
 
-    def _context(self, rank: int) -> Context:
-        setting, per_node = self._setting, self._per_node
+    def _create(self, *_: Any, timeout: float, check: str, **__: Any) -> Context:
+        """What ``initialize`` joins: the first world that this rank has not been in."""
+        assert self._scheduler.current is not None
+        setting, per_node, rank = self._setting, self._per_node, self._scheduler.current.rank
+        life = self._joined[rank]
+        self._joined[rank] += 1
+        if life == len(self._fabrics):
+            self._fabrics.append(Fabric(self._delivery))
+            self._stores.append(SimulatedStore(setting.store))
         node, place = divmod(rank, per_node)
-        identity = Identity(rank, setting.world_size, place, per_node, node, setting.nodes)
-        backend = SimulatedBackend(self._fabric, TRANSPORTS[setting.transport], devices.devices[rank])
-        return Context(
-            backend,
-            identity,
-            store=self._store.clone(),
-            timeout=setting.operation_timeout,
-            check=setting.check,
+        context = Context(
+            SimulatedBackend(self._fabrics[life], TRANSPORTS[setting.transport], devices.devices[rank]),
+            Identity(rank, setting.world_size, place, per_node, node, setting.nodes),
+            store=self._stores[life].clone(),
+            timeout=timeout,
+            check=check,
             nodes=tuple(self._network.node_of),
         )
+        timeline = self.report.timelines.setdefault(rank, Timeline(rank, setting.world_size))
+        self._ends[rank] = follow(timeline, context)
+        return context
 
     def _end(self, rank: int) -> None:
         """Its process is gone, and the last one turns off the light."""
+        if rank in self._ends:
+            self._ends[rank]()
         if rank not in self._network.dead:
             self._network.kill(rank)
-            self._fabric.kill(rank)
+            self._cut_off(rank)
         self._scheduler.kill(rank)
         self._left -= 1
         if not self._left:
@@ -209,8 +228,12 @@ class World:
         self.report.killed.append(rank)
         self._network.kill(rank, silent=silent, now=self._scheduler.now)
         if not silent:
-            self._fabric.kill(rank)
+            self._cut_off(rank)
         self._scheduler.kill(rank)
+
+    def _cut_off(self, rank: int) -> None:
+        for fabric in self._fabrics:
+            fabric.kill(rank)
 
     def hold(self, rank: int, thread: str, seconds: float) -> None:
         self._scheduler.hold(lambda one: one.rank == rank and thread in one.name, seconds)
@@ -246,6 +269,23 @@ def _uncollected() -> Iterator[None]:
         torch.set_num_threads(threads)
         if collected:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _unheard(scheduler: Scheduler) -> Iterator[None]:
+    """What finalizers say of ranks that are gone is not told."""
+    before = sys.unraisablehook
+
+    def hear(unraisable: Any) -> None:
+        current = scheduler.current if scheduling.running() else None
+        if current is not None and not scheduler.is_gone(current):
+            before(unraisable)
+
+    sys.unraisablehook = hear
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager

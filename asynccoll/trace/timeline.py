@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,9 @@ from asynccoll.trace.spans import Span, covered, intersection, length, stack
 
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
+    from asynccoll.world.context import Context
 
-__all__ = ["Timeline", "recording"]
+__all__ = ["Timeline", "follow", "recording"]
 
 
 class _Entry:
@@ -200,13 +201,23 @@ def recording() -> Iterator[Timeline]:
     """
     context = current()
     timeline = Timeline(context.rank, context.world_size)
-    observe = timeline._observe  # one object: a bound method is made anew each time
-    context.observers = (*context.observers, observe)
+    end = follow(timeline, context)
     try:
         yield timeline
     finally:
+        end()
+
+
+def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
+    """Have ``timeline`` told of every operation of ``context``, until what comes back is called."""
+    observe = timeline._observe  # one object: a bound method is made anew each time
+    context.observers = (*context.observers, observe)
+
+    def end() -> None:
         context.observers = tuple(one for one in context.observers if one is not observe)
         timeline._end()
+
+    return end
 
 
 def _row(operation: Operation) -> str:
