@@ -13,15 +13,20 @@ import ctypes
 import os
 from typing import Any
 
-__all__ = ["in_child", "keep", "renew"]
+__all__ = ["in_child", "keep", "renew", "renewed"]
 
 in_child: Any = getattr(os, "register_at_fork", lambda **_: None)
 _keep = ctypes.pythonapi.Py_IncRef
 _keep.argtypes = [ctypes.py_object]
 
 
+#: The locks that are modules' own.
+renewed: list[Any] = []
+
+
 def renew(lock: Any) -> None:
     """Have ``lock``, a module's own, unlocked in a forked child, as the standard library has its own."""
+    renewed.append(lock)
     in_child(after_in_child=lock._at_fork_reinit)
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from asynccoll import host
-from asynccoll.host.forks import renew
 from asynccoll.plan.trees import flatten
 
 __all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory"]
@@ -226,7 +225,10 @@ class Claims:
         self._new: list[_Ref] = []
         self._memories: dict[torch.device, _Memory] = {}
         self._lock = host.Lock()
-        renew(self._lock)
+
+    def unlock(self) -> None:
+        """In a forked child: whichever thread held the lock is not there."""
+        self._lock = host.Lock()
 
     def add(self, claim: Claim) -> None:
         """Until it is over, what it claims is nobody else's."""

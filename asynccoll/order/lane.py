@@ -137,10 +137,16 @@ class Lane:
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
                     raise
-                return self._record(estimate, completion, size_bytes, timeout, stream, owner)
-            job = Job(as_called(start), None)
-            operation = self._enqueue(job, estimate, size_bytes, timeout, stream, owner)
-        self._start_queued()
+                operation = self._record(estimate, completion, timeout, stream, owner)
+                queued = False
+            else:
+                job = Job(as_called(start), None)
+                operation = self._enqueue(job, estimate, timeout, stream, owner)
+                queued = True
+        if queued:
+            self._start_queued()
+        if self.world.observers:
+            self._show(operation, size_bytes)
         return operation
 
     def run(
@@ -168,17 +174,24 @@ class Lane:
             if awaited_soon and self._is_free():
                 job = Job(None, program, driven_by=self._drive, sent=sent)
                 self._begin(job)
-                operation = self._record(estimate, job.promise, size_bytes, timeout, None, owner)
+                operation = self._record(estimate, job.promise, timeout, None, owner)
                 job.place, job.part = operation.sequence, operation.part
             else:
                 job = Job(None, program, sent=sent)
-                operation = self._enqueue(job, estimate, size_bytes, timeout, None, owner)
+                operation = self._enqueue(job, estimate, timeout, None, owner)
             promise = job.promise
         if isinstance(promise, Stepping):
             promise.offer()
         else:
             self._start_queued()
+        if self.world.observers:
+            self._show(operation, size_bytes)
         return operation
+
+    def _show(self, operation: Operation, size_bytes: int) -> None:
+        """To who observes. Without the lock: who wants to hear of the end of a program takes it on itself."""
+        for observe in self.world.observers:
+            observe(operation, size_bytes)
 
     def _is_free(self) -> bool:
         """Whether the next operation may be issued by its caller. With the lock held."""
@@ -211,14 +224,13 @@ class Lane:
         self,
         job: Job,
         estimate: Estimate,
-        size_bytes: int,
         timeout: float | None,
         stream: Stream | None,
         owner: Owner,
     ) -> Operation:
         if self.communicator is None and not self._connection.is_opening:
             self._connection.open(waits=self.world.open_waits)
-        operation = self._record(estimate, job.promise, size_bytes, timeout, stream, owner)
+        operation = self._record(estimate, job.promise, timeout, stream, owner)
         job.place, job.part, job.shares = operation.sequence, operation.part, self._together
         cut = self._cut
         if job.shares and job.place and (refusal := self._given_up()) is not None:
@@ -294,7 +306,6 @@ class Lane:
         self,
         estimate: Estimate,
         completion: Completion,
-        size_bytes: int,
         timeout: float | None,
         stream: Stream | None,
         owner: Owner,
@@ -317,9 +328,6 @@ class Lane:
         else:
             operation.peer = stream[1]
             self._out.add_apart(operation)
-        if world.observers:
-            for observe in world.observers:
-                observe(operation, size_bytes)
         return operation
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from asynccoll import host
-from asynccoll.host import lines, primitives, state
+from asynccoll.host import forks, lines, primitives, state
 from asynccoll.host import network as real_network
 from asynccoll.testing import device, network
 from asynccoll.testing import primitives as simulated
@@ -25,6 +27,7 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
         exchanged(host, primitives.__all__, simulated),
         exchanged(lines, _LINES, network),
         exchanged(real_network, ("own_address",), network),
+        _simulated_locks(),
         exchanged(streams, ("marked", "order_after"), device),
     ):
         kept = list(state.kept)
@@ -57,6 +60,32 @@ def exchanged(module: Any, names: Sequence[str], other: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+@contextmanager
+def _simulated_locks() -> Iterator[None]:
+    """For the block, modules' own locks are simulated: all ranks share them, as nobody waits under one."""
+    places = _locks()
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, simulated.Lock())
+    try:
+        yield
+    finally:
+        for (module, name), lock in zip(places, before, strict=True):
+            setattr(module, name, lock)
+
+
+@cache
+def _locks() -> list[tuple[Any, str]]:
+    """Where they are: the modules that have them have been imported by whoever can use them."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        if (getattr(module, "__name__", None) or "").startswith("asynccoll.")
+        for name, value in list(vars(module).items())
+        if any(value is lock for lock in forks.renewed)
+    ]
 
 
 def _contents(one: Any) -> dict[Any, Any]:

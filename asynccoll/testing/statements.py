@@ -71,7 +71,7 @@ def instrumented(modules: Sequence[Source]) -> Iterator[None]:
     changed: list[tuple[types.FunctionType, types.CodeType]] = []
     setattr(builtins, _NAME, _statement)
     for one in gc.get_objects():
-        if isinstance(one, types.FunctionType):
+        if type(one) is types.FunctionType:
             code = codes.get(one.__code__.co_filename, {}).get(_key(one.__code__))
             if code is not None and code.co_freevars == one.__code__.co_freevars:
                 changed.append((one, one.__code__))

@@ -37,10 +37,13 @@ class Fabric:
 
 def _reduced(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """In the order of ranks, as plain torch has it."""
+    if op is ReduceOp.AVG:  # a sum of half precision overflows where its average does not
+        wide = torch.promote_types(rows[0].dtype, torch.float64)
+        return (torch.stack(list(rows)).to(wide).sum(0) / len(rows)).to(rows[0].dtype)
     total = rows[0].clone()
     for row in rows[1:]:
         total = _COMBINED[op](total, row)
-    return total / len(rows) if op is ReduceOp.AVG else total
+    return total
 
 
 def _sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -53,7 +56,6 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 _COMBINED: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: _sum,
-    ReduceOp.AVG: _sum,
     ReduceOp.PRODUCT: _product,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,

@@ -178,7 +178,7 @@ class Timeline:
         return event
 
     def _observe(self, operation: Operation, size_bytes: int) -> None:
-        """A lane has accepted ``operation``. Called under its lock: nothing here may wait."""
+        """A lane has accepted ``operation``."""
         entry = _Entry(operation.name, _row(operation), operation.started, operation=True)
         entry.size_bytes = size_bytes
         entry.sequence = operation.sequence
