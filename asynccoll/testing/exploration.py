@@ -13,7 +13,7 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
-from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.errors import CollectiveError, InvalidArgumentError
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.report import Report
 from asynccoll.testing.schedules import PCT, RandomWalk
@@ -81,7 +81,7 @@ def explore(
         jobs: so many processes; each needs to import ``main``. 0: as many as there are cores.
         faults: as of ``simulate``, or a function ``(random, world_size)`` that draws them for each seed.
         expect: raises AssertionError where a report is not as it should be. Unless given, nobody may raise,
-            all must come to their end, and calls must match; where faults struck, the library's errors are
+            all must come to their end, and calls must match; where faults strike, ``CollectiveError`` is
             right, too, and so are cancellation and KeyboardInterrupt.
         shrink_seconds: how long what was found is made smaller.
         progress: called now and then.
@@ -194,7 +194,10 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def _is_told(error: BaseException) -> bool:
-    return isinstance(error, (AsyncCollError, KeyboardInterrupt)) or type(error).__name__.startswith("Cancel")
+    """Whether it is what a rank gets where another, or its user, has ended its work."""
+    return isinstance(error, (CollectiveError, KeyboardInterrupt)) or type(error).__name__.startswith(
+        "Cancel"
+    )
 
 
 def _first_here(

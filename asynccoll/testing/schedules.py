@@ -12,6 +12,7 @@ __all__ = ["PCT", "RandomWalk", "Replay"]
 
 #: So many steps of one thread in a row are a loop that waits for another.
 _MOST_ALONE = 1000
+_LEAST_STEPS, _MOST_STEPS = 50, 20_000
 
 
 @dataclass
@@ -20,7 +21,7 @@ class RandomWalk:
 
     probability: float = 0.1
     #: before a statement, where those are asked for
-    at_statements: float = 0.01
+    at_statements: float = 0.05
 
     def begin(self, chance: random.Random) -> None:
         """Nothing is remembered."""
@@ -49,7 +50,8 @@ class PCT:
     """
 
     depth: int = 3
-    steps: int = 10_000
+    #: about how many steps there will be; drawn by order of magnitude unless said
+    steps: int | None = None
     _priorities: dict[SimulatedThread, float] = field(default_factory=dict, init=False, repr=False)
     _changes: list[int] = field(default_factory=list, init=False, repr=False)
     _step: int = field(default=0, init=False, repr=False)
@@ -59,7 +61,8 @@ class PCT:
 
     def begin(self, chance: random.Random) -> None:
         self._priorities = {}
-        self._changes = sorted((chance.randrange(self.steps) for _ in range(self.depth - 1)), reverse=True)
+        steps = self.steps or int(_LEAST_STEPS * (_MOST_STEPS / _LEAST_STEPS) ** chance.random())
+        self._changes = sorted((chance.randrange(steps) for _ in range(self.depth - 1)), reverse=True)
         self._step, self._lowest, self._latest, self._alone = 0, 0.0, None, 0
 
     def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:

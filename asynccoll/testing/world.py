@@ -108,7 +108,7 @@ class World:
             for fault in self._setting.faults:
                 self._arm(fault)
             scheduler.run(self._setting.real_seconds)
-            if report.killed and self._loop.protests:
+            if self._loop.protests and (report.killed or report.errors):
                 gc.collect()
         report.deadlock = scheduler.stuck
         report.mismatches = self._delivery.mismatches

@@ -1,0 +1,39 @@
+"""A program with a race between statements, for tests of what finds one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import asynccoll as ac
+
+counts: dict[int, int] = {}
+
+
+def count(rank: int) -> None:
+    """Add one: wrong if another thread does so meanwhile."""
+    before = counts[rank]
+    counts[rank] = before + 1
+
+
+async def main(rank: int) -> None:
+    """Two threads of each rank count to two."""
+    counts[rank] = 0
+    await asyncio.gather(*(asyncio.to_thread(count, rank) for _ in range(2)))
+    await ac.barrier()
+    assert counts[rank] == 2, counts
+
+
+async def crossed(rank: int) -> None:
+    """Two tasks on one lane, which is refused."""
+
+    async def step(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await ac.all_reduce(1)
+
+    await asyncio.gather(step(0.001 * rank), step(0.0005))
+
+
+async def fine(rank: int) -> None:
+    """Nothing is wrong."""
+    for _ in range(3):
+        assert await ac.all_reduce(1) == ac.get_world_size()

@@ -1,0 +1,350 @@
+"""Exploring simulated worlds: faults strike as they say; what goes wrong is found, made small, and shown."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+import racing
+from asynccoll.cli.entry import main as command_line
+from asynccoll.testing import (
+    PCT,
+    Cancel,
+    Collect,
+    Delay,
+    Fault,
+    Interrupt,
+    Kill,
+    Link,
+    RandomWalk,
+    Replay,
+    Stall,
+    Stop,
+    StoreLost,
+    drawn_faults,
+    explore,
+    simulate,
+)
+
+HERE = Path(__file__).parent
+LOOPS = ["asyncio", "trio"]
+TRANSPORTS = ["gloo", "mpi", "horovod", "xla", "nccl"]
+
+
+async def steps(rank: int) -> list[float]:
+    """Four sums, one after the other, and who waits for them."""
+    size = ac.get_world_size()
+    sums = [(await ac.all_reduce(torch.tensor([rank + 10.0 * step]))).item() for step in range(4)]
+    assert sums == [sum(r + 10.0 * step for r in range(size)) for step in range(4)]
+    return sums
+
+
+# Faults
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("fault", "least"),
+    [
+        (Stop(1, 3.0, after_call=2), 3.0),
+        (Stop(1, 3.0, at=0.002), 3.0),
+        (Stall(1, 3.0, after_call=2), 3.0),
+        (Stall(1, 3.0, thread="gloo", after_call=2), 3.0),
+        (Delay(1, 3.0, after_call=2), 3.0),
+        (Delay(1, 3.0, at=0.0), 3.0),
+        (Collect(1, after_call=2), 0.0),
+    ],
+    ids=str,
+)
+def test_what_is_late_is_right(fault: Fault, least: float, loop: str) -> None:
+    for seed in range(3):
+        report = simulate(steps, world_size=3, seed=seed, loop=loop, faults=[fault])
+        report.check()
+        assert least <= report.virtual_seconds < least + 3
+        assert any(fault.__class__.__name__ in event.what for event in report.events)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("moment", [{"after_call": 2}, {"at": 0.003}], ids=["call", "time"])
+def test_cancelling_and_interrupting(loop: str, moment: dict[str, Any]) -> None:
+    """Whoever it strikes ends as asyncio and trio have it; the others are told that it has gone."""
+    for fault, kind in ((Cancel(1, **moment), "Cancelled"), (Interrupt(1, **moment), "KeyboardInterrupt")):
+        report = simulate(steps, world_size=3, seed=5, loop=loop, faults=[fault])
+        assert type(report.errors[1]).__name__.startswith(kind), report.errors
+        assert all(isinstance(report.errors[rank], ac.PeerLostError) for rank in (0, 2)), report.errors
+        assert report.deadlock is None
+
+
+def test_interrupting_where_no_loop_is() -> None:
+    def main(rank: int) -> None:
+        for _ in range(4):
+            ac.all_reduce(torch.ones(1)).wait()
+
+    report = simulate(main, world_size=2, loop="none", faults=[Interrupt(1, after_call=2)])
+    assert isinstance(report.errors[1], KeyboardInterrupt)
+    assert isinstance(report.errors[0], ac.PeerLostError)
+    with pytest.raises(ac.InvalidArgumentError, match="needs a task"):
+        simulate(main, world_size=2, loop="none", faults=[Cancel(1, after_call=2)])
+
+
+def test_a_host_without_power_is_named() -> None:
+    """Its connections stay open: it takes until the kernel has asked in vain."""
+    for seed in range(5):
+        report = simulate(steps, world_size=3, seed=seed, faults=[Kill(2, silent=True, after_call=2)])
+        assert report.killed == [2]
+        told = report.errors[0], report.errors[1]
+        assert all(isinstance(error, ac.PeerLostError) and 2 in error.ranks for error in told), told
+        assert 4 < report.virtual_seconds < 20
+
+
+def test_without_the_store_calls_on_open_lanes_go_on() -> None:
+    report = simulate(steps, world_size=3, faults=[StoreLost(after_call=2)])
+    assert sorted(report.results) == [0, 1, 2]
+
+    async def opens(rank: int) -> None:
+        await ac.all_reduce(1)
+        await ac.all_reduce(1, lane="new")
+
+    report = simulate(opens, world_size=3, faults=[StoreLost(after_call=1)])
+    assert all(isinstance(error, ac.CollectiveError) for error in report.errors.values())
+    assert sorted(report.errors) == [0, 1, 2]
+
+
+def test_faults_are_drawn_from_luck() -> None:
+    kinds = {type(drawn_faults()(random.Random(seed), 3)[0]) for seed in range(200)}
+    assert kinds == {Cancel, Collect, Delay, Interrupt, Kill, Stall, Stop, StoreLost}
+    assert {type(drawn_faults("stop")(random.Random(seed), 3)[0]) for seed in range(20)} == {Stop}
+    with pytest.raises(ac.InvalidArgumentError, match="no fault 'flood'; expected one of kill"):
+        drawn_faults("flood")
+
+
+# Worlds
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_transports(transport: str, loop: str) -> None:
+    for seed in range(5):
+        report = simulate(steps, world_size=3, seed=seed, transport=transport, loop=loop)
+        report.check()
+        again = simulate(steps, world_size=3, seed=seed, transport=transport, loop=loop)
+        assert report.digest == again.digest
+
+
+def test_on_nccl_a_call_is_done_while_the_device_is_behind() -> None:
+    async def main(rank: int) -> tuple[bool, float, float]:
+        await ac.all_reduce(torch.ones(1))  # which opens the lane
+        work = ac.all_reduce(torch.ones(1 << 18))
+        done, begun = work.done(), anyio.current_time()
+        total = await work.on_host()
+        return done, anyio.current_time() - begun, float(total.sum())
+
+    for rank, (done, seconds, total) in simulate(
+        main, world_size=2, transport="nccl", link=Link(1e-3, 1e9)
+    ).results.items():
+        assert done, rank
+        assert seconds > 2e-3  # 1 ms, and 1 MiB at 1 GB/s
+        assert total == 2 * (1 << 18)
+
+
+def test_one_world_after_the_other() -> None:
+    async def main(rank: int) -> list[float]:
+        sums = []
+        for life in range(3):
+            ac.initialize(timeout=5.0)
+            sums.append((await ac.all_reduce(torch.tensor([life + 1.0]))).item())
+            ac.finalize()
+        return sums
+
+    for seed in range(10):
+        report = simulate(main, world_size=3, seed=seed, joined=False)
+        assert list(report.results.values()) == [[3.0, 6.0, 9.0]] * 3
+
+
+def test_nodes_have_quick_links_within() -> None:
+    async def main(rank: int) -> int:
+        await ac.all_reduce(torch.zeros(1 << 20), group=[rank // 2 * 2, rank // 2 * 2 + 1])
+        return ac.get_node_rank()
+
+    far, near = Link(1e-3, 1e9), Link(1e-6, 1e12)
+    together = simulate(main, world_size=4, nodes=2, link=far, local_link=near)
+    apart = simulate(main, world_size=4, nodes=4, link=far, local_link=near)
+    assert together.results == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert apart.results == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert together.virtual_seconds < apart.virtual_seconds - 4e-3  # 4 MiB at 1 GB/s
+    with pytest.raises(ac.InvalidArgumentError, match="4 ranks cannot be on 3 nodes"):
+        simulate(main, world_size=4, nodes=3)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_worker_threads(loop: str) -> None:
+    """Of anyio's, of asyncio's and of trio's."""
+
+    async def main(rank: int) -> float:
+        work = ac.all_reduce(torch.tensor([rank + 1.0]))
+        total = await anyio.to_thread.run_sync(work.wait)
+        if loop == "asyncio":
+            assert await asyncio.to_thread(work.wait) is total
+        return float(total)
+
+    assert simulate(main, world_size=2, loop=loop).results == {0: 3.0, 1: 3.0}
+
+
+def test_a_report_says_what_happened(tmp_path: Path) -> None:
+    report = simulate(steps, world_size=2, faults=[Delay(1, 0.5, after_call=3)])
+    told = [str(event) for event in report.events]
+    assert sum("all_reduce(1, torch.float32, sum) on world/default" in line for line in told) == 8
+    assert any("rank 1 is struck by Delay" in line for line in told)
+    assert [event.seconds for event in report.events] == sorted(event.seconds for event in report.events)
+    spans = report.timelines[0].spans
+    assert [span.name for span in spans] == ["all_reduce"] * 4
+    assert max(span.end - span.start for span in spans if span.end) > 0.5
+    assert report.timelines[0].to_chrome(tmp_path / "trace.json").stat().st_size > 100
+
+
+# Orders
+
+
+@pytest.mark.parametrize("schedule", [RandomWalk(), PCT()], ids=["walk", "PCT"])
+@pytest.mark.parametrize("statements", [(), ("asynccoll.order.lane", "asynccoll.waiting.work")])
+def test_a_replay_is_the_same(schedule: Any, statements: tuple[str, ...]) -> None:
+    for seed in range(5):
+        first = simulate(steps, world_size=3, seed=seed, schedule=schedule, statements=statements)
+        again = simulate(steps, world_size=3, seed=seed, schedule=Replay(first.taken), statements=statements)
+        assert first.digest == again.digest
+
+
+def test_a_race_between_statements_is_found_where_one_asks_for_them() -> None:
+    explore(racing.main, seeds=range(100), world_size=2).check()
+    found = explore(racing.main, seeds=range(1000), world_size=2, statements=["racing"])
+    assert found.wrong is not None
+    assert "AssertionError" in found.wrong
+    assert found.world_size <= 2
+    assert len(found.taken) <= 3
+    code = racing.count.__code__
+    assert not any("statement" in name for name in code.co_names)  # as it was
+
+
+def test_modules_without_source_are_refused() -> None:
+    for name in ("no.such.module", "math", "asynccoll.testing.world"):
+        with pytest.raises(ac.InvalidArgumentError, match="statements: no source"):
+            simulate(steps, statements=[name])
+
+
+# Exploring
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    shown: list[int] = []
+    found = explore(
+        racing.fine, seeds=range(40), world_size=3, progress=lambda so_far: shown.append(so_far.schedules)
+    )
+    found.check()
+    assert found.wrong is None
+    assert shown == list(range(1, 41))
+    assert str(found).startswith("40 schedules in")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_is_found_is_made_small_and_shown_again(jobs: int, tmp_path: Path) -> None:
+    found = explore(racing.crossed, seeds=range(50), jobs=jobs, world_size=5, faults=drawn_faults("stall"))
+    assert found.wrong is not None
+    assert "LaneOrderError" in found.wrong
+    assert (found.world_size, found.faults, found.taken) == (2, (), {})
+    with pytest.raises(AssertionError, match="from racing import crossed"):
+        found.check()
+    shown = _run(tmp_path, found.script)
+    assert shown.returncode == 1
+    assert "LaneOrderError" in shown.stderr
+
+
+def _run(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
+    file = directory / "shows.py"
+    file.write_text(script)
+    package = str(Path(ac.__file__).parent.parent)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([package, str(HERE)])}
+    return subprocess.run(
+        [sys.executable, str(file)], env=environ, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_what_one_expects_can_be_said() -> None:
+    def never_two(report: Any) -> None:
+        report.check()
+        assert report.steps < 10, "too many steps"
+
+    found = explore(racing.fine, seeds=range(5), world_size=2, expect=never_two, shrink_seconds=1.0)
+    assert "too many steps" in (found.wrong or "")
+
+
+def test_other_processes_must_find_the_function() -> None:
+    async def inside(rank: int) -> None:
+        """Not at the top of a module."""
+
+    with pytest.raises(
+        ac.InvalidArgumentError, match="jobs= needs a function that other processes can import"
+    ):
+        explore(inside, seeds=range(2), jobs=2)
+
+
+@pytest.fixture
+def asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Types ``asynccoll explore ...`` beside this file: the exit code, and what is printed."""
+    monkeypatch.chdir(HERE)
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        code = command_line(["explore", *arguments])
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+def test_the_command_line(asked: Any) -> None:
+    code, told, errors = asked("racing.py::fine", "--seeds", "60", "--faults", "kill,delay", "--loop", "trio")
+    assert (code, errors) == (0, "")
+    assert "60 schedules in" in told
+    assert "nothing was found" in told
+    code, told, _ = asked(
+        "racing.py::crossed", "--seeds", "60", "--transport", "mpi", "-n", "4", "--jobs", "1"
+    )
+    assert code == 1
+    assert "LaneOrderError" in told
+    assert "simulate(crossed, world_size=2, seed=0, transport='mpi', schedule=Replay({}))" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["racing.py"], "expected a file and a function"),
+        (["no.py::main"], "there is no file 'no.py'"),
+        (["racing.py::nothing"], "racing.py has no function 'nothing'"),
+        (["racing.py::fine", "--seeds", "0"], "--seeds must be at least 1"),
+        (["racing.py::fine", "--faults", "flood"], "there is no fault 'flood'"),
+        (["racing.py::fine", "--transport", "ucc"], "transport must be one of 'gloo', 'mpi'"),
+    ],
+)
+def test_what_is_typed_wrong(asked: Any, arguments: list[str], told: str) -> None:
+    code, _, errors = asked(*arguments, "--jobs", "1")
+    assert code == 2
+    assert told in errors
+
+
+def test_links_are_checked() -> None:
+    for latency, bandwidth in (((2.0, 1.0), 1.0), (-1.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(ac.InvalidArgumentError, match="expected latency from 0 up"):
+            Link(latency, bandwidth)
+    assert Link(1.0, math.inf).seconds(1e9) == 1.0
