@@ -30,23 +30,23 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
         _simulated_locks(),
         exchanged(streams, ("marked", "order_after"), device),
     ):
-        kept = list(state.kept)
-        real = [_contents(one) for one, _ in kept]
-        of_rank = [[_contents(make()) for _, make in kept] for _ in range(world_size)]
+        kept = [one for one, _ in state.kept]
+        real = _exchange(kept, [_new(make()) for _, make in state.kept])
+        of_rank = [[_new(make()) for _, make in state.kept] for _ in range(world_size)]
         entered: list[int] = []
 
         def enter(rank: int) -> None:
             if (entered and entered[0] == rank) or rank < 0:
                 return
+            before = _exchange(kept, of_rank[rank])
             if entered:
-                of_rank[entered.pop()] = [_contents(one) for one, _ in kept]
+                of_rank[entered.pop()] = before
             entered.append(rank)
-            _fill(kept, of_rank[rank])
 
         try:
             yield enter
         finally:
-            _fill(kept, real)
+            _exchange(kept, real)
 
 
 @contextmanager
@@ -88,12 +88,20 @@ def _locks() -> list[tuple[Any, str]]:
     ]
 
 
-def _contents(one: Any) -> dict[Any, Any]:
-    return dict(one) if isinstance(one, dict) else dict(vars(one))
+def _new(made: Any) -> dict[Any, Any]:
+    """What is in it."""
+    return made if isinstance(made, dict) else made.__dict__
 
 
-def _fill(kept: list[tuple[Any, Any]], contents: list[dict[Any, Any]]) -> None:
-    for (one, _), content in zip(kept, contents, strict=True):
-        target = one if isinstance(one, dict) else vars(one)
-        target.clear()
-        target.update(content)
+def _exchange(kept: list[Any], contents: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """Give them these contents; what they had."""
+    before: list[dict[Any, Any]] = []
+    for one, content in zip(kept, contents, strict=True):
+        if isinstance(one, dict):
+            before.append(dict(one))
+            one.clear()
+            one.update(content)
+        else:
+            before.append(one.__dict__)
+            one.__dict__ = content
+    return before

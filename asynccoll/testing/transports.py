@@ -127,6 +127,8 @@ class Launched(Completion):
     def synchronize(self) -> None:
         # What is computed of it is computed by this thread, there being no device: after it.
         self._promise.wait(math.inf)
+        if (error := self._promise.error()) is not None:
+            raise RuntimeError(str(error)) from error
 
 
 def _told(device: Device) -> Over:
