@@ -1,0 +1,194 @@
+"""Mistakes that could have been made in the library: some thought of, and mechanical ones."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import asynccoll
+
+__all__ = ["SEEDED", "Mistake", "mechanical"]
+
+LIBRARY = Path(asynccoll.__file__).parent
+
+#: Where concurrency is: what is mistaken elsewhere, other tests find.
+FILES = (
+    "health/liveness.py",
+    "health/refusals.py",
+    "health/watchdog.py",
+    "order/connection.py",
+    "order/cut.py",
+    "order/lane.py",
+    "order/operation.py",
+    "order/outstanding.py",
+    "order/ownership.py",
+    "order/stepping.py",
+    "transport/completion.py",
+    "transport/progress.py",
+    "waiting/arriving.py",
+    "waiting/loops.py",
+    "waiting/started.py",
+    "waiting/suspending.py",
+    "waiting/work.py",
+)
+
+
+class Mistake(NamedTuple):
+    """A file that has it, and what it is."""
+
+    file: str
+    what: str
+    text: str
+
+
+def _replaced(file: str, right: str, wrong: str) -> Mistake:
+    text = (LIBRARY / file).read_text()
+    if right not in text:
+        raise SystemExit(f"{file} has not {right!r}")
+    return Mistake(file, f"{right.strip()!r} -> {wrong.strip()!r}", text.replace(right, wrong, 1))
+
+
+#: What each replaces, in which file.
+_SEEDED = (
+    ("order/lane.py", "            and not self._queue\n", ""),
+    ("order/lane.py", "            and self._active is None\n            and not", "            and not"),
+    ("order/lane.py", "            and self._cut is None\n            and not", "            and not"),
+    ("order/lane.py", "            self.epoch += 1\n", ""),
+    ("order/lane.py", "or epoch != self.epoch or", "or"),
+    ("order/lane.py", "        cut.hold(*above)\n", "        cut.hold()\n"),
+    (
+        "order/lane.py",
+        "            begun = self._replay(cut, verdict.resumes)\n",
+        "            begun = None\n",
+    ),
+    ("order/lane.py", "self.sequence = place = self.sequence + 1", "place = self.sequence + 1"),
+    ("order/lane.py", "max(self.sequence if first is None else", "max(0 if first is None else"),
+    ("transport/completion.py", "            self._event.set()\n", "            pass\n"),
+    (
+        "transport/completion.py",
+        "        for callback in callbacks:\n",
+        "        for callback in callbacks[:1]:\n",
+    ),
+    (
+        "waiting/loops.py",
+        "                loop.call_soon_threadsafe(_resolve, future)\n",
+        "                pass\n",
+    ),
+    ("waiting/loops.py", "                token.run_sync_soon(resume)\n", "                pass\n"),
+    ("health/watchdog.py", "            self._wake.notify()\n", "            pass\n"),
+)
+
+
+def SEEDED() -> list[Mistake]:  # noqa: N802  # a table
+    """Those that were thought of."""
+    return [_replaced(*one) for one in _SEEDED]
+
+
+# Mechanical ones
+
+
+def mechanical(count: int, seed: int) -> list[Mistake]:
+    """So many, drawn from all there could be."""
+    found = [mistake for file in FILES for mistake in _all_of(file)]
+    return random.Random(seed).sample(found, min(count, len(found)))  # it hides nothing
+
+
+def _all_of(file: str) -> Iterator[Mistake]:
+    text = (LIBRARY / file).read_text()
+    tree = ast.parse(text)
+    functions = [one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for function in functions:
+        if function.name.startswith("__") and function.name != "__await__":
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+                yield _with(file, text, node.test, "turned condition", f"(not ({ast.unparse(node.test)}))")
+            for kind, change in _KINDS.items():
+                changed = copy.copy(node)
+                if (wrong := change(changed)) is not None:
+                    yield _with(file, text, node, kind, wrong)
+
+
+def _with(file: str, text: str, node: ast.AST, kind: str, wrong: str) -> Mistake:
+    """The text with ``wrong`` in the place of ``node``."""
+    lines = text.splitlines(keepends=True)
+    start, end = _place(lines, node)
+    right = text[start:end]
+    assert isinstance(node, (ast.stmt, ast.expr))
+    return Mistake(
+        file, f"line {node.lineno}, {kind}: {right!r} -> {wrong!r}", text[:start] + wrong + text[end:]
+    )
+
+
+def _place(lines: list[str], node: ast.AST) -> tuple[int, int]:
+    assert isinstance(node, (ast.stmt, ast.expr)) and node.end_lineno and node.end_col_offset is not None
+
+    def offset(line: int, column: int) -> int:
+        return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+    return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
+
+
+def _forgotten_call(node: ast.AST) -> str | None:
+    return "pass" if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+
+
+def _forgotten_note(node: ast.AST) -> str | None:
+    """What is set on an object is not."""
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if all(isinstance(target, ast.Attribute) for target in targets):
+            return "pass"
+    return None
+
+
+def _one_less(node: ast.AST) -> str | None:
+    """The last of what is asked for together is not asked for."""
+    if isinstance(node, ast.BoolOp) and len(node.values) > 1:
+        node.values = node.values[:-1]
+        return f"({ast.unparse(node if len(node.values) > 1 else node.values[0])})"
+    return None
+
+
+_OTHERS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+
+
+def _other_comparison(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHERS:
+        node.ops = [_OTHERS[type(node.ops[0])]()]
+        return f"({ast.unparse(node)})"
+    return None
+
+
+def _other_truth(node: ast.AST) -> str | None:
+    if (
+        isinstance(node, ast.Return)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value in (True, False)
+    ):
+        return f"return {not node.value.value}" if isinstance(node.value.value, bool) else None
+    return None
+
+
+def _other_count(node: ast.AST) -> str | None:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Sub)):
+        return None
+    by_one = isinstance(node.right, ast.Constant) and node.right.value == 1
+    return f"({ast.unparse(node.left)})" if by_one else None
+
+
+_KINDS: dict[str, Callable[[ast.AST], str | None]] = {
+    "forgotten call": _forgotten_call,
+    "forgotten note": _forgotten_note,
+    "one less asked for": _one_less,
+    "other comparison": _other_comparison,
+    "other truth": _other_truth,
+    "one off": _other_count,
+}
