@@ -13,6 +13,7 @@ from typing import Any
 
 from asynccoll import host
 from asynccoll.backends.api import (
+    LONGEST_NAP_SECONDS,
     SHORTEST_NAP_SECONDS,
     Callback,
     Capabilities,
@@ -53,11 +54,11 @@ class Asked(Completion):
     """Over once somebody looks: who waits in place, or the progress thread."""
 
     attended = False
-    lateness: float | None = None
 
-    def __init__(self, promise: Promise, *, urgent: bool) -> None:
+    def __init__(self, promise: Promise, *, urgent: bool, lateness: float | None) -> None:
         self.finished = False
         self.urgent = urgent
+        self.lateness = lateness
         self._promise = promise
         self._callbacks: list[Callback] = []
         progress.watch(self)
@@ -79,9 +80,10 @@ class Asked(Completion):
     def wait(self, seconds: float) -> bool:
         self.attended = True
         try:
-            deadline = host.monotonic() + seconds
+            deadline, nap = host.monotonic() + seconds, SHORTEST_NAP_SECONDS
             while not self.poll() and host.monotonic() < deadline:
-                host.sleep(SHORTEST_NAP_SECONDS)
+                host.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS)
         finally:
             self.attended = False
         return self.finished
@@ -136,11 +138,11 @@ def _told(device: Device) -> Over:
 
 
 def _asked(device: Device) -> Over:
-    return lambda promise, name: Asked(promise, urgent=False)
+    return lambda promise, name: Asked(promise, urgent=False, lateness=None)
 
 
 def _asked_at_once(device: Device) -> Over:
-    return lambda promise, name: Asked(promise, urgent=True)
+    return lambda promise, name: Asked(promise, urgent=True, lateness=1 / 32)
 
 
 def _waited_for(device: Device) -> Over:
