@@ -2,7 +2,7 @@
 
 ``python tests/explore_training.py SECONDS [RANKS,RANKS...]``; the backend is that of the tests
 (``ASYNCCOLL_TEST_BACKENDS``), the seed is drawn and said (``SEED`` repeats one). With ``STOP=1`` the first
-that is found is enough.
+that is found is enough, and with ``SIMULATED=1`` each is trained in a simulated world, in another order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 import worlds
+from asynccoll.testing import PCT, RandomWalk, simulate
 from programs import Program, drawn, same_as_alone
+from simulated import SimulatedRank
+
+#: What a simulated world has not got.
+_WITH_TORCHS_GROUP = {"auto_model", "ddp_hook"}
 
 
 class Exploration:
@@ -23,7 +29,8 @@ class Exploration:
     def __init__(self, seconds: float) -> None:
         self.begun = time.monotonic()
         self.deadline = self.begun + seconds
-        self.backend = worlds.BACKENDS[0]
+        self.simulated = bool(os.environ.get("SIMULATED"))
+        self.backend = "simulated" if self.simulated else worlds.BACKENDS[0]
         self.drawn: collections.Counter[int] = collections.Counter()
         self.found: list[str] = []
 
@@ -32,15 +39,41 @@ class Exploration:
         return time.monotonic() > self.deadline or bool(self.found and os.environ.get("STOP"))
 
     def look_at(self, program: Program, size: int, label: str) -> None:
+        if self.simulated and program.helper in _WITH_TORCHS_GROUP:
+            return
         self.drawn[size] += 1
+        if self.simulated:
+            self._simulate(program, size, label)
+            return
         world = worlds.world(self.backend, size)
         try:
             world.run(same_as_alone, [(label, program)], timeout=30)
         except worlds.RankError as error:
-            took = f"program {self.drawn.total()}, {time.monotonic() - self.begun:.0f} s"
-            self.found.append(f"{label} on {size} ranks: {program!r}")
-            print(f"=== {took}: {self.found[-1]}\n{str(error)[:12000]}", flush=True)
+            self._tell_of(f"{label} on {size} ranks: {program!r}", error)
             world.kill()  # its lanes may be out of step
+
+    def _simulate(self, program: Program, size: int, label: str) -> None:
+        order = self.drawn.total()
+
+        async def main(rank: int) -> None:
+            me: Any = SimulatedRank(rank, size, set())
+            await same_as_alone(me, [(label, program)])
+
+        try:
+            simulate(
+                main,
+                world_size=size,
+                seed=order,
+                schedule=PCT() if order % 2 else RandomWalk(),
+                timeout=600.0,
+            ).check()
+        except (AssertionError, TimeoutError) as error:
+            self._tell_of(f"{label} on {size} ranks, order {order}: {program!r}", error)
+
+    def _tell_of(self, what: str, error: Exception) -> None:
+        took = f"program {self.drawn.total()}, {time.monotonic() - self.begun:.0f} s"
+        self.found.append(what)
+        print(f"=== {took}: {what}\n{str(error)[:12000]}", flush=True)
 
     def tell(self) -> None:
         seconds = time.monotonic() - self.begun
@@ -62,7 +95,11 @@ def main() -> int:
             for size in ranks:
                 for _ in range(20):
                     if not exploration.over:
-                        exploration.look_at(drawn(number, exploration.backend), size, f"seed {number}")
+                        exploration.look_at(
+                            drawn(number, "gloo" if exploration.simulated else exploration.backend),
+                            size,
+                            f"seed {number}",
+                        )
                     number += 1
     finally:
         exploration.tell()

@@ -21,6 +21,9 @@ class SimulatedRank:
         self.size = size
         self._signs = signs
 
+    def at(self, what: str) -> None:
+        """Of a simulation the report says where it is."""
+
     def show(self, sign: str) -> None:
         self._signs.add(sign)
 

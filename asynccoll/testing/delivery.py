@@ -26,6 +26,7 @@ class Delivery:
         self.scheduler = scheduler
         self.network = network
         self._calls = [0] * world_size
+        self._free_at = [0.0] * world_size  # when a rank's last message has left
         #: by rank: how much longer what it sends with its call of this number takes
         self._late: dict[tuple[int, int], float] = {}
         #: told of each call of a rank, with how many it has made
@@ -42,10 +43,13 @@ class Delivery:
         """Have the rank's thread do ``act`` at that time."""
         self._cards[rank].put(time, act)
 
-    def arrival(self, size_bytes: int, src: int, dst: int) -> float:
-        """When a message that leaves now comes."""
-        seconds = self.network.link(src, dst).seconds(size_bytes, self.scheduler.chance(src))
-        return self.scheduler.now + seconds + self._late.get((src, self._calls[src]), 0.0)
+    def arrival(self, size_bytes: float, src: int, dst: int) -> float:
+        """When a message comes that leaves as soon as the rank has sent what it sent before."""
+        link = self.network.link(src, dst)
+        begins = max(self.scheduler.now, self._free_at[src])
+        self._free_at[src] = begins + size_bytes / link.bandwidth
+        late = self._late.get((src, self._calls[src]), 0.0)
+        return begins + link.seconds(size_bytes, self.scheduler.chance(src)) + late
 
     def delay(self, rank: int, call: int | None, seconds: float) -> None:
         """What the rank sends with this call, or with its next one, takes so much longer."""

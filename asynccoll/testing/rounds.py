@@ -35,6 +35,8 @@ class Call:
     sent: list[torch.Tensor]
     filled: list[torch.Tensor]
     needs: frozenset[int]
+    #: how many of them it sends to each of the others
+    size_bytes: float
     finish: Callable[[list[list[torch.Tensor]]], object]
     promise: Promise = field(default_factory=Promise)
     at: float = -math.inf  # when all that it needs will have come
@@ -97,11 +99,10 @@ class Wire:
         if other is not None:
             self._mismatch(call, other, peers)
             return call.promise
-        size_bytes = sum(x.nbytes for x in call.sent)
         for one in peers.values():
-            self._messages(one, call, size_bytes)
+            self._messages(one, call)
             if one is not call:
-                self._messages(call, one, sum(x.nbytes for x in one.sent))
+                self._messages(call, one)
         self._maybe_over(call, peers)
         for one in list(peers.values()):
             self._maybe_over(one, peers)
@@ -109,12 +110,12 @@ class Wire:
             self._lose(call)
         return call.promise
 
-    def _messages(self, to: Call, of: Call, size_bytes: int) -> None:
+    def _messages(self, to: Call, of: Call) -> None:
         if of.index in to.needs and of.index not in to.came:
             to.came.add(of.index)
             ranks = self.ranks[of.index], self.ranks[to.index]
             now = self._delivery.scheduler.now
-            to.at = max(to.at, now if of is to else self._delivery.arrival(size_bytes, *ranks))
+            to.at = max(to.at, now if of is to else self._delivery.arrival(of.size_bytes, *ranks))
 
     def _maybe_over(self, call: Call, peers: dict[int, Call]) -> None:
         if call.came == call.needs and call.at < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,22 @@ _COMBINED: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
 }
 
 
+def _whole(size: int) -> float:
+    return 1.0
+
+
+#: Of the bytes that a rank passes, what it sends to each of the others, so that it sends in all what the
+#: usual algorithms do: rings, or a tree (broadcast).
+_PARTS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda size: 2 / size,
+    "reduce": lambda size: 1 / size,
+    "reduce_scatter": lambda size: 1 / size,
+    "scatter": lambda size: 1 / size,
+    "all_to_all": lambda size: 1 / size,
+    "broadcast": lambda size: math.ceil(math.log2(size)) / max(1, size - 1),
+}
+
+
 class SimulatedBackend(Backend):
     """The backend of one simulated rank."""
 
@@ -86,7 +103,7 @@ class SimulatedBackend(Backend):
         index, size = opening.rank, opening.size
         opening.clients.meet(opening.name, index, size, opening.meeting, opening.given_up)
         keeps = Op.REDUCE in self._capabilities.keeps_input
-        return _Communicator(self._fabric, opening, self._over, keeps_input=keeps)
+        return _Communicator(self._fabric, opening, self._over, keeps_input=keeps, ends_alone=self.ends_alone)
 
     def close(self, *, abort: bool) -> None:
         """Its lanes are closed already."""
@@ -97,7 +114,10 @@ class _Communicator:
 
     parts = None
 
-    def __init__(self, fabric: Fabric, opening: Opening, over: Over, *, keeps_input: bool) -> None:
+    def __init__(
+        self, fabric: Fabric, opening: Opening, over: Over, *, keeps_input: bool, ends_alone: bool
+    ) -> None:
+        self._ends_alone = ends_alone
         self._keeps_input = keeps_input
         self._over = over
         self._fabric = fabric
@@ -116,7 +136,9 @@ class _Communicator:
         needs: frozenset[int],
         finish: Callable[[list[list[torch.Tensor]]], object],
     ) -> Completion:
-        call = Call(self._index, signature, list(sent), list(filled), needs, finish)
+        needs = needs if self._ends_alone else self._all
+        size_bytes = sum(x.nbytes for x in sent) * _PARTS.get(signature[0], _whole)(len(self._all))
+        call = Call(self._index, signature, list(sent), list(filled), needs, size_bytes, finish)
         return self._over(self._wire.post(call), self._name)
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
