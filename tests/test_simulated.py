@@ -9,22 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
 from asynccoll.testing.scheduler import running
-from compositions import Program
-from compositions_drawn import programs
-from simulated import complaints
 
 SCHEDULES = [RandomWalk(), PCT()]
 
@@ -242,28 +237,6 @@ def test_the_host_is_as_it_was() -> None:
     assert host.monotonic is time.monotonic
     assert not ac.is_initialized()
     assert ac.all_reduce(torch.tensor([3.0])).wait().tolist() == [3.0]  # the world of one
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_compositions_in_every_order(size: int) -> None:
-    """Programs that combine what there is, each in a few interleavings."""
-
-    @seed(20261123)
-    @settings(
-        max_examples=25,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs(size))
-    def right(program: Program) -> None:
-        look = partial(complaints, program)
-        for number, schedule in enumerate(SCHEDULES):
-            found, _ = look(number, schedule=schedule)
-            assert not found, f"{program.to_json()}\n" + "\n".join(found)
-
-    right()
 
 
 @pytest.mark.parametrize("abort", [False, True])

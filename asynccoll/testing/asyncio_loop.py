@@ -114,12 +114,13 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         assert me is not None
 
         def run() -> None:
+            result, failure = None, None
             try:
                 result = func(*args)
             except Exception as error:
-                self.call_soon_threadsafe(_finish, future, None, error)
-            else:
-                self.call_soon_threadsafe(_finish, future, result, None)
+                failure = error
+            if not self.is_closed():  # after Ctrl-C nobody waits for it
+                self.call_soon_threadsafe(_finish, future, result, failure)
 
         self._scheduler.add(me.rank, None, run)
         self._scheduler.point()

@@ -1,0 +1,28 @@
+"""Programs that combine what there is, drawn and run in simulated worlds: on five transports, with faults.
+
+Every program in a dozen orders. Those of fixed seeds are the same on every run; those of the day are others
+every day, and what they find is said with the seed that finds it again (``explore_simulated``).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+
+from explore_simulated import Exploration
+
+MOST = 1000
+RANKS = [2, 3, 2, 3, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["fixed", "of the day"])
+def test_drawn_programs(which: str) -> None:
+    today = dt.datetime.now(dt.timezone.utc).date()
+    first = 20261124 if which == "fixed" else 1000 * int(f"{today:%Y%m%d}")
+    print(f"seed {first}")
+    exploration = Exploration(3600.0, MOST)
+    exploration.explore(RANKS, first)
+    assert not exploration.found, f"seed {first}, {exploration}:\n" + "\n".join(exploration.found)
+    assert exploration.schedules >= MOST
