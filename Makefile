@@ -41,7 +41,7 @@ test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
 test: system ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
 	@$(ENVS) build test
 	@$(ENVS) build horovod xla mpich openmpi & built=$$!; \
-		$(MAKE) --no-print-directory lint types docs || { kill $$built; exit 1; }; wait $$built
+		$(MAKE) --no-print-directory lint types docs || { kill $$built 2>/dev/null; exit 1; }; wait $$built
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
 	@$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; \
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status

@@ -20,7 +20,7 @@ class Link:
     0.002
     """
 
-    #: seconds: always so long, or drawn between these two for each message of a simulation
+    #: in seconds, always so long, or drawn between these two for each message of a simulation
     latency: float | tuple[float, float] = (20e-6, 2e-3)
     #: bytes a second
     bandwidth: float = 1e9
