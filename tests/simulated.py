@@ -9,7 +9,7 @@ from typing import Any
 import asynccoll as ac
 import compositions_run
 from asynccoll.testing import Cancel, Fault, Interrupt, Kill, Report, StoreLost, simulate
-from asynccoll.testing.exploration import leaves
+from asynccoll.testing.report import leaves
 from compositions import Call, Program
 
 

@@ -280,6 +280,19 @@ def _run(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_cause_is_told_and_not_what_it_caused() -> None:
+    async def main(rank: int) -> None:
+        await ac.all_reduce(1)
+        if rank == 2:
+            raise ZeroDivisionError("of its own")
+        await ac.all_reduce(1)
+
+    report = simulate(main, world_size=3)
+    assert sorted(report.errors) == [0, 1, 2]
+    with pytest.raises(AssertionError, match="rank 2 raised ZeroDivisionError"):
+        report.check()
+
+
 def test_what_one_expects_can_be_said() -> None:
     def never_two(report: Any) -> None:
         report.check()

@@ -19,6 +19,7 @@ import torch
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
+from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
 
 SCHEDULES = [RandomWalk(), PCT()]
@@ -125,11 +126,6 @@ def test_a_killed_rank_is_named(number: int) -> None:
     assert any(isinstance(error, ac.PeerLostError) and gone in error.ranks for error in told), told
     assert all(isinstance(error, ac.CollectiveError) for error in told), told
     assert report.virtual_seconds < 10
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    parts = getattr(error, "exceptions", None)
-    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
 
 
 def test_a_deadlock_is_told_with_everybodys_stack() -> None:

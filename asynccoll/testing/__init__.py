@@ -8,9 +8,9 @@ from asynccoll.testing.exploration import Exploration, explore
 from asynccoll.testing.faults import Cancel, Collect, Delay, Fault, Interrupt, Kill, Stall, Stop, StoreLost
 from asynccoll.testing.links import Link
 from asynccoll.testing.report import Report
-from asynccoll.testing.scheduler import Event
 from asynccoll.testing.schedules import PCT, RandomWalk, Replay
 from asynccoll.testing.simulation import simulate
+from asynccoll.testing.threads import Event
 
 __all__ = [
     "PCT",

@@ -9,8 +9,9 @@ import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from asynccoll.testing.scheduler import Killed, Scheduler, SimulatedThread, running
+from asynccoll.testing.scheduler import Scheduler, running
 from asynccoll.testing.stacks import suspended
+from asynccoll.testing.threads import Killed, SimulatedThread
 
 __all__ = ["run_asyncio"]
 

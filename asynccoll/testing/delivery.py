@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from asynccoll.testing.network import Network
-from asynccoll.testing.scheduler import Scheduler, SimulatedThread
+from asynccoll.testing.scheduler import Scheduler
+from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["CLOSED", "Delivery"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from asynccoll.errors import CollectiveError, InvalidArgumentError
 from asynccoll.testing.faults import Fault
-from asynccoll.testing.report import Report
+from asynccoll.testing.report import Report, leaves
 from asynccoll.testing.schedules import PCT, RandomWalk
 from asynccoll.testing.shrinking import Case, Tried, smallest
 from asynccoll.testing.simulation import simulate
@@ -178,19 +178,13 @@ def _kind(report: Report, error: AssertionError) -> str:
         return "deadlock"
     if report.mismatches:
         return "mismatch"
-    causes = sorted(type(one).__name__ for one in report.errors.values())
-    return causes[0] if causes else type(error).__name__
+    cause = leaves(report.first_cause()[1])[0] if report.errors else error
+    return type(cause).__name__
 
 
 def _expect_with_faults(report: Report) -> None:
     rest = {rank: error for rank, error in report.errors.items() if not all(map(_is_told, leaves(error)))}
     Report(report.seed, errors=rest, deadlock=report.deadlock, mismatches=report.mismatches).check()
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """The errors in a group of them, or the one."""
-    parts = getattr(error, "exceptions", None)
-    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
 
 
 def _is_told(error: BaseException) -> bool:

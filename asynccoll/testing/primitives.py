@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asynccoll.testing.scheduler import Scheduler, SimulatedThread, running
+from asynccoll.testing.scheduler import Scheduler, running
+from asynccoll.testing.threads import SimulatedThread
 
 __all__ = [
     "Condition",

@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynccoll.testing.scheduler import Event
+from asynccoll.errors import AbortedError, PeerLostError, PeerRefusedError
+from asynccoll.testing.threads import Event
 from asynccoll.trace import Timeline
 
-__all__ = ["Report"]
+__all__ = ["Report", "leaves"]
+
+#: What a rank raises because of another one.
+_CONSEQUENCES = (AbortedError, PeerLostError, PeerRefusedError)
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of them, or the one."""
+    parts = getattr(error, "exceptions", None)
+    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
 
 
 @dataclass
@@ -42,9 +52,19 @@ class Report:
     def check(self) -> None:
         """Raise AssertionError if a rank raised, nobody could go on, or calls did not match."""
         if self.errors:
-            rank, error = min(self.errors.items(), key=lambda item: item[0])
-            raise AssertionError(f"seed {self.seed}: rank {rank} raised {error!r}") from error
+            rank, error = self.first_cause()
+            said = "; ".join(f"{one!r}" for one in leaves(error))
+            raise AssertionError(f"seed {self.seed}: rank {rank} raised {said}") from error
         if self.deadlock is not None:
             raise AssertionError(f"seed {self.seed}: {self.deadlock}")
         if self.mismatches:
             raise AssertionError(f"seed {self.seed}: {self.mismatches[0]}")
+
+    def first_cause(self) -> tuple[int, BaseException]:
+        """The first rank that raised something of its own, and what; else the first that raised at all."""
+
+        def order(rank: int) -> tuple[bool, int]:
+            return all(isinstance(leaf, _CONSEQUENCES) for leaf in leaves(self.errors[rank])), rank
+
+        rank = min(self.errors, key=order)
+        return rank, self.errors[rank]

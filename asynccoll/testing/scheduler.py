@@ -14,91 +14,20 @@ import hashlib
 import heapq
 import math
 import random
-import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Event", "Killed", "Schedule", "Scheduler", "SimulatedThread", "running"]
+from asynccoll.testing.stacks import told
+from asynccoll.testing.threads import Event, Killed, Schedule, SimulatedThread
+
+__all__ = ["Scheduler", "install", "running"]
 
 #: What a switch point costs: about as much as one does.
 TICK_SECONDS = 5e-7
 _EPOCH = 1000.0
 _STOP_SECONDS = 2.0
 _MOST_EVENTS = 100_000
-#: Frames of these say nothing.
-_UNTOLD = ("/asynccoll/testing/", "/threading.py", "/asyncio/base_events.py")
-
-
-class Event(NamedTuple):
-    """Something that happened in a simulation."""
-
-    seconds: float
-    rank: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.seconds:.6f} s  rank {self.rank} {self.what}"
-
-
-class Killed(BaseException):
-    """Unwinds a thread whose rank is gone, or whose simulation is over; nothing that it does counts."""
-
-
-class Schedule(Protocol):
-    """Who is next. Every time that this is asked has a number, ``turn``."""
-
-    def begin(self, chance: random.Random) -> None:
-        """A simulation begins."""
-
-    def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
-        """Whether ``thread``, which could go on, does."""
-
-    def stays_at_statement(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
-        """The same before a statement, of which there are many more."""
-
-    def pick(self, runnable: list[SimulatedThread], turn: int, chance: random.Random) -> SimulatedThread:
-        """Which of these runs next."""
-
-    def gave_way(self, thread: SimulatedThread) -> None:
-        """It has nothing to do but to look again."""
-
-
-class SimulatedThread:
-    """One thread of one rank, as the scheduler sees it."""
-
-    __slots__ = (
-        "baton",
-        "ended",
-        "ident",
-        "interrupt",
-        "joiners",
-        "name",
-        "number",
-        "rank",
-        "runnable",
-        "timed_out",
-        "until",
-    )
-
-    def __init__(self, rank: int, name: str, number: int) -> None:
-        self.rank = rank
-        self.name = name
-        self.number = number
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.ident = 0
-        self.runnable = True
-        self.until = math.inf  # when it wakes by itself
-        self.timed_out = False
-        self.ended = False
-        #: what is raised in it at its next point
-        self.interrupt: BaseException | None = None
-        self.joiners: list[SimulatedThread] = []
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}, {self.name}"
 
 
 class Scheduler:
@@ -427,18 +356,8 @@ class Scheduler:
         self._release()
 
     def stacks(self) -> str:
-        """What each thread is doing, its own frames left out."""
-        frames = sys._current_frames()
-        parts = []
-        for thread in self.threads:
-            frame: Any = frames.get(thread.ident)
-            if frame is not None:
-                lines = traceback.format_stack(frame)
-                ours = [line for line in lines if not any(file in line for file in _UNTOLD)]
-                more = self.tellers[thread]() if thread in self.tellers else ""
-                if ours or more:
-                    parts.append(f"{thread} ({self._state_of(thread)}):\n{''.join(ours[-8:])}{more}")
-        return "\n".join(parts)
+        """What each thread is doing."""
+        return told(self.threads, self._state_of, self.tellers)
 
     def _state_of(self, thread: SimulatedThread) -> str:
         if thread.runnable:

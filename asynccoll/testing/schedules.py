@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from asynccoll.testing.scheduler import SimulatedThread
+from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["PCT", "RandomWalk", "Replay"]
 

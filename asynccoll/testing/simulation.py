@@ -11,9 +11,9 @@ from asynccoll.testing.faults import Cancel, Fault
 from asynccoll.testing.links import Link
 from asynccoll.testing.loops import LOOPS
 from asynccoll.testing.report import Report
-from asynccoll.testing.scheduler import Schedule
 from asynccoll.testing.schedules import RandomWalk
 from asynccoll.testing.statements import sources
+from asynccoll.testing.threads import Schedule
 from asynccoll.testing.transports import TRANSPORTS
 from asynccoll.testing.world import Setting, World
 

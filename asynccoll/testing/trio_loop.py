@@ -12,8 +12,9 @@ import random
 from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.testing.scheduler import Killed, Scheduler, SimulatedThread
+from asynccoll.testing.scheduler import Scheduler
 from asynccoll.testing.stacks import suspended
+from asynccoll.testing.threads import Killed, SimulatedThread
 
 if TYPE_CHECKING:
     import trio

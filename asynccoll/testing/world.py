@@ -29,8 +29,9 @@ from asynccoll.testing.loops import LOOPS
 from asynccoll.testing.network import Network, SimulatedStore
 from asynccoll.testing.processes import exchanged, processes
 from asynccoll.testing.report import Report
-from asynccoll.testing.scheduler import Killed, Schedule, Scheduler, SimulatedThread
+from asynccoll.testing.scheduler import Scheduler
 from asynccoll.testing.statements import Source, instrumented
+from asynccoll.testing.threads import Killed, Schedule, SimulatedThread
 from asynccoll.testing.transport import Fabric, SimulatedBackend
 from asynccoll.testing.transports import TRANSPORTS
 from asynccoll.testing.worker_threads import worker_threads
