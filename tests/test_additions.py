@@ -145,8 +145,8 @@ ADDITIONS = {
     "command": Addition(
         {
             "cli/entry.py": (
-                ("from asynccoll.cli import explain, info, run", "from asynccoll.cli import hello"),
-                ("COMMANDS = (run, info, explain)", "COMMANDS += (hello,)"),
+                ("from asynccoll.cli import explain, explore, info, run", "from asynccoll.cli import hello"),
+                ("COMMANDS = (run, info, explain, explore)", "COMMANDS += (hello,)"),
             )
         },
         COMMAND,

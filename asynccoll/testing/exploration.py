@@ -208,12 +208,12 @@ def _first_here(
 def _first_by_others(
     target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: Callable[[int], None]
 ) -> int | None:
-    """The first that any of ``jobs`` processes finds."""
+    """The first that ``jobs`` processes find: the lowest, whoever is quicker."""
     sent = target.sendable()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running: set[Any] = set()
-        bad: int | None = None
-        while bad is None:
+        bad: list[int] = []
+        while not bad:
             while len(running) < 2 * jobs and (some := list(islice(seeds, _AT_ONCE))):
                 running.add(_submitted(pool, sent, look, some))
             if not running:
@@ -222,10 +222,13 @@ def _first_by_others(
             for one in done:
                 tried, found = one.result()
                 told(tried)
-                bad = found if bad is None else bad
+                bad += [] if found is None else [found]
         for one in running:
-            one.cancel()
-    return bad
+            if not one.cancel():  # begun before: seeds that come earlier may be among them
+                tried, found = one.result()
+                told(tried)
+                bad += [] if found is None else [found]
+    return min(bad, default=None)
 
 
 def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> Any:
