@@ -395,6 +395,47 @@ def layers_left_out(size: int) -> Loops:
     return Loops(rank_does, alone)
 
 
+def a_loop_that_begins_while_backward_runs(size: int) -> Loops:
+    """As the next batch's does that goes forward while a thread is in this one's backward."""
+
+    def layers_of() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]).double()
+
+    def alone() -> torch.Tensor:
+        layers = layers_of()
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(size):
+                x, y = batch(rank, step)
+                for layer in layers:
+                    x = torch.tanh(layer(x))
+                (mse_loss(x[:, :3], y) / size).backward()
+            optimizer.step()
+        return flat(layers)
+
+    async def rank_does(rank: int) -> torch.Tensor:
+        layers = ac.overlap.shard_layers(layers_of())
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+        def begin(_: torch.Tensor) -> None:
+            iter(layers)
+
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(rank, step)
+            async for layer in layers:
+                x = torch.tanh(layer(x))
+                x.register_hook(begin)
+            (mse_loss(x[:, :3], y) / size).backward()
+            optimizer.step()
+        whole = await layers.full_state_dict()
+        return torch.cat([value.reshape(-1) for value in whole.values()])
+
+    return Loops(rank_does, alone)
+
+
 def two_optimizers_in_two_tasks(size: int) -> Loops:
     """Which come to their steps in another order on every rank."""
 
@@ -436,6 +477,7 @@ LOOPS = [
     sharded_and_resumed,
     sharded_tied_and_skipped,
     layers_left_out,
+    a_loop_that_begins_while_backward_runs,
     two_optimizers_in_two_tasks,
 ]
 
@@ -451,3 +493,32 @@ def test_parameters_are_those_of_one_process(loops: Callable[[int], Loops], size
         report.check()
         for rank, got in report.results.items():
             torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12, msg=f"seed {seed}, rank {rank}")
+
+
+def test_layers_skip_a_step_together_when_one_rank_overflows() -> None:
+    """Each rank sees its own part of the gradients only."""
+
+    async def rank_does(rank: int) -> tuple[float, list[float]]:
+        torch.manual_seed(0)
+        layers = ac.overlap.shard_layers(nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]))
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        before = [part.detach().clone() for part in layers.parameters()]
+        x = torch.ones(2, 4)
+        async for layer in layers:
+            x = layer(x)
+        scaler.scale(x.sum()).backward()
+        if rank == 0:
+            next(iter(layers.parameters())).grad[0] = float("inf")
+        await layers.unscale_(scaler, optimizer)
+        await layers.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [
+            float((a - b.detach()).abs().max()) for a, b in zip(before, layers.parameters(), strict=True)
+        ]
+        return scaler.get_scale(), moved
+
+    for rank, (scale, moved) in simulate(rank_does, world_size=3).results.items():
+        assert scale == 32.0, rank
+        assert not any(moved), rank

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -168,6 +169,10 @@ class _Returning:
         self.sent.append((shard, work))
 
 
+class _Running(dict["Pass", _Returning]):
+    """The loops that one backward has come to, in which order."""
+
+
 class Scattering:
     """The gradients that one backward has started to send back to the shards.
 
@@ -176,8 +181,9 @@ class Scattering:
 
     def __init__(self, call: dict[str, Any]) -> None:
         self._call = call
-        #: by the backward that has come to them, in which order; one that raised never comes to its end
-        self._running: dict[int, dict[Pass, _Returning]] = {}
+        #: by the backward that has come to them, in which order. Autograd holds them until its end: those of
+        #: a backward that raised, which never comes to it, go with it.
+        self._running: WeakValueDictionary[int, _Running] = WeakValueDictionary()
 
     def of(self, shard: Shard, flat: torch.Tensor, loop: Pass) -> torch.Tensor:
         """``flat``, whose gradient will go back to ``shard``."""
@@ -189,10 +195,10 @@ class Scattering:
     def send(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> None:
         """Send the gradient of a whole flat tensor in its turn; the shard gets its part at the end."""
         backward = torch._C._current_graph_task_id()
-        if backward not in self._running:
-            self._running[backward] = {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, backward))
-        running = self._running[backward]
+        running = self._running.get(backward)
+        if running is None:
+            running = self._running[backward] = _Running()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
         if loop not in running:
             running[loop] = _Returning(loop, self._call)
         running[loop].bring(shard, gradient)
@@ -205,8 +211,7 @@ class Scattering:
         part: torch.Tensor = reduce_scatter(gradient, **self._call).wait()
         return part
 
-    def _end(self, backward: int) -> None:
-        running = self._running.pop(backward, {})
+    def _end(self, running: _Running) -> None:
         with torch.no_grad():
             for returning in running.values():
                 returning.send_all()
@@ -217,10 +222,6 @@ class Scattering:
                     shard.own.grad = part
                 else:
                     shard.own.grad += part
-
-    def forget(self) -> None:
-        """Leave aside what a backward that raised had sent."""
-        self._running.clear()
 
 
 class _Scatter(torch.autograd.Function):

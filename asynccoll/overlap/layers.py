@@ -108,7 +108,6 @@ class ShardedLayers(nn.Module):
         return self._gathered(self._layers[::-1])
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
-        self._scattering.forget()  # what a backward that raised has left
         self._loop = Pass(layers, self._start, self._again).starts()
         return prefetch(self._loop, ahead=self._ahead)
 
@@ -127,7 +126,6 @@ class ShardedLayers(nn.Module):
     def _finish_loop(self) -> Steps[None]:
         for start in self._loop:
             yield start()
-        self._scattering.forget()
 
     # Gradients
 
@@ -144,6 +142,21 @@ class ShardedLayers(nn.Module):
 
     def _clip(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
         return norms.clip(list(self.shards), max_norm, norm_type, **self._backward)
+
+    async def unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.unscale_(optimizer)``; all ranks agree on whether one of them overflowed.
+
+        Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
+        """
+        await run(self._unscale(scaler, optimizer))
+
+    def wait_unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """The same without an event loop."""
+        run_blocking(self._unscale(scaler, optimizer))
+
+    def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
+        yield from norms.agree_on_overflow(list(self.shards), **self._backward)
+        scaler.unscale_(optimizer)
 
     # Checkpoints
 

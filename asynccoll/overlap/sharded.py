@@ -107,6 +107,8 @@ class ShardedOptimizer:
         return f"<ShardedOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.wrapped, name)
 
     # Once a step
