@@ -221,6 +221,8 @@ class AsyncOptimizer:
         return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.wrapped, name)
 
     async def step(self, closure: Callable[[], Any] | None = None) -> Any:
