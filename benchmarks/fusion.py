@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from modelshapes import GPT2_SMALL, RESNET50, SMALL_TENSORS
-from sidebyside import Peer, Series, side_by_side
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 import asynccoll as ac
+from asynccoll.bench.sidebyside import Peer, Series, side_by_side
 
 MODELS = {"1,000 x 4 KiB": (SMALL_TENSORS, 20), "ResNet-50": (RESNET50, 5), "GPT-2 small": (GPT2_SMALL, 3)}
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}

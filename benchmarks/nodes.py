@@ -18,9 +18,9 @@ from typing import Any
 
 import inplaces
 import torch
-from sidebyside import Peer, side_by_side
 
 import asynccoll as ac
+from asynccoll.bench.sidebyside import Peer, side_by_side
 from asynccoll.plan.spec import Policy
 from asynccoll.runtime.process import current
 

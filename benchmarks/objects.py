@@ -20,9 +20,9 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
-from sidebyside import Peer, Series, side_by_side
 
 import asynccoll as ac
+from asynccoll.bench.sidebyside import Peer, Series, side_by_side
 
 METRICS = {"loss": 0.25, "accuracy": {"top1": 0.5, "top5": 0.75}, "step": 12345, "name": "validation"}
 VALUES: dict[str, Any] = {

@@ -28,11 +28,12 @@ from typing import Any
 import inplaces
 import torch
 import torch.distributed as dist
-from sidebyside import Peer, Series, side_by_side
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import asynccoll as ac
+from asynccoll.bench.peers import horovod
+from asynccoll.bench.sidebyside import Peer, Series, side_by_side
 
 SIZE_BYTES = 16 << 20
 BUCKETS = {"bucket_bytes": 4 << 20, "first_bucket_bytes": 1 << 20}
@@ -260,35 +261,9 @@ async def measure(rounds: int) -> dict[str, Any]:
 
 async def join_horovod() -> bool:
     """Start Horovod between the same two ranks, if it is installed here."""
-    try:
-        import horovod.torch as hvd
-        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-        from horovod.runner.http.http_server import RendezvousServer
-    except ImportError:
+    if horovod.LIBRARY.missing():
         return False
-    rank, hosts = ac.get_rank(), await ac.all_gather(ac.hostname())
-    own = f"{hosts[0]}:2" if hosts[0] == hosts[1] else f"{hosts[0]}:1,{hosts[1]}:1"
-    port = 0
-    if rank == 0:
-        server = RendezvousServer()
-        port = server.start()
-        server.init(get_host_assignments(parse_hosts(own), 2))
-    same = hosts[0] == hosts[1]
-    os.environ |= {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": "2",
-        "HOROVOD_LOCAL_RANK": str(rank if same else 0),
-        "HOROVOD_LOCAL_SIZE": str(2 if same else 1),
-        "HOROVOD_CROSS_RANK": str(0 if same else rank),
-        "HOROVOD_CROSS_SIZE": str(1 if same else 2),
-        "HOROVOD_HOSTNAME": hosts[rank],
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": os.environ["MASTER_ADDR"],
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(await ac.broadcast(port)),
-        "HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
-    hvd.init()
+    horovod.join()
     return True
 
 

@@ -1,10 +1,10 @@
 """Run the benchmarks and draw what they found: ``make pictures``.
 
-    python benchmarks/pictures.py            run latency, fusion and growth, then draw
+    python benchmarks/pictures.py            run fusion and growth, then draw
     python benchmarks/pictures.py --draw     draw again from the data of the last run
 
 Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG. The
-timeline there comes from ``examples/train_digits.py``.
+picture of latency is `asynccoll bench --plot`, the timeline comes from ``examples/train_digits.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ GRID = "#e4e4e4"
 MIB = 1 << 20
 
 RUNS = {
-    "latency": ["-m", "asynccoll", "run", "-n", "2", "benchmarks/latency.py", "--rounds", "20"],
     "fusion": [
         "-m",
         "asynccoll",
@@ -55,30 +54,6 @@ def measure(name: str) -> None:
 
 
 # Pictures, each from the data of one benchmark
-
-
-def latency(found: dict[str, Any]) -> Figure:
-    """Time and bandwidth of an all_reduce over its size, all peers, both axes logarithmic."""
-    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    order = sorted(found, key=lambda name: not name.startswith("ours"))
-    for name, colour in zip(order, COLOURS, strict=False):
-        ours = name.startswith("ours")
-        look: dict[str, Any] = {"color": colour, "marker": "o" if ours else "s", "markersize": 4}
-        look |= {"linestyle": "-" if ours else "--", "linewidth": 1.8 if ours else 1.2, "label": name}
-        sizes = [int(size) for size in found[name]]
-        medians = [median for median, *_ in found[name].values()]
-        left.plot(sizes, [median * 1e6 for median in medians], **look)
-        right.plot(sizes, [size / s / MIB for size, s in zip(sizes, medians, strict=True)], **look)
-    ticks = [4, 4 << 10, 64 << 10, MIB, 16 * MIB]
-    for axes, title in ((left, "microseconds"), (right, "MiB of tensor per second")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ticks, ["4 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB"])
-        axes.set_xlabel("size of the tensor")
-        plain(axes, f"all_reduce, 2 ranks on gloo: {title}")
-    left.legend(frameon=False, fontsize=9)
-    return figure
 
 
 def fusion(found: dict[str, Any]) -> Figure:
@@ -139,7 +114,6 @@ def plain(axes: Axes, title: str) -> None:
 
 
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "latency": latency,
     "fusion": fusion,
     "growth": scaling,
 }

@@ -14,10 +14,10 @@ from typing import Any
 
 import ignite.distributed as theirs
 import torch
-from sidebyside import Series, side_by_side
 
 import asynccoll as ac
 import asynccoll.sync as ours
+from asynccoll.bench.sidebyside import Series, side_by_side
 
 SIZES = {"0-d": 0, "4 KiB": 4 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 NESTED = {"name": "run", "metrics": {"loss": [0.5, 0.25], "tags": ("a", "b")}, "step": 7, "none": None}

@@ -11,7 +11,6 @@ import pytest
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 FOUND: dict[str, Any] = {
-    "latency": {"ours": {"4": [2e-4, 1e-4, 0.5]}, "raw in place": {"4": [4e-4, 2e-4, 1.0]}},
     "fusion": {
         "trees": {"two": {"ours": {"median": 2.0}, "by hand": {"median": 6.0}, "loop over ours": 25.0}}
     },
@@ -29,7 +28,6 @@ FOUND: dict[str, Any] = {
 }
 #: What has to be read in each.
 SHOWN = {
-    "latency": ("raw in place",),
     "fusion": ("by hand", "a loop of raw calls"),
     "growth": ("barrier", "ring"),
 }

@@ -16,8 +16,8 @@ import torch
 
 import asynccoll as ac
 from asynccoll.runtime.process import current
-from asynccoll.trace import plot
 from asynccoll.trace import timeline as timeline_module
+from asynccoll.trace import words
 from asynccoll.trace.spans import Span, covered, intersection, stack
 from ranks import Rank, raising
 from worlds import World
@@ -257,7 +257,7 @@ def test_chrome(timeline: Any, tmp_path: Path) -> None:
 def test_plot(timeline: Any, tmp_path: Path) -> None:
     """A picture with a title, a row each, and words for the colours."""
     svg = timeline.plot(tmp_path / "timeline.svg").read_text()
-    for words in (
+    for said in (
         "Rank 1 of 2: 79% of the communication is hidden behind compute",
         "training",
         "lane default",
@@ -267,7 +267,7 @@ def test_plot(timeline: Any, tmp_path: Path) -> None:
         "communication waited for",
         "time in ms",
     ):
-        assert words in svg, words
+        assert said in svg, said
     png = timeline.plot(tmp_path / "timeline.png", title="mine").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) < 200_000
@@ -287,7 +287,7 @@ def test_plot_of_hundreds_in_flight(tmp_path: Path) -> None:
     [(8, "8 B"), (1000, "1000 B"), (1024, "1.0 KiB"), (3 << 19, "1.5 MiB"), (25 << 20, "25 MiB")],
 )
 def test_sizes_in_words(size: int, text: str) -> None:
-    assert plot._bytes(size) == text
+    assert words.size(size) == text
 
 
 def test_plot_of_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from asynccoll.errors import BackendNotFoundError
+from asynccoll.trace import words
 from asynccoll.trace.spans import Span, covered, intersection, stack
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Drawn(Protocol):
 
 def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
     """Draw ``timeline`` into ``path``."""
-    figure_type = _figure_type()
+    figure_type = words.figure_type("timeline.plot", "timeline.to_chrome needs nothing")
     rows = stack(timeline.spans)
     tracks = sum(len(stacked) for _, stacked in rows)
     track_inches = min(TRACK_INCHES, MOST_INCHES / max(1, tracks))
@@ -68,31 +68,12 @@ def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
     return path
 
 
-def _figure_type() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendNotFoundError(
-            "timeline.plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8' "
-            "(timeline.to_chrome needs nothing)"
-        ) from error
-    return Figure
-
-
 def _title(timeline: Drawn) -> str:
     where = f"Rank {timeline.rank} of {timeline.world_size}"
     hidden = timeline.hidden_fraction()
     if math.isnan(hidden):  # nothing was sent
         return where
     return f"{where}: {hidden:.0%} of the communication is hidden behind compute"
-
-
-def _bytes(size: int) -> str:
-    """``1.5 MiB``."""
-    amount, units = float(size), ["B", "KiB", "MiB", "GiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
 def _lane(name: str, tracks: list[list[Span]]) -> str:
@@ -154,7 +135,7 @@ class _Picture:
         self._bar(hidden, facecolor=HIDDEN)
         self.legend.setdefault("communication hidden behind compute", {"facecolor": HIDDEN})
         self.legend.setdefault("communication waited for", waited)
-        size = _bytes(span.size_bytes) if span.size_bytes else ""
+        size = words.size(span.size_bytes) if span.size_bytes else ""
         self._label(span, f"{span.name} {size}".strip(), INK) or self._label(span, size, INK)
 
     def _bar(self, intervals: list[tuple[float, float]], **look: Any) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch.distributed as dist
+import asynccoll as ac
+
+__all__ = ["Peer", "Series", "side_by_side"]
 
 Peer = Callable[[], Awaitable[object]]
 
@@ -40,23 +42,41 @@ class Series:
         return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
+def _nothing() -> None:
+    """For devices whose work is over when it is waited for."""
+
+
 async def side_by_side(
-    peers: dict[str, Peer], *, rounds: int, operations: int, seed: int = 0
+    peers: dict[str, Peer],
+    *,
+    rounds: int,
+    operations: int,
+    warmup: int = 1,
+    seed: int = 0,
+    settle: Callable[[], object] = _nothing,
+    after_round: Callable[[], object] = _nothing,
 ) -> dict[str, Series]:
-    """Time ``operations`` of each peer in each of ``rounds`` rounds. All ranks call it alike."""
+    """Time ``operations`` of each peer in each of ``rounds`` rounds. All ranks call it alike.
+
+    ``settle`` waits for the device, inside what is timed; ``after_round`` is called between rounds.
+    """
     # The same order on every rank: they must run the same peer at a time.
     order = random.Random(seed)  # noqa: S311  # no secret
     series = {name: Series(name) for name in peers}
     names = list(peers)
     for name in names:
-        await peers[name]()
+        for _ in range(warmup):
+            await peers[name]()
     for _ in range(rounds):
         order.shuffle(names)
         for name in names:
             peer = peers[name]
-            dist.barrier()
+            settle()
+            ac.barrier().wait()  # not awaited: this is also run without an event loop
             start = perf_counter()
             for _ in range(operations):
                 await peer()
+            settle()
             series[name].seconds.append((perf_counter() - start) / operations)
+        after_round()
     return series

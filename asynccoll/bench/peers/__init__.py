@@ -1,0 +1,36 @@
+"""Ours and the peers: a file each, which knows how its library is joined and how it is called.
+
+A peer says why it cannot take part (``missing``), joins the world that is there (``join``), and gives for a
+case its ways to do it, ``OUT`` of place and ``IN`` place. The order here is that of the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asynccoll.bench.peers import functional, horovod, ignite, mpi4py, ours, raw
+from asynccoll.bench.peers.api import IN, OUT, Library, Way
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["ALL", "IN", "OUT", "Library", "Way", "check_names"]
+
+ALL: tuple[Library, ...] = (
+    ours.LIBRARY,
+    raw.LIBRARY,
+    functional.LIBRARY,
+    ignite.LIBRARY,
+    horovod.LIBRARY,
+    mpi4py.LIBRARY,
+)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse peers that there are not.
+
+    Raises:
+        InvalidArgumentError: an unknown one, with those that there are.
+    """
+    known = [library.name for library in ALL]
+    for name in names:
+        if name not in known:
+            raise InvalidArgumentError(f"peer {name!r} is none of {', '.join(known)}")

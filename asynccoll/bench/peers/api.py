@@ -1,0 +1,45 @@
+"""What a peer is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from asynccoll.bench.operations import Case
+
+__all__ = ["IN", "OUT", "Library", "Way", "Ways", "blocking", "nothing"]
+
+#: The result is fresh memory; what is there anew for each call is part of the time.
+OUT = "out-of-place"
+#: The result is memory that is there: the input's own, where the operation can do that.
+IN = "in-place"
+
+Way: TypeAlias = Callable[[], Awaitable[Any]]
+#: By operation: the ways of one case, by ``OUT`` and ``IN``.
+Ways: TypeAlias = Mapping[str, Callable[[Case], dict[str, Way]]]
+
+
+def nothing() -> None:
+    """There is nothing to join, or to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library that is measured."""
+
+    name: str
+    #: why it cannot be measured in this process, with the line that would help; empty if it can
+    missing: Callable[[], str]
+    ways: Ways
+    #: between the ranks that have met; gives what leaves it again
+    join: Callable[[], Callable[[], object]] = lambda: nothing
+
+
+def blocking(call: Callable[[], Any]) -> Way:
+    """A call that waits, as a way."""
+
+    async def run() -> Any:
+        return call()
+
+    return run

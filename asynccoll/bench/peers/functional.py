@@ -1,0 +1,55 @@
+"""torch's functional collectives, which ``torch.compile`` traces; always out of place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from asynccoll.bench.operations import Case
+from asynccoll.bench.peers import raw
+from asynccoll.bench.peers.api import OUT, Library, Way, Ways, blocking
+
+__all__ = ["LIBRARY"]
+
+_ALL_GATHER = raw.newest(functional, "all_gather_single", "all_gather_tensor")
+_REDUCE_SCATTER = raw.newest(functional, "reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def _fresh(call: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[[Case], dict[str, Way]]:
+    def ways(case: Case) -> dict[str, Way]:
+        x, group = case.input(), dist.group.WORLD
+        wait: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
+        return {OUT: blocking(lambda: wait(call(x, group)))}
+
+    return ways
+
+
+def _all_reduce(case: Case) -> dict[str, Way]:
+    return _fresh(lambda x, group: functional.all_reduce(x, _op(case), group))(case)
+
+
+def _reduce_scatter(case: Case) -> dict[str, Way]:
+    return _fresh(lambda x, group: _REDUCE_SCATTER(x, _op(case), 0, group))(case)
+
+
+def _broadcast(case: Case) -> dict[str, Way]:
+    return _fresh(lambda x, group: functional.broadcast(x, case.root, group))(case)
+
+
+def _op(case: Case) -> str:
+    return {"prod": "product"}.get(case.reduction, case.reduction)
+
+
+WAYS: Ways = {
+    "all_reduce": _all_reduce,
+    "all_gather": _fresh(lambda x, group: _ALL_GATHER(x, 0, group)),
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _fresh(lambda x, group: functional.all_to_all_single(x, None, None, group)),
+    "broadcast": _broadcast,
+}
+
+LIBRARY = Library("functional", raw.LIBRARY.missing, WAYS)

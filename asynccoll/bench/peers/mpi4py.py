@@ -1,0 +1,117 @@
+"""Bare mpi4py on NumPy views: the non-blocking call, then ``Wait()``; where an mpiexec started the ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+from asynccoll.bench.operations import Case
+from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking
+
+__all__ = ["LIBRARY"]
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("mpi4py") is None:
+        return "not installed: pip install 'asynccoll[mpi]'"
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.size != ac.get_world_size():
+        return "these ranks were not started by mpiexec: mpiexec -n 2 asynccoll bench"
+    return ""
+
+
+def _comm() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def _op(case: Case) -> Any:
+    from mpi4py import MPI
+
+    return getattr(MPI, case.reduction.upper())
+
+
+def _can(case: Case) -> bool:
+    """Whether MPI has such a reduction, and NumPy such numbers."""
+    return case.dtype is not torch.bfloat16 and not (case.operation.reduces and case.reduction == "avg")
+
+
+def _own_memory(call: Callable[[Any], Any], case: Case) -> dict[str, Way]:
+    """Of a call that works in its input."""
+    x, again = case.input(), case.input()
+    view = again.numpy()
+
+    def fresh() -> Any:
+        copy = x.clone()
+        call(copy.numpy()).Wait()
+        return copy
+
+    def filled() -> Any:
+        call(view).Wait()
+        return again
+
+    return {OUT: blocking(fresh), IN: blocking(filled)}
+
+
+def _into(call: Callable[[Any, Any], Any], case: Case) -> dict[str, Way]:
+    x, out = case.input(), case.output()
+    sent, view = x.numpy(), out.numpy()
+
+    def fresh() -> Any:
+        made = x.new_empty(case.received)
+        call(sent, made.numpy()).Wait()
+        return made
+
+    def filled() -> Any:
+        call(sent, view).Wait()
+        return out
+
+    return {OUT: blocking(fresh), IN: blocking(filled)}
+
+
+def _all_reduce(case: Case) -> dict[str, Way]:
+    from mpi4py import MPI
+
+    return _own_memory(lambda view: _comm().Iallreduce(MPI.IN_PLACE, view, _op(case)), case)
+
+
+def _reduce_scatter(case: Case) -> dict[str, Way]:
+    return _into(lambda x, out: _comm().Ireduce_scatter_block(x, out, _op(case)), case)
+
+
+def _reduce(case: Case) -> dict[str, Way]:
+    return _into(lambda x, out: _comm().Ireduce(x, out, _op(case), case.root), case)
+
+
+def _all_gather(case: Case) -> dict[str, Way]:
+    return _into(lambda x, out: _comm().Iallgather(x, out), case)
+
+
+def _all_to_all(case: Case) -> dict[str, Way]:
+    return _into(lambda x, out: _comm().Ialltoall(x, out), case)
+
+
+def _broadcast(case: Case) -> dict[str, Way]:
+    return _own_memory(lambda view: _comm().Ibcast(view, case.root), case)
+
+
+def _where_possible(ways: Callable[[Case], dict[str, Way]]) -> Callable[[Case], dict[str, Way]]:
+    return lambda case: ways(case) if _can(case) else {}
+
+
+WAYS: Ways = {
+    "all_reduce": _where_possible(_all_reduce),
+    "all_gather": _where_possible(_all_gather),
+    "reduce_scatter": _where_possible(_reduce_scatter),
+    "all_to_all": _where_possible(_all_to_all),
+    "broadcast": _where_possible(_broadcast),
+    "reduce": _where_possible(_reduce),
+}
+
+LIBRARY = Library("mpi4py", _missing, WAYS)

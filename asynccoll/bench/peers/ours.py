@@ -1,0 +1,90 @@
+"""This library: ``await ac.all_reduce(x)`` and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import asynccoll as ac
+from asynccoll.bench.operations import Case
+from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways
+
+__all__ = ["LIBRARY"]
+
+
+def _pair(
+    call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False, **options: Any
+) -> dict[str, Way]:
+    """``call(x)`` and ``call(x, out=...)``; in place in the input itself where ``own``."""
+    x, again = case.input(), case.input()
+    out = again if own else case.output()
+
+    async def fresh() -> Any:
+        return await call(x, **options)
+
+    async def filled() -> Any:
+        return await call(again, out=out, **options)
+
+    return {OUT: fresh, IN: filled}
+
+
+def _reducing(call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False) -> dict[str, Way]:
+    return _pair(call, case, own=own, op=case.reduction)
+
+
+def _reduce(case: Case) -> dict[str, Way]:
+    """On the root alone there is a result, and memory for it."""
+    x, out = case.input(), case.output() if case.rank == case.root else None
+
+    async def fresh() -> Any:
+        return await ac.reduce(x, dst=case.root, op=case.reduction)
+
+    async def filled() -> Any:
+        return await ac.reduce(x, dst=case.root, op=case.reduction, out=out)
+
+    return {OUT: fresh, IN: filled}
+
+
+def _gather(case: Case) -> dict[str, Way]:
+    x, out = case.input(), case.output() if case.rank == case.root else None
+
+    async def fresh() -> Any:
+        return await ac.gather(x, dst=case.root)
+
+    async def filled() -> Any:
+        return await ac.gather(x, dst=case.root, out=out)
+
+    return {OUT: fresh, IN: filled}
+
+
+def _scatter(case: Case) -> dict[str, Way]:
+    x, out = case.input() if case.rank == case.root else None, case.output()
+
+    async def fresh() -> Any:
+        return await ac.scatter(x, src=case.root)
+
+    async def filled() -> Any:
+        return await ac.scatter(x, src=case.root, out=out)
+
+    return {OUT: fresh, IN: filled}
+
+
+def _ring(case: Case) -> dict[str, Way]:
+    pairs = [(rank, (rank + 1) % case.ranks) for rank in range(case.ranks)]
+    return _pair(lambda x, **options: ac.permute(x, pairs, **options), case)
+
+
+WAYS: Ways = {
+    "all_reduce": partial(_reducing, ac.all_reduce, own=True),
+    "all_gather": partial(_pair, ac.all_gather),
+    "reduce_scatter": partial(_reducing, ac.reduce_scatter),
+    "all_to_all": partial(_pair, ac.all_to_all),
+    "broadcast": partial(_pair, ac.broadcast, own=True),
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "sendrecv": _ring,
+}
+
+LIBRARY = Library("asynccoll", lambda: "", WAYS)

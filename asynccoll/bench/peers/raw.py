@@ -1,0 +1,154 @@
+"""torch.distributed itself: the call with ``async_op=True``, then ``wait()``. Ratios are to this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.bench.operations import Case
+from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking
+
+__all__ = ["LIBRARY", "NAME", "newest", "reduce_op"]
+
+NAME = "torch"
+
+
+def newest(module: Any, name: str, before: str) -> Any:
+    """A function of torch under its name since 2.13, else under the one that it had."""
+    return getattr(module, name, None) or getattr(module, before)
+
+
+_ALL_GATHER = newest(dist, "all_gather_single", "all_gather_into_tensor")
+_REDUCE_SCATTER = newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def reduce_op(case: Case) -> Any:
+    """torch's name for the case's reduction."""
+    return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(case.reduction, case.reduction.upper()))
+
+
+def _missing() -> str:
+    return (
+        ""
+        if dist.is_available() and dist.is_initialized()
+        else "torch.distributed has no group in this world"
+    )
+
+
+def _own_memory(call: Callable[[torch.Tensor], Any], case: Case) -> dict[str, Way]:
+    """Of a call that works in its input: on a copy, and on the input."""
+    x, again = case.input(), case.input()
+
+    def fresh() -> Any:
+        copy = x.clone()
+        call(copy).wait()
+        return copy
+
+    def filled() -> Any:
+        call(again).wait()
+        return again
+
+    return {OUT: blocking(fresh), IN: blocking(filled)}
+
+
+def _into(call: Callable[[torch.Tensor, torch.Tensor], Any], case: Case) -> dict[str, Way]:
+    """Of a call with an input and an output."""
+    x, out = case.input(), case.output()
+
+    def fresh() -> Any:
+        made = x.new_empty(case.received)
+        call(made, x).wait()
+        return made
+
+    def filled() -> Any:
+        call(out, x).wait()
+        return out
+
+    return {OUT: blocking(fresh), IN: blocking(filled)}
+
+
+def _all_reduce(case: Case) -> dict[str, Way]:
+    op = reduce_op(case)
+    return _own_memory(lambda x: dist.all_reduce(x, op, async_op=True), case)
+
+
+def _reduce(case: Case) -> dict[str, Way]:
+    op = reduce_op(case)
+    return _own_memory(lambda x: dist.reduce(x, case.root, op, async_op=True), case)
+
+
+def _broadcast(case: Case) -> dict[str, Way]:
+    return _own_memory(lambda x: dist.broadcast(x, case.root, async_op=True), case)
+
+
+def _all_gather(case: Case) -> dict[str, Way]:
+    return _into(lambda out, x: _ALL_GATHER(out, x, async_op=True), case)
+
+
+def _reduce_scatter(case: Case) -> dict[str, Way]:
+    op = reduce_op(case)
+    return _into(lambda out, x: _REDUCE_SCATTER(out, x, op, async_op=True), case)
+
+
+def _all_to_all(case: Case) -> dict[str, Way]:
+    return _into(lambda out, x: dist.all_to_all_single(out, x, async_op=True), case)
+
+
+def _gather(case: Case) -> dict[str, Way]:
+    at_root = case.rank == case.root
+
+    def gather(out: torch.Tensor, x: torch.Tensor) -> Any:
+        return dist.gather(x, list(out.chunk(case.ranks)) if at_root else None, case.root, async_op=True)
+
+    return _into(gather, case)
+
+
+def _scatter(case: Case) -> dict[str, Way]:
+    at_root = case.rank == case.root
+
+    def scatter(out: torch.Tensor, x: torch.Tensor) -> Any:
+        return dist.scatter(out, list(x.chunk(case.ranks)) if at_root else None, case.root, async_op=True)
+
+    return _into(scatter, case)
+
+
+class _Both:
+    """Two requests as one."""
+
+    def __init__(self, requests: list[Any]) -> None:
+        self._requests = requests
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+
+def _ring(case: Case) -> dict[str, Way]:
+    after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
+
+    def exchange(out: torch.Tensor, x: torch.Tensor) -> Any:
+        if case.ranks == 1:
+            out.copy_(x)
+            return _Both([])
+        calls = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
+        return _Both(dist.batch_isend_irecv(calls))
+
+    return _into(exchange, case)
+
+
+WAYS: Ways = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "sendrecv": _ring,
+}
+
+LIBRARY = Library(NAME, _missing, WAYS)

@@ -1,0 +1,71 @@
+"""Rows of a run as a picture: time and bandwidth over size, a line for each peer and way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asynccoll.trace import words
+
+__all__ = ["draw"]
+
+#: Of Okabe and Ito, as in timelines, which stay apart for colour-blind readers.
+COLOURS = {
+    "asynccoll": "#0072B2",
+    "torch": "#D55E00",
+    "functional": "#E69F00",
+    "ignite": "#CC79A7",
+    "horovod": "#009E73",
+    "mpi4py": "#222222",
+}
+_GRID = "#e4e4e4"
+
+
+def draw(header: dict[str, Any], rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Draw what a run found into ``path``; the same rows give the same file.
+
+    Raises:
+        BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
+    """
+    figure_type = words.figure_type("asynccoll bench --plot", "--json needs nothing")
+    import matplotlib as mpl
+
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    figure = figure_type(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
+    pairs = figure.subplots(max(1, len(operations)), 2, squeeze=False)
+    where = f"{header['ranks']} ranks on {header['backend']}"
+    for (left, right), operation in zip(pairs, operations, strict=False):
+        _draw_lines(left, right, [row for row in rows if row["operation"] == operation and not row["error"]])
+        _label(left, f"{operation}, {where}: microseconds")
+        _label(right, f"{operation}, {where}: GB/s on the bus")
+        left.legend(frameon=False, fontsize=8)
+    with mpl.rc_context({"svg.hashsalt": "asynccoll", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    return path
+
+
+def _draw_lines(left: Any, right: Any, rows: Sequence[dict[str, Any]]) -> None:
+    ways = dict.fromkeys((row["peer"], row["way"]) for row in rows)
+    sizes = sorted({row["size_bytes"] for row in rows})
+    for peer, way in ways:
+        line = [row for row in rows if (row["peer"], row["way"]) == (peer, way)]
+        at = [row["size_bytes"] for row in line]
+        look: dict[str, Any] = {"color": COLOURS.get(peer, "#56B4E9"), "marker": "o", "markersize": 4}
+        look |= {"linestyle": "-" if way == "in-place" else "--", "label": f"{peer} {way}"}
+        look |= {"linewidth": 2.0 if peer == "asynccoll" else 1.2}
+        left.plot(at, [row["median_us"] for row in line], **look)
+        right.plot(at, [row["busbw_gbs"] for row in line], **look)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [words.size(size) for size in sizes], rotation=30, fontsize=8)
+
+
+def _label(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("size")
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,78 @@
+"""What is to be measured, and what was found: values that go from process to process as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["BenchRequest", "Report", "Row", "operations_in_a_round"]
+
+#: Is told what happens, on rank 0: ``("start", {...})``, ``("step", {})``, ``("row", {...})``, ``("note",
+#: {...})``.
+Report: TypeAlias = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """What one run measures. The same on every rank."""
+
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: str = "float"
+    reduction: str = "sum"
+    #: of each peer in each round; 0 chooses by size
+    iterations: int = 0
+    warmup: int = 2
+    rounds: int = 15
+    check: bool = True
+    #: empty for all that are there
+    peers: tuple[str, ...] = ()
+    backend: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchRequest:
+        given: dict[str, Any] = json.loads(text)
+        for name in ("operations", "sizes", "peers"):
+            given[name] = tuple(given[name])
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One peer, one way, one size. Times are means over ranks, and over rounds as the names say.
+
+    ``over_torch`` is the median over rounds of this time over that of ``torch.distributed`` in the same
+    round; None without it. ``wrong`` counts elements on all ranks; None if they were not checked. ``error``
+    is why a peer cannot do this, and then there are no times.
+    """
+
+    operation: str
+    size_bytes: int
+    count: int
+    dtype: str
+    reduction: str
+    root: int
+    peer: str
+    way: str
+    median_us: float = 0.0
+    low_us: float = 0.0
+    algbw_gbs: float = 0.0
+    busbw_gbs: float = 0.0
+    over_torch: float | None = None
+    wrong: int | None = None
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def operations_in_a_round(iterations: int, size_bytes: int) -> int:
+    """So many of each peer that a round takes some milliseconds, where the number is left to us."""
+    if iterations:
+        return iterations
+    return 30 if size_bytes <= 64 << 10 else 8 if size_bytes <= 1 << 20 else 2

@@ -1,0 +1,44 @@
+"""Sizes as nccl-tests and people write them: ``4K``, ``16M``; which sizes a run goes through."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["parse", "ramp"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_WRITTEN = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse(written: str) -> int:
+    """Bytes: ``"4K"``, ``"4 KiB"`` and ``"4096"`` are 4096.
+
+    Raises:
+        InvalidArgumentError: it is not of that form.
+    """
+    found = _WRITTEN.fullmatch(written.strip())
+    if found is None:
+        raise InvalidArgumentError(
+            f"size {written!r} cannot be read; expected a number of bytes such as 4K or 16M"
+        )
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def ramp(first: int, last: int, factor: int) -> Iterator[int]:
+    """From ``first`` to ``last`` bytes, each ``factor`` times the one before.
+
+    Raises:
+        InvalidArgumentError: that would never end, or never begin.
+    """
+    if first < 1 or last < first or factor < 2:
+        raise InvalidArgumentError(
+            f"sizes from {first} to {last} bytes by a factor of {factor} are not possible; expected at least "
+            "1 byte, an end that is no smaller, and a factor of at least 2"
+        )
+    size = first
+    while size <= last:
+        yield size
+        size *= factor

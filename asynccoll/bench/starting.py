@@ -1,0 +1,94 @@
+"""Where the ranks come from: those that a launcher has started, else as many as are asked for, on this host.
+
+Ranks of our own are started by an mpiexec where mpi4py is to be measured, because it knows no other; else as
+``asynccoll run`` does it. What they find comes through a pipe, so that the table and its progress bar belong
+to the process that the terminal sees.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+from asynccoll.backends.table import starting
+from asynccoll.bench.request import BenchRequest, Report
+from asynccoll.environment.detection import detect
+from asynccoll.environment.slurm import expand_with_scontrol
+from asynccoll.errors import BackendNotFoundError
+from asynccoll.launch import mpiexec
+from asynccoll.launch.engines import run
+from asynccoll.launch.request import RunRequest
+
+__all__ = ["bench"]
+
+
+def bench(request: BenchRequest, report: Report, *, ranks: int) -> int:
+    """Measure what ``request`` asks for; the exit code. ``report`` is told of it in this process.
+
+    Under a launcher (mpiexec, srun, torchrun) this process is one of the ranks, and only rank 0 reports;
+    ``ranks`` then counts for nothing.
+    """
+    if detect(os.environ, expand_hosts=expand_with_scontrol).world_size > 1:
+        from asynccoll.bench.ranks import measure
+
+        measure(request, report)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="asynccoll-bench-") as directory:
+        pipe = Path(directory, "events")
+        os.mkfifo(pipe)
+        listener = _Listener(pipe, report)
+        try:
+            return run(
+                RunRequest(
+                    "asynccoll.bench.ranks",
+                    (request.to_json(), str(pipe)),
+                    module=True,
+                    backend=request.backend,
+                    options={"--nproc-per-node": str(ranks)},
+                    engine="mpiexec" if _wants_mpiexec(request) else None,
+                )
+            )
+        finally:
+            listener.end()
+
+
+def _wants_mpiexec(request: BenchRequest) -> bool:
+    """Whether mpi4py can take part, which needs ranks that mpiexec started."""
+    if request.peers and "mpi4py" not in request.peers:
+        return False
+    if starting(request.backend or "") != "processes" or importlib.util.find_spec("mpi4py") is None:
+        return False
+    try:
+        mpiexec.find()
+    except BackendNotFoundError:
+        return False
+    return True
+
+
+class _Listener:
+    """Reads what rank 0 writes, in a thread, and reports it."""
+
+    def __init__(self, pipe: Path, report: Report) -> None:
+        # Opened for both, so that neither side waits for the other, and the end is what we write.
+        self._descriptor = os.open(pipe, os.O_RDWR)
+        self._report = report
+        self._thread = threading.Thread(target=self._read, name="asynccoll bench", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with os.fdopen(os.dup(self._descriptor)) as lines:
+            for line in lines:
+                kind, what = json.loads(line)
+                if kind == "end":
+                    return
+                self._report(kind, what)
+
+    def end(self) -> None:
+        """All has been written: see that all is reported."""
+        os.write(self._descriptor, b'["end", {}]\n')
+        self._thread.join()
+        os.close(self._descriptor)

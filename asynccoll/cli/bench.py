@@ -1,0 +1,242 @@
+"""``asynccoll bench``: collectives beside the same of the peers, as nccl-tests measures and prints them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.cli.common import Commands
+from asynccoll.cli.output import Bar, Table, print_json, print_table
+
+if TYPE_CHECKING:
+    from asynccoll.bench.request import BenchRequest
+
+__all__ = ["add"]
+
+_TEXT = """\
+Measure collectives beside the same of torch, functional collectives, ignite, Horovod and mpi4py, in one run.
+
+  asynccoll bench                                       all_reduce from 4 B to 16 MiB, on two ranks
+  asynccoll bench all_gather broadcast -b 1K -e 1M -f 4 --ranks 4
+  asynccoll bench all --json > bench.json
+  mpiexec -n 4 asynccoll bench --backend mpi            in ranks that a launcher has started
+"""
+_NOTES = """\
+Columns are those of nccl-tests: size of the whole and count of one rank's part; time, size over time (algbw),
+what a bus has to carry (busbw), and wrong elements. Out-of-place results are fresh memory, in-place ones fill
+what is there. Every round runs every peer once, in changing order; times are medians over rounds of the mean
+over ranks, and "x torch" is the median over rounds of the time over that of torch.distributed in the same
+round.
+"""
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure collectives beside the peers",
+        description=_TEXT,
+        epilog=_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "operations", nargs="*", metavar="OPERATION",
+        help="all_reduce (the default), all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, "
+        "scatter, sendrecv; or all",
+    )  # fmt: skip
+    parser.add_argument("-b", "--minbytes", default="4", metavar="SIZE", help="smallest size, default 4")
+    parser.add_argument("-e", "--maxbytes", default="16M", metavar="SIZE", help="largest size, default 16M")
+    parser.add_argument(
+        "-f", "--stepfactor", type=int, default=8, metavar="N", help="from size to size, default 8"
+    )
+    parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead, such as 4,4K,64K,1M,16M")
+    parser.add_argument(
+        "-n", "--iters", type=int, default=0, metavar="N",
+        help="calls of each peer in each round, default 30, from 64 KiB on 8, from 1 MiB on 2",
+    )  # fmt: skip
+    parser.add_argument("-w", "--warmup-iters", type=int, default=2, metavar="N", help="default 2")
+    parser.add_argument(
+        "-c", "--check", type=int, choices=(0, 1), default=1, help="look at results, default 1"
+    )
+    parser.add_argument("-d", "--datatype", default="float", metavar="NAME", help="default float")
+    parser.add_argument(
+        "-o", "--op", default="sum", metavar="NAME", help="sum, prod, min, max, avg; default sum"
+    )
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="default 15")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="on this host, default 2")
+    parser.add_argument("--backend", metavar="NAME", help="default nccl with a GPU for each rank, else gloo")
+    parser.add_argument(
+        "--peers", metavar="NAME,...",
+        help="only these: asynccoll, torch, functional, ignite, horovod, mpi4py",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw time and bandwidth into .svg, .png or .pdf"
+    )
+    parser.set_defaults(carry_out=_bench)
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from asynccoll.bench.starting import bench
+
+    shown = _Shown(as_json=given.json)
+    code = bench(_request(given), shown.report, ranks=_at_least(given.ranks, 1, "--ranks"))
+    if code == 0 and shown.header:
+        shown.end()
+        if given.plot is not None:
+            from asynccoll.bench.picture import draw
+
+            draw(shown.header, shown.rows, given.plot)
+            print(f"drawn: {given.plot}", file=sys.stderr)
+    return code or shown.code
+
+
+def _request(given: argparse.Namespace) -> BenchRequest:
+    from asynccoll.bench.operations import OPERATIONS, check_names
+    from asynccoll.bench.peers import check_names as check_peers
+    from asynccoll.bench.request import BenchRequest
+    from asynccoll.bench.sizes import parse, ramp
+
+    asked = given.operations or ["all_reduce"]
+    operations = tuple(OPERATIONS) if "all" in asked else tuple(dict.fromkeys(asked))
+    if given.sizes:
+        sizes = tuple(map(parse, given.sizes.split(",")))
+    else:
+        sizes = tuple(ramp(parse(given.minbytes), parse(given.maxbytes), given.stepfactor))
+    check_names(operations, given.datatype, given.op)
+    peers = tuple(name for name in (given.peers or "").split(",") if name)
+    check_peers(peers)
+    return BenchRequest(
+        operations=operations,
+        sizes=sizes,
+        dtype=given.datatype,
+        reduction=given.op,
+        iterations=_at_least(given.iters, 0, "-n"),
+        warmup=_at_least(given.warmup_iters, 0, "-w"),
+        rounds=_at_least(given.rounds, 1, "--rounds"),
+        check=bool(given.check),
+        peers=peers,
+        backend=given.backend or _usual_backend(given.ranks),
+    )
+
+
+def _usual_backend(ranks: int) -> str | None:
+    """Where a launcher says nothing: mpiexec, which mpi4py needs, would mean mpi."""
+    import torch
+
+    has_gpus = torch.distributed.is_nccl_available() and torch.cuda.device_count() >= ranks
+    return "nccl" if has_gpus else "gloo"
+
+
+def _at_least(count: int, least: int, option: str) -> int:
+    from asynccoll.errors import InvalidArgumentError
+
+    if count < least:
+        raise InvalidArgumentError(f"{option} {count} is not possible; it is at least {least}")
+    return count
+
+
+class _Shown:
+    """The run as it is shown: a bar meanwhile, a table for each operation, all of it as JSON in the end."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.header: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self._as_json = as_json
+        self._done = 0
+        self._bar = Bar(1)
+
+    @property
+    def code(self) -> int:
+        """1 if something was wrong."""
+        return int(any(row["wrong"] for row in self.rows))
+
+    def report(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "start":
+            self.header, self._bar = what, Bar(what["steps"])
+            if not self._as_json:
+                print("\n".join(_heading(what)), flush=True)
+        elif kind == "step":
+            self._done += 1
+            self._bar.show(self._done, self._where())
+        elif kind == "row":
+            if self.rows and self.rows[-1]["operation"] != what["operation"]:
+                self._print(self.rows[-1]["operation"])
+            self.rows.append(what)
+
+    def _where(self) -> str:
+        return f"{self._done} of {self.header['steps']} rounds"
+
+    def _print(self, operation: str) -> None:
+        self._bar.clear()
+        if not self._as_json:
+            print_table(_table(operation, [row for row in self.rows if row["operation"] == operation]))
+
+    def end(self) -> None:
+        self._bar.clear()
+        if self._as_json:
+            print_json({**self.header, "rows": self.rows})
+            return
+        if self.rows:
+            self._print(self.rows[-1]["operation"])
+        for line in _errors(self.rows):
+            print(line)
+
+
+def _heading(header: dict[str, Any]) -> Iterator[str]:
+    place = f"{header['ranks']} ranks on {header['nodes']} host{'s' * (header['nodes'] > 1)}"
+    yield (
+        f"# asynccoll {header['asynccoll']}, torch {header['torch']}, {header['backend']}, {place}, "
+        f"{header['cores']} cores, {header['device']}; medians of {header['rounds']} rounds"
+    )
+    for name, why in header["absent"].items():
+        yield f"# without {name}: {why}"
+
+
+_PLACE = {"out-of-place": "out", "in-place": "in"}
+_WORDS = frozenset({"type", "redop", "peer", "place"})
+
+
+def _table(operation: str, rows: list[dict[str, Any]]) -> Table:
+    """A line for each size, peer and place."""
+    columns = ("size", "count", "type", "redop", "root", "peer", "place")
+    figures = ("time us", "algbw", "busbw", "wrong", "x torch")
+    table = Table((*columns, *figures), title=f"{operation} (bandwidths in GB/s)", left=_WORDS)
+    for row in rows:
+        table.rows.append(_line(row))
+        if row["peer"] == "asynccoll":
+            table.marked.add(len(table.rows) - 1)
+    return table
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    from asynccoll.trace.words import size
+
+    ratio, wrong = row["over_torch"], row["wrong"]
+    line = [
+        size(row["size_bytes"]),
+        str(row["count"]),
+        row["dtype"],
+        row["reduction"],
+        str(row["root"]),
+        row["peer"],
+        _PLACE[row["way"]],
+    ]
+    if row["error"]:
+        return [*line, "-", "-", "-", "-", "-"]
+    return [
+        *line,
+        f"{row['median_us']:.1f}",
+        f"{row['algbw_gbs']:.3f}",
+        f"{row['busbw_gbs']:.3f}",
+        "N/A" if wrong is None else str(wrong),
+        "" if ratio is None else f"{ratio:.2f}",
+    ]
+
+
+def _errors(rows: list[dict[str, Any]]) -> list[str]:
+    """What peers could not do, once each."""
+    told = {(row["peer"], row["operation"], row["error"]): None for row in rows if row["error"]}
+    return [f"# {peer} cannot {operation}: {error}" for peer, operation, error in told]

@@ -1,0 +1,116 @@
+"""What a command prints: tables (drawn by rich on a terminal, plain text elsewhere), JSON, and bars.
+
+rich is an extra (``pip install 'asynccoll[cli]'``); without it, or in a pipe, everything is plain text in the
+same order. What a table says is the command's affair.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Bar", "Table", "console", "print_json", "print_table"]
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of short texts under ``columns``; those in ``left`` are words, the others numbers."""
+
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    title: str = ""
+    left: frozenset[str] = frozenset()
+    #: rows that stand out on a terminal, by number
+    marked: set[int] = field(default_factory=set)
+
+
+def console(file: TextIO | None = None) -> Console | None:
+    """rich's console on ``file`` (standard output), if that is a terminal and rich is installed."""
+    file = file or sys.stdout
+    if not file.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=file, highlight=False)
+
+
+def print_table(table: Table) -> None:
+    """To standard output."""
+    screen = console()
+    if screen is None:
+        print("\n".join(plain_lines(table)), flush=True)
+        return
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(
+        title=escape(table.title) or None,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in table.columns:
+        words = name in table.left
+        drawn.add_column(
+            escape(name), justify="left" if words else "right", no_wrap=not words, overflow="fold"
+        )
+    for number, row in enumerate(table.rows):
+        drawn.add_row(*map(escape, row), style="green" if number in table.marked else None)
+    screen.print(drawn)
+
+
+def plain_lines(table: Table) -> Iterable[str]:
+    """The same as text, two spaces between columns."""
+    lines = [list(table.columns), *table.rows]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(table.columns))]
+    if table.title:
+        yield table.title
+    for line in lines:
+        cells = (
+            f"{cell:<{width}}" if name in table.left else f"{cell:>{width}}"
+            for cell, width, name in zip(line, widths, table.columns, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def print_json(what: Any) -> None:
+    """One document, on standard output."""
+    print(json.dumps(what, indent=2), flush=True)
+
+
+class Bar:
+    """How far something is, on standard error where somebody looks; else nothing."""
+
+    _WIDTH = 30
+
+    def __init__(self, total: int) -> None:
+        self._total = max(1, total)
+        self._looked_at = sys.stderr.isatty()
+        self._shown = False
+
+    def show(self, done: int, text: str) -> None:
+        """``done`` of the total, and what to say beside it."""
+        if not self._looked_at:
+            return
+        full = min(self._WIDTH, done * self._WIDTH // self._total)
+        sys.stderr.write(f"\r[{'#' * full}{' ' * (self._WIDTH - full)}] {text}\x1b[K")
+        sys.stderr.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take it away, so that something else can be printed."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = False

@@ -1,0 +1,279 @@
+"""``asynccoll bench``: what a size means, what has to arrive, and a run beside the peers as table and
+JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll.bench import operations, picture, sizes
+from asynccoll.bench.sidebyside import Series
+from asynccoll.cli import main
+
+CPU = torch.device("cpu")
+
+
+def case(name, *, rank=0, ranks=3, size_bytes=4 * 3 * 7, dtype="float", reduction="sum"):
+    return operations.make_case(
+        name, size_bytes, dtype=dtype, reduction=reduction, rank=rank, ranks=ranks, device=CPU
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"), [("4", 4), ("4K", 4096), ("4 KiB", 4096), ("16m", 16 << 20), ("1GB", 1 << 30)]
+)
+def test_sizes_as_people_write_them(written, size_bytes):
+    assert sizes.parse(written) == size_bytes
+
+
+@pytest.mark.parametrize("written", ["", "K", "4.5K", "-4", "4T"])
+def test_what_is_no_size(written):
+    with pytest.raises(ac.InvalidArgumentError, match="expected a number of bytes"):
+        sizes.parse(written)
+
+
+def test_the_sizes_of_a_run():
+    assert list(sizes.ramp(4, 100, 5)) == [4, 20, 100]
+    for wrong in ((0, 4, 2), (8, 4, 2), (4, 8, 1)):
+        with pytest.raises(ac.InvalidArgumentError, match="factor of at least 2"):
+            list(sizes.ramp(*wrong))
+
+
+#: name: elements sent and received by each of 3 ranks of a whole of 21, and the bus's part; as nccl-tests has
+#: it.
+SHARES = {
+    "all_reduce": (21, 21, 4 / 3),
+    "all_gather": (7, 21, 2 / 3),
+    "reduce_scatter": (21, 7, 2 / 3),
+    "all_to_all": (21, 21, 2 / 3),
+    "broadcast": (21, 21, 1.0),
+    "reduce": (21, 21, 1.0),
+    "gather": (7, 21, 2 / 3),
+    "scatter": (21, 7, 2 / 3),
+    "sendrecv": (21, 21, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_what_a_size_means(name):
+    sent, received, bus = SHARES[name]
+    found = case(name)
+    assert (found.input().numel(), found.output().numel(), found.size_bytes) == (sent, received, 84)
+    assert found.operation.bus_factor(3) == pytest.approx(bus)
+    assert found.count == (7 if min(sent, received) == 7 or name == "all_to_all" else 21)
+
+
+def test_every_operation_is_covered():
+    assert SHARES.keys() == operations.OPERATIONS.keys()
+
+
+@pytest.mark.parametrize("reduction", operations.REDUCTIONS)
+@pytest.mark.parametrize("dtype", ["float", "half", "bfloat16", "int32", "double"])
+def test_what_has_to_arrive_of_a_reduction(reduction, dtype):
+    """Beside plain Python on the inputs of all ranks; in every dtype it can be told exactly."""
+    inputs = [
+        case("all_reduce", rank=rank, dtype=dtype, reduction=reduction).input().tolist() for rank in range(3)
+    ]
+    combine = {
+        "sum": sum,
+        "min": min,
+        "max": max,
+        "avg": lambda column: sum(column) / 3,
+        "prod": lambda column: column[0] * column[1] * column[2],
+    }[reduction]
+    expected = [combine(column) for column in zip(*inputs, strict=True)]
+    assert len(set(expected)) > 1
+    assert case("all_reduce", dtype=dtype, reduction=reduction).expected().tolist() == pytest.approx(expected)
+    for rank in range(3):
+        scattered = case("reduce_scatter", rank=rank, dtype=dtype, reduction=reduction)
+        part = expected[scattered.count * rank :][: scattered.count]
+        assert scattered.expected().tolist() == pytest.approx(part)
+
+
+def test_what_has_to_arrive_of_an_exchange():
+    sent = [case("all_to_all", rank=rank).input().tolist() for rank in range(3)]
+    assert case("all_to_all", rank=1).expected().tolist() == [n for row in sent for n in row[7:14]]
+    assert case("sendrecv", rank=0).expected().tolist() == case("sendrecv", rank=2).input().tolist()
+    assert case("gather", rank=1).expected() is None
+    assert case("scatter", rank=1).expected().tolist() == case("scatter", rank=0).input().tolist()[7:14]
+    parts = [case("all_gather", rank=rank).input().tolist() for rank in range(3)]
+    assert case("all_gather").expected().tolist() == [n for part in parts for n in part]
+
+
+def test_wrong_elements_are_counted():
+    expected = case("all_reduce").expected()
+    right = expected.float()
+    assert operations.wrong_elements(right, expected) == 0
+    right[3] += 1
+    right[5] = float("nan")
+    assert operations.wrong_elements(right, expected) == 2
+    assert operations.wrong_elements(right[:5], expected) == 21
+    assert operations.wrong_elements(None, expected) == 21
+    assert operations.wrong_elements(None, None) == 0
+
+
+def test_ratios_are_those_of_the_same_round():
+    mine, theirs = Series("a", [1.0, 20.0, 3.0]), Series("b", [2.0, 10.0, 6.0])
+    assert mine.ratio_to(theirs) == 0.5
+    assert mine.median == 3.0
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_a_run_as_json_beside_the_peers(start, tmp_path):
+    """Every peer that is here, nothing wrong, and a picture with all of them."""
+    job = start(
+        "bench",
+        "all_reduce",
+        "all_gather",
+        "--sizes",
+        "4,1K",
+        "-n",
+        2,
+        "--rounds",
+        3,
+        "--json",
+        "--plot",
+        "out.svg",
+    )
+    code, output, errors = job.wait()
+    assert code == 0, errors
+    found = json.loads(output)
+    assert (found["ranks"], found["backend"], found["rounds"]) == (2, "gloo", 3)
+    assert {"asynccoll", "torch", "functional"} <= set(found["peers"])
+    assert set(found["absent"]).isdisjoint(found["peers"])
+    rows = found["rows"]
+    assert all(row["wrong"] == 0 and not row["error"] for row in rows)
+    ours = [row for row in rows if row["peer"] == "asynccoll"]
+    assert [(row["operation"], row["size_bytes"], row["count"], row["way"]) for row in ours] == [
+        (name, size, size // 4 // parts, way)
+        for name, parts in (("all_reduce", 1), ("all_gather", 2))
+        for size in ((4, 1024) if parts == 1 else (8, 1024))
+        for way in ("out-of-place", "in-place")
+    ]
+    for row in rows:
+        assert row["algbw_gbs"] == pytest.approx(row["size_bytes"] / row["median_us"] / 1e3)
+        assert row["busbw_gbs"] == pytest.approx(
+            row["algbw_gbs"] * (1.0 if row["operation"] == "all_reduce" else 0.5)
+        )
+        assert 0 < row["low_us"] <= row["median_us"]
+    assert {row["over_torch"] for row in rows if row["peer"] == "torch"} == {1.0}
+    text = " ".join(ET.parse(tmp_path / "out.svg").getroot().itertext())
+    for row in rows:
+        assert f"{row['peer']} {row['way']}" in text
+
+
+def test_a_run_as_a_table(start):
+    """Plain text in a pipe: one heading, the columns of nccl-tests, a line for each size and peer."""
+    job = start(
+        "bench",
+        "-b",
+        4,
+        "-e",
+        64,
+        "-f",
+        16,
+        "-n",
+        1,
+        "--rounds",
+        1,
+        "-c",
+        0,
+        "--peers",
+        "torch",
+        "-d",
+        "int32",
+    )
+    code, output, errors = job.wait()
+    assert (code, errors) == (0, "")
+    heading, title, columns, *lines = output.splitlines()
+    assert heading.startswith("# asynccoll") and "2 ranks on 1 host" in heading
+    assert title.startswith("all_reduce")
+    assert columns.split("  ")[0] or columns.split()[:5] == ["size", "count", "type", "redop", "root"]
+    assert [line.split()[:8] for line in lines] == [
+        [size, "B", str(int(size) // 4), "int32", "sum", "-1", "torch", way]
+        for size in ("4", "64")
+        for way in ("out", "in")
+    ]
+    assert all(re.search(r" N/A +1\.00$", line) for line in lines)
+
+
+def test_what_a_peer_cannot_do_is_told_and_the_rest_goes_on(start):
+    """gloo has no product of averages: avg of whole numbers is refused by us, and by torch."""
+    job = start(
+        "bench",
+        "--sizes",
+        64,
+        "-n",
+        1,
+        "--rounds",
+        1,
+        "-d",
+        "int32",
+        "-o",
+        "avg",
+        "--peers",
+        "asynccoll,torch",
+    )
+    code, output, errors = job.wait()
+    assert code == 0, errors
+    assert re.search(r"^# asynccoll cannot all_reduce: .*avg", output, re.MULTILINE)
+
+
+def test_under_a_launcher_this_is_a_rank(start):
+    """Started as one of the ranks it measures among them, and the first alone prints."""
+    job = start(
+        "run",
+        "-n",
+        2,
+        "-m",
+        "asynccoll",
+        "bench",
+        "--sizes",
+        64,
+        "-n",
+        1,
+        "--rounds",
+        1,
+        "--peers",
+        "torch",
+        "--json",
+    )
+    code, output, errors = job.wait()
+    assert code == 0, errors
+    assert json.loads(output)["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["all_reduse"], "operation 'all_reduse' is none of all_reduce"),
+        (["-d", "float31"], "type 'float31' is none of"),
+        (["-o", "mean"], "reduction 'mean' is none of sum"),
+        (["-b", "x"], "size 'x' cannot be read"),
+        (["-f", "1"], "factor of at least 2"),
+        (["--ranks", "0"], "--ranks 0 is not possible"),
+        (["--peers", "nccl"], "peer 'nccl' is none of asynccoll"),
+    ],
+)
+def test_a_wrong_command_line_is_told(capsys, arguments, said):
+    assert main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_same_rows_give_the_same_picture(tmp_path):
+    header = {"ranks": 2, "backend": "gloo"}
+    row = {"operation": "all_reduce", "size_bytes": 4, "peer": "torch", "way": "in-place", "error": ""}
+    rows = [
+        row | {"median_us": 5.0, "busbw_gbs": 1e-3},
+        row | {"size_bytes": 64, "median_us": 6.0, "busbw_gbs": 1e-2},
+    ]
+    first = picture.draw(header, rows, tmp_path / "a.svg").read_text()
+    assert picture.draw(header, rows, tmp_path / "b.svg").read_text() == first
+    assert "torch in-place" in first
