@@ -151,6 +151,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@env HYPOTHESIS_PROFILE=explore ASYNCCOLL_TEST_RUNNERS=asyncio $(WHEEL) $(PYTEST) $(AT_ONCE) $(call TESTS_OF,$(DRAWN))
 	@for one in $(EVERYWHERE); do \
 		$(MAKE) --no-print-directory compositions BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
+	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
 	@$(MAKE) --no-print-directory explore training soak
 
 # Those of files that start whole programs are left to `make test`.

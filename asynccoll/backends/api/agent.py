@@ -3,7 +3,7 @@
 Its store has one thread, which asks a name server about every connection that is made to it: where the
 server is slow, so is the start of a job. Ranks that all have the same agent share a host, and a directory
 that the agent makes for each attempt: rank 0 serves a store of its own on the loopback address and leaves
-the port there.
+the port there, with whether names are quick on this host, so that only one rank has to find that out.
 """
 
 from __future__ import annotations
@@ -44,14 +44,23 @@ def meet_under_one_agent(rank: int, world_size: int, timeout: timedelta) -> dist
     if note is None:
         return None
     if rank > 0:
-        names_are_quick(LOOPBACK[0])  # to be known when connecting: found out while rank 0 does the same
-        return connect(LOOPBACK[0], _await(note, timeout.total_seconds()), serve=False, timeout=timeout)
+        found = _await(note, timeout.total_seconds())
+        # A note is there once the store is, which spares its one thread a connection each.
+        return connect(
+            LOOPBACK[0],
+            found["port"],
+            serve=False,
+            timeout=timeout,
+            knock=False,
+            names_are_quick=bool(found["quick"]),
+        )
     earlier = _read(note)
     port = earlier["port"] if earlier is not None and earlier["pid"] == os.getpid() else 0
     store = connect(LOOPBACK[0], port, serve=True, timeout=timeout)
     if store.port != port:
         unfinished = note.with_suffix(".made")
-        unfinished.write_text(json.dumps({"pid": os.getpid(), "port": store.port}))
+        told = {"pid": os.getpid(), "port": store.port, "quick": names_are_quick(LOOPBACK[0])}
+        unfinished.write_text(json.dumps(told))
         unfinished.replace(note)
     return store
 
@@ -66,7 +75,7 @@ def _note(world_size: int) -> Path | None:
     return directory / f"asynccoll-{os.environ['MASTER_PORT']}" if directory.is_dir() else None
 
 
-def _await(note: Path, seconds: float) -> int:
+def _await(note: Path, seconds: float) -> dict[str, int]:
     deadline = monotonic() + seconds
     pause = _FIRST_PAUSE_SECONDS
     while (found := _read(note)) is None:
@@ -74,7 +83,7 @@ def _await(note: Path, seconds: float) -> int:
             raise TimeoutError(f"rank 0 did not leave the port of its store in {note}")
         sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    return found["port"]
+    return found
 
 
 def _read(note: Path) -> dict[str, int] | None:

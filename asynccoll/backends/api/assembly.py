@@ -11,7 +11,6 @@ Whoever waits asks again and again instead of waiting inside the store, so that 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -99,7 +98,7 @@ class _Assembly:
         """Number worlds until one is agreed to by all; the part of the store."""
         told: dict[str, int] = {}  # by word, how often it was told something
         for _ in self._looks(self._absent):
-            if self.store.check(self._here):
+            if self._all_are_here():
                 break
         while True:
             entries = values(self.store, self._here)
@@ -109,9 +108,8 @@ class _Assembly:
             self.store.set(f"{world}/members", members)
             self._tell(told, words, world)
             if self._agreed(world, entries):
-                for key in self._here:  # so that who does not come next time is missed
-                    with contextlib.suppress(RuntimeError):  # a store that cannot
-                        self.store.delete_key(key)
+                # So that a rank that does not come next time is missed; in one request, unlike deletions.
+                self.set(dict.fromkeys(self._here, ""))
                 self._tell(told, words, _GO)
                 return world
 
@@ -133,8 +131,16 @@ class _Assembly:
                 return False
         raise AssertionError("looking ends with an error")
 
+    def _all_are_here(self) -> bool:
+        return self.store.check(self._here) and all(values(self.store, self._here))
+
     def _absent(self) -> list[int]:
-        return [index for index, key in enumerate(self._here) if not self.store.check([key])]
+        """The ranks whose entry is not there, or was emptied when an earlier world was complete."""
+        return [
+            index
+            for index, key in enumerate(self._here)
+            if not (self.store.check([key]) and self.store.get(key))
+        ]
 
     def _looks(self, absent: Callable[[], list[int]]) -> Iterator[None]:
         """Come back now and then until the deadline, and then say who is absent."""

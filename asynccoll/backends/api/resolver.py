@@ -20,8 +20,8 @@ from typing import Any
 
 __all__ = ["names_are_quick", "without_lookups"]
 
-#: Names that come sooner do no harm.
-_QUICK_SECONDS = 0.1
+#: Names that come sooner do no harm. A job's start waits as long where they do not come.
+_QUICK_SECONDS = 0.03
 
 
 class _Resolver(ctypes.Structure):
@@ -31,9 +31,13 @@ class _Resolver(ctypes.Structure):
 
 
 @contextlib.contextmanager
-def without_lookups(host: str) -> Iterator[None]:
-    """Have look-ups of this thread fail instead of being sent, where names are slow and ``host`` is none."""
-    state = _of_this_thread() if _is_address(host) and not names_are_quick(host) else None
+def without_lookups(host: str, *, quick: bool | None = None) -> Iterator[None]:
+    """Have look-ups of this thread fail instead of being sent, where names are slow and ``host`` is none.
+
+    ``quick`` is what another process of this host has found ``names_are_quick`` to be.
+    """
+    is_slow = _is_address(host) and not (names_are_quick(host) if quick is None else quick)
+    state = _of_this_thread() if is_slow else None
     if state is None:
         yield
         return

@@ -33,10 +33,19 @@ _NAME_SECONDS = 30.0
 served: dict[tuple[str, int], dist.TCPStore] = {}
 
 
-def connect(host: str, port: int, *, serve: bool, timeout: timedelta, knock: bool = True) -> dist.TCPStore:
+def connect(
+    host: str,
+    port: int,
+    *,
+    serve: bool,
+    timeout: timedelta,
+    knock: bool = True,
+    names_are_quick: bool | None = None,
+) -> dist.TCPStore:
     """The store at ``host:port``, served here if ``serve``; at any free port if that is 0.
 
-    ``knock=False`` spares a server that is known to be there the connection that finds out.
+    ``knock=False`` spares a server that is known to be there the connection that finds out, and
+    ``names_are_quick`` tells what would have to be found out by a look-up.
 
     Raises:
         OSError: nobody serves it within ``timeout``.
@@ -48,7 +57,7 @@ def connect(host: str, port: int, *, serve: bool, timeout: timedelta, knock: boo
         port = listener.getsockname()[1]
     if knock and not serve:
         _await_server(host, port, timeout.total_seconds())
-    with without_lookups(host):
+    with without_lookups(host, quick=names_are_quick):
         store = dist.TCPStore(
             host,
             port,
