@@ -18,6 +18,7 @@ from asynccoll.host.primitives import (
     monotonic,
     perf_counter,
     sleep,
+    wall_clock,
 )
 from asynccoll.host.state import per_process
 
@@ -37,4 +38,5 @@ __all__ = [
     "per_process",
     "perf_counter",
     "sleep",
+    "wall_clock",
 ]

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from socket import gethostname
 from threading import Condition, Event, Lock, RLock, Thread, current_thread, get_ident
 from time import monotonic, perf_counter, sleep
+from time import time as wall_clock
 
 __all__ = [
     "Condition",
@@ -30,6 +31,7 @@ __all__ = [
     "monotonic",
     "perf_counter",
     "sleep",
+    "wall_clock",
 ]
 
 

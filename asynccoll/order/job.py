@@ -46,6 +46,7 @@ class Job:
         "start",
         "step",
         "stream",
+        "ticket",
     )
 
     def __init__(
@@ -58,6 +59,7 @@ class Job:
     ) -> None:
         self.place = 0  # in the lane's order; a message has none
         self.part = 1  # of those at its place
+        self.ticket = 0  # of its record
         self.shares = False  # its place with other parts of one call, some of which may have been issued
         self.start = start
         self.program = program

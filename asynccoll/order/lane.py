@@ -12,7 +12,7 @@ What a lane must not know: what the operations mean, and which backend runs them
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from asynccoll.errors import (
     PeerLostError,
     collective_error,
 )
-from asynccoll.host.call_site import called_at, caller
+from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Cut, Refusal, Verdict
@@ -38,7 +38,7 @@ from asynccoll.transport.completion import Completion, Ready
 from asynccoll.transport.streams import on_stream
 
 if TYPE_CHECKING:
-    from asynccoll.order.needs import Members, World
+    from asynccoll.order.needs import Members, Subject, World
     from asynccoll.order.start_order import Turnstile
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.communicator import Communicator
@@ -98,6 +98,8 @@ class Lane:
         self._kicked = False
         self._cut: Cut | None = None  # something is refused, see there; None in the normal case
         self._settled: Verdict | None = None  # the latest
+        self._recorder = world.recorder
+        self._number = self._recorder.lane(group.key, self.key)
         self._connection = Connection(name, partial(world.open, self), self._opened, self._failed_to_open)
 
     def __str__(self) -> str:
@@ -118,12 +120,13 @@ class Lane:
         size_bytes: int = 0,
         timeout: float | None = None,
         stream: Stream | None = None,
+        of: Subject | None = None,
     ) -> Operation:
         """Accept an operation of one native call; issued before this returns if nothing is queued.
 
         ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
         order of its own within the lane (point-to-point messages of one peer and tag), which does not
-        queue behind other streams.
+        queue behind other streams. ``of`` is what it is of, for the record.
         """
         if self._before is not None:
             self._accept_before()
@@ -137,11 +140,11 @@ class Lane:
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
                     raise
-                operation = self._record(estimate, completion, timeout, stream, owner)
+                operation = self._record(estimate, completion, timeout, stream, owner, size_bytes, of)
                 queued = False
             else:
                 job = Job(as_called(start), None)
-                operation = self._enqueue(job, estimate, timeout, stream, owner)
+                operation = self._enqueue(job, estimate, timeout, stream, owner, size_bytes, of)
                 queued = True
         if queued:
             self._start_queued()
@@ -158,11 +161,13 @@ class Lane:
         *,
         awaited_soon: bool = False,
         sent: Callable[[], Iterable[Completion]] = tuple,
+        of: Subject | None = None,
     ) -> Operation:
         """Accept an operation of several native calls.
 
         ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
-        ``sent``: what the program has started so far, and does not wait for before it goes on.
+        ``sent``: what the program has started so far, and does not wait for before it goes on. ``of``: see
+        ``issue``.
         """
         if self._before is not None:
             self._accept_before()
@@ -174,11 +179,11 @@ class Lane:
             if awaited_soon and self._is_free():
                 job = Job(None, program, driven_by=self._drive, sent=sent)
                 self._begin(job)
-                operation = self._record(estimate, job.promise, timeout, None, owner)
+                operation = self._record(estimate, job.promise, timeout, None, owner, size_bytes, of)
                 job.place, job.part = operation.sequence, operation.part
             else:
                 job = Job(None, program, sent=sent)
-                operation = self._enqueue(job, estimate, timeout, None, owner)
+                operation = self._enqueue(job, estimate, timeout, None, owner, size_bytes, of)
             promise = job.promise
         if isinstance(promise, Stepping):
             promise.offer()
@@ -227,11 +232,14 @@ class Lane:
         timeout: float | None,
         stream: Stream | None,
         owner: Owner,
+        size_bytes: int,
+        of: Subject | None,
     ) -> Operation:
         if self.communicator is None and not self._connection.is_opening:
             self._connection.open(waits=self.world.open_waits)
-        operation = self._record(estimate, job.promise, timeout, stream, owner)
+        operation = self._record(estimate, job.promise, timeout, stream, owner, size_bytes, of, queued=True)
         job.place, job.part, job.shares = operation.sequence, operation.part, self._together
+        job.ticket = operation.ticket
         cut = self._cut
         if job.shares and job.place and (refusal := self._given_up()) is not None:
             operation.fail(refusal.error(self, job.place))
@@ -309,6 +317,10 @@ class Lane:
         timeout: float | None,
         stream: Stream | None,
         owner: Owner,
+        size_bytes: int,
+        of: Subject | None,
+        *,
+        queued: bool = False,
     ) -> Operation:
         owner.spot = spot = caller()
         if stream is not None:
@@ -321,14 +333,38 @@ class Lane:
             self._part += 1
         world = self.world
         limit = world.timeout if timeout is None else timeout
-        operation = Operation(self, estimate, sequence, completion, called_at.get() or spot, limit)
+        spot = called_at.get() or spot
+        operation = Operation(self, estimate, sequence, completion, spot, limit)
         if stream is None:
             operation.part = self._part
             self._out.add(operation)
         else:
             operation.peer = stream[1]
             self._out.add_apart(operation)
+        recorder, called = self._recorder, operation.started
+        # Addresses stand for what is longer to compare; what is at them is kept for as long as that counts.
+        key = (
+            (estimate, id(spot[0]), spot[1])
+            if of is None
+            else (estimate, id(of.plan), of.shape, id(spot[0]), spot[1])
+        )
+        operation.ticket = recorder.note(
+            recorder.texts.get(key) or self._describe(key, estimate, spot, of),
+            self._number,
+            sequence,
+            operation.part,
+            operation.peer,
+            size_bytes,
+            called,
+            0.0 if queued else called,
+        )
         return operation
+
+    def _describe(self, key: Hashable, estimate: Estimate, spot: Spot, of: Subject | None) -> int:
+        """What is recorded of operations of this kind, in words."""
+        said = "" if of is None else of.described()
+        parts = (self.group.key, self.key, self.name, estimate.name, said, str(spot.place))
+        return self._recorder.learn(key, parts, (estimate, spot, of and of.plan))
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
         """What is left of ``operation`` when it is done: with its place, its time limit, and its fate."""
@@ -384,6 +420,7 @@ class Lane:
                     if self._queue and self._may_start(self._queue[0]):
                         job = self._active = self._queue.popleft()
                         self._started = job.place or self._started
+                        self._recorder.begun(job.ticket, host.monotonic())
                     elif self._rest():
                         break
             elif job.step is not None and not job.step.done():
@@ -788,5 +825,6 @@ class Lane:
             self.break_off(AbortedError(f"{self} was aborted"))
         else:
             self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
+        self._recorder.forget_lane(self._number)
         self._out.clear()
         self._connection.close(abort=abort)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from asynccoll.errors import CollectiveError, PeerLostError
+    from asynccoll.flight import Recorder
     from asynccoll.plan.cost import Cost
     from asynccoll.plan.spec import Policy, Topology
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion
 
-__all__ = ["Members", "World"]
+__all__ = ["Members", "Subject", "World"]
+
+
+class Subject(Protocol):
+    """What an operation is of; it must not change."""
+
+    plan: Any
+
+    @property
+    def shape(self) -> Hashable:
+        """Of what is sent."""
+
+    def described(self) -> str:
+        """As ``float32[4, 8] sum``."""
 
 
 class Members(Protocol):
@@ -56,6 +70,7 @@ class World(Protocol):
     policy: Policy
     backend: Backend
     observers: tuple[Callable[[Any, int], object], ...]
+    recorder: Recorder
 
     @property
     def device(self) -> torch.device:

@@ -94,6 +94,7 @@ class Operation:
         "peer",
         "sequence",
         "started",
+        "ticket",
     )
 
     def __init__(
@@ -118,6 +119,7 @@ class Operation:
         self.failure: CollectiveError | None = None
         self.part = 1  # of those at its place
         self.peer = -1  # of a message: the index of the other rank
+        self.ticket = 0  # of its record
         self._wakers: list[Callable[[], object]] | None = None
 
     @property
@@ -142,9 +144,16 @@ class Operation:
         """Whether its memory is no longer in use: ``done()``, and for the device as well."""
         return self.over or self.failure is not None or self.completion.landed()
 
+    def saw_end(self, now: float) -> None:
+        """It is seen to be over."""
+        self.over = self.completion.fine and self.failure is None
+        self.lane.world.recorder.ended(self.ticket, now)
+
     def attend(self) -> None:
         """Somebody waits for it: the world looks from time to time whether it can still end."""
-        self.lane.world.watch_over(self)
+        world = self.lane.world
+        world.recorder.waited(self.ticket, host.monotonic())
+        world.watch_over(self)
 
     def leave(self) -> None:
         """Nobody does any more, or just now."""
@@ -160,7 +169,7 @@ class Operation:
         """Another one at the same place and with the same time limit, which is over with ``completion``."""
         follower = Operation(self.lane, estimate, self.sequence, completion, self._spot, self._timeout)
         follower.deadline = self.deadline
-        follower.part, follower.peer = self.part, self.peer
+        follower.part, follower.peer, follower.ticket = self.part, self.peer, self.ticket
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
@@ -191,7 +200,7 @@ class Operation:
     def fail(self, error: CollectiveError) -> None:
         """Stop the waiting with ``error``, although the native operation may still be out."""
         if self.failure is None and not self.completion.done():
-            self.failure = error
+            self._fails(error)
             self.completion.abandon()
             self._wake()
 
@@ -208,11 +217,15 @@ class Operation:
         try:
             self.completion.synchronize()
         except RuntimeError as error:
-            self.failure = self.lane.explain_failure(self, error)
-            raise self.failure from error
+            raise self._fails(self.lane.explain_failure(self, error)) from error
 
     def error(self) -> CollectiveError | None:
         """What went wrong, as one of ours; None if nothing did. Only once done."""
         if self.failure is None and (native := self.completion.error()) is not None:
-            self.failure = self.lane.explain_failure(self, native)
+            self._fails(self.lane.explain_failure(self, native))
         return self.failure
+
+    def _fails(self, error: CollectiveError) -> CollectiveError:
+        self.failure = error
+        self.lane.world.recorder.failed(self.ticket, str(error), host.monotonic())
+        return error

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from asynccoll import host
+
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
 
@@ -35,6 +37,8 @@ class Outstanding:
             collectives.popleft()
             if first.failure is not None:
                 self.add_apart(first)
+            elif not first.over:
+                first.lane.world.recorder.ended(first.ticket, host.monotonic())  # nobody has seen it
         collectives.append(operation)
 
     def add_apart(self, operation: Operation) -> None:

@@ -105,7 +105,7 @@ class Call:
         finish: Callable[[], Any] | None,
         value: Any = None,
         *,
-        shape: Sequence[int] | None = None,
+        shape: tuple[int, ...] | None = None,
         detail: object = "",
         fill: Callable[[], object] | None = None,
         refill: Callable[[], object] | None = None,
@@ -140,16 +140,24 @@ class Call:
         if fill is not None or self.program is not None or lane.compares_calls:
             return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
         assert self.start is not None
-        operation = lane.issue(lane.estimate(self.plan.name, size_bytes), self.start, size_bytes, timeout)
+        estimate = lane.estimate(self.plan.name, size_bytes)
+        operation = lane.issue(estimate, self.start, size_bytes, timeout, None, self)
         return Started((operation,), self.finish, self.value)
 
     def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
         name, wire = self.plan.name, self.wire
         if lane.compares_calls:
-            detail = "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
-            text = signature(name, dtype_name(wire.dtype), self.shape, detail)
+            text = signature(name, dtype_name(wire.dtype), self.shape, self._detail())
             program = checked(lane, text, program=program)
-        return Started((lane.run(name, program, wire.nbytes, timeout),), self.finish, self.value)
+        return Started((lane.run(name, program, wire.nbytes, timeout, of=self),), self.finish, self.value)
+
+    def _detail(self) -> str:
+        return "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
+
+    def described(self) -> str:
+        """What it is of: ``float32[4, 8] sum``."""
+        shape = "" if self.shape is None else str(list(self.shape))
+        return f"{dtype_name(self.wire.dtype)}{shape} {self._detail()}".rstrip()
 
     def steps(self, communicator: Any) -> Generator[Completion, None, Completion]:
         """It as a program, or as a part of a larger one."""

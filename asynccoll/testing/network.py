@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -10,10 +11,20 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from asynccoll.testing.links import Link
-from asynccoll.testing.primitives import sleep
+from asynccoll.testing.primitives import FIRST_PID, sleep
 from asynccoll.testing.scheduler import running
 
-__all__ = ["Network", "SimulatedStore", "connect", "is_open", "listen", "own_address"]
+__all__ = [
+    "Memory",
+    "Network",
+    "SimulatedStore",
+    "connect",
+    "is_open",
+    "listen",
+    "look",
+    "own_address",
+    "process_state",
+]
 
 K = TypeVar("K")
 #: What asking the kernel of a near host takes.
@@ -32,6 +43,7 @@ class Network:
         self._link = link
         self._local = local
         self._beacons: list[Beacon] = []  # by port, from 1
+        self.memories: list[Memory] = []  # by descriptor
 
     def link(self, src: int, dst: int) -> Link:
         """What connects the two."""
@@ -84,6 +96,22 @@ class _Line:
         """There is nothing to give back."""
 
 
+class Memory:
+    """As ``host.shared_memory.Memory``."""
+
+    def __init__(self, size: int, name: str = "") -> None:
+        self.buffer = mmap.mmap(-1, size)
+        self.descriptor = -1
+        scheduler = running()
+        if name and scheduler is not None and scheduler.current is not None:
+            self.rank = scheduler.current.rank
+            self.descriptor = len(current.network.memories)
+            current.network.memories.append(self)
+
+    def close(self) -> None:
+        self.descriptor = -1
+
+
 class _Current:
     """The network of the simulation that runs."""
 
@@ -91,6 +119,22 @@ class _Current:
 
 
 current = _Current()
+
+
+def look(pid: int, descriptor: int) -> memoryview | None:
+    """As ``host.shared_memory.look``."""
+    memory = current.network.memories[descriptor]
+    is_there = memory.descriptor == descriptor and memory.rank not in current.network.dead
+    return memoryview(memory.buffer) if is_there else None
+
+
+def process_state(pid: int) -> str:
+    """As ``host.shared_memory.process_state``."""
+    scheduler = running()
+    rank = pid - FIRST_PID
+    if scheduler is None or rank in current.network.dead:
+        return ""
+    return "T" if scheduler.stands_still(rank) else "S"
 
 
 def own_address(meeting_host: str | None) -> str:

@@ -31,6 +31,7 @@ __all__ = [
     "monotonic",
     "perf_counter",
     "sleep",
+    "wall_clock",
 ]
 
 
@@ -355,6 +356,8 @@ def forget_threads() -> None:
 
 
 get_ident = threading.get_ident
+#: Of rank 0.
+FIRST_PID = 1000
 
 
 def gethostname() -> str:
@@ -365,7 +368,7 @@ def gethostname() -> str:
 def getpid() -> int:
     """One process for each rank."""
     scheduler = running()
-    return 0 if scheduler is None or scheduler.current is None else 1000 + scheduler.current.rank
+    return 0 if scheduler is None or scheduler.current is None else FIRST_PID + scheduler.current.rank
 
 
 def monotonic() -> float:
@@ -373,7 +376,7 @@ def monotonic() -> float:
     return 0.0 if scheduler is None else scheduler.now
 
 
-perf_counter = monotonic
+perf_counter = wall_clock = monotonic
 
 
 def sleep(seconds: float) -> None:

@@ -157,6 +157,13 @@ class Scheduler:
 
         self.add(-1, "release", release)
 
+    def stands_still(self, rank: int) -> bool:
+        """Whether all threads of ``rank`` are held, as those of a stopped process are."""
+        return any(
+            until > self.now and all(whom(one) for one in self.threads if one.rank == rank)
+            for until, whom in self._holds
+        )
+
     def _is_held(self, thread: SimulatedThread) -> bool:
         return not self.is_gone(thread) and any(
             until > self.now and whom(thread) for until, whom in self._holds

@@ -51,7 +51,7 @@ def block(operation: Operation, seconds: float | None) -> None:
     deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
     if deadline - now > _SLICE_SECONDS and completion.wait(_SLICE_SECONDS):
-        operation.over = completion.fine and operation.failure is None
+        operation.saw_end(host.monotonic())
         return
     operation.attend()
     try:
@@ -60,6 +60,7 @@ def block(operation: Operation, seconds: float | None) -> None:
             if left <= 0:
                 raise _late(operation)
             completion.wait(min(left, _SLICE_SECONDS))
+        operation.saw_end(host.monotonic())
     finally:
         operation.leave()
 
@@ -100,7 +101,9 @@ def suspend(operation: Operation) -> Generator[Any, Any, None]:
         operation.leave()
     if not operation.done():
         raise _late(operation)
-    operation.estimate.took(host.monotonic() - operation.started)
+    now = host.monotonic()
+    operation.estimate.took(now - operation.started)
+    operation.saw_end(now)
 
 
 def attend(operation: Operation) -> Generator[Any, Any, bool]:
@@ -190,10 +193,11 @@ def _inline(operation: Operation, loop: Loop, now: float) -> bool:
     ):
         return operation.done()
     elif _hold(completion, loop, now):
-        estimate.took(host.monotonic() - operation.started)
+        now = host.monotonic()
+        estimate.took(now - operation.started)
     else:
         return operation.done()
-    operation.over = completion.fine and operation.failure is None
+    operation.saw_end(now)
     return True
 
 

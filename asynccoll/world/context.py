@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.flight import Recorder
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.watchdog import Watch
@@ -90,6 +91,7 @@ class Context:
         self.clients = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
         self.children = Children(self._close_lanes)
+        self.recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
         self._aborting: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
@@ -230,6 +232,7 @@ class Context:
         self.liveness.close()
         if self.clients is not None:
             self.clients.close()
+        self.recorder.close()
 
     def _say_how_far(self) -> None:
         """Tell the peers which calls this rank has made, so that they do not take it for lost in those."""
@@ -280,6 +283,7 @@ class Context:
         """In a forked child: it says who this is, and carries nothing; what of it must not be destroyed."""
         self._lock = host.Lock()
         self.liveness.disown()
+        self.recorder.disown()
         return [completion for group in self.groups.values() for completion in group.disown(error)]
 
     async def computed(self, value: object) -> None:

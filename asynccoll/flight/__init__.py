@@ -1,0 +1,17 @@
+"""The flight recorder: the last operations of each rank, in memory that can be read from outside.
+
+Always on. A ``Recorder`` writes, once for each operation; ``read`` gives what is there as a ``Flight``, also
+of another process of this host. Must not know what an operation does, nor who asks.
+
+    for descriptor in shared_memory.find(pid, flight.NAME):     # of any process of this host and user
+        memory = shared_memory.look(pid, descriptor)
+        recorded = flight.read(memory)                          # a Flight, or None: no recorder's
+        for call in recorded.calls:                             # the oldest first
+            print(call.lane, call.sequence, call.operation, call.place, call.state)
+"""
+
+from asynccoll.flight.layout import NAME, RECORDS
+from asynccoll.flight.reading import Call, Flight, Progress, read
+from asynccoll.flight.recorder import Recorder
+
+__all__ = ["NAME", "RECORDS", "Call", "Flight", "Progress", "Recorder", "read"]

@@ -1,0 +1,105 @@
+"""How a flight recorder's memory is laid out: what its writer and its readers, of any version, agree on.
+
+    header    4 KiB    who it is, clocks, how the rank ended; then a JSON object
+    lanes     64 KiB   of each lane the last place in its order, however long ago that was
+    records   88 KiB   a ring: the operation of ticket t is in record t % 1,024
+    texts     2 MiB    what records say in words, each kind of call once, in two halves
+
+Only pages that were written to take memory. A text's number is where it begins, counted from the first ever
+written; the halves are filled in turn. A half holds two of the longest texts for each record, so that what a
+record refers to stays for as long as the record does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+__all__ = [
+    "BEGUN",
+    "ENDED",
+    "ENDINGS",
+    "HALF_BYTES",
+    "HEADER",
+    "HEADER_BYTES",
+    "LANE",
+    "LANES",
+    "LANES_AT",
+    "LENGTH",
+    "MAGIC",
+    "NAME",
+    "OUTCOME",
+    "PARTS",
+    "RECORD",
+    "RECORDS",
+    "RECORDS_AT",
+    "SAID_AT",
+    "SIZE_BYTES",
+    "TEXTS_AT",
+    "TEXT_BYTES",
+    "VERSION",
+    "WAITED",
+    "WORDS",
+    "joined",
+    "parted",
+]
+
+#: Of the memory, by which it is found among a process's descriptors.
+NAME = "asynccoll-flight"
+MAGIC = b"acflight"
+VERSION = 1
+HEADER_BYTES = 4096
+#: magic, version, rank, world size, pid, monotonic and wall clock at the beginning, when and how it ended.
+HEADER = struct.Struct("=8sIiiidddI")
+#: How a rank's life in its world is: by the number in the header.
+ENDINGS = ("running", "finalized", "ended", "died")
+#: A JSON object, behind its length.
+SAID_AT = 128
+LENGTH = struct.Struct("=I")
+
+LANES = 256
+#: The latest place in the order, and the lane's text behind its length.
+LANE = struct.Struct("=QH246s")
+LANES_AT = HEADER_BYTES
+
+RECORDS = 1024
+#: ticket, text, place in the order, part, peer, bytes, called, begun, ended, waited for since, how it failed,
+#: ticket: a record with two different tickets is just being written.
+RECORD = struct.Struct("=QQQIiQddddQQ")
+RECORDS_AT = LANES_AT + LANES * LANE.size
+#: In words of eight bytes.
+WORDS = RECORD.size // 8
+BEGUN, ENDED, WAITED, OUTCOME = 6, 7, 8, 9
+
+TEXT_BYTES = 500
+HALF_BYTES = 1 << 20
+TEXTS_AT = RECORDS_AT + RECORDS * RECORD.size
+SIZE_BYTES = TEXTS_AT + 2 * HALF_BYTES + TEXT_BYTES + LENGTH.size
+
+
+#: Of a kind of operation: group, key of the lane, lane, operation, what it is of, file and line; with how
+#: many bytes each may have.
+PARTS = (60, 80, 80, 60, 100, 110)
+_SEPARATOR = b"\x1f"
+_DIGEST_BYTES = 8
+
+
+def joined(parts: Sequence[str]) -> bytes:
+    """One text of several. Long ones are cut, and told apart all the same."""
+    return _SEPARATOR.join(
+        _fitting(part.encode(errors="replace").replace(_SEPARATOR, b"?"), most)
+        for part, most in zip(parts, PARTS, strict=False)
+    )
+
+
+def parted(text: bytes) -> list[str]:
+    """The parts of a text."""
+    return [part.decode(errors="replace") for part in text.split(_SEPARATOR)]
+
+
+def _fitting(part: bytes, most: int) -> bytes:
+    if len(part) <= most:
+        return part
+    digest = hashlib.blake2b(part, digest_size=_DIGEST_BYTES).hexdigest().encode()
+    return digest + b".." + part[len(part) - (most - len(digest) - 2) :]

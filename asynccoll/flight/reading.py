@@ -1,0 +1,151 @@
+"""What a flight recorder's memory says, as values.
+
+The memory may be written while it is read, be torn, or be of a process that died in the middle of a call:
+what does not make sense is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from asynccoll.flight import layout
+from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
+
+__all__ = ["Call", "Flight", "Progress", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation. Times are seconds of the host's monotonic clock; 0.0 is not yet.
+
+    ``sequence`` is its place in the order of its lane, from 1; a message has none (0), and ``peer``, the
+    index of the other rank in the group (else -1). ``part``: of those at its place, from 1.
+    """
+
+    ticket: int
+    group: str
+    lane_key: str
+    lane: str
+    operation: str
+    of: str
+    place: str
+    sequence: int
+    part: int
+    peer: int
+    size_bytes: int
+    called: float
+    begun: float
+    ended: float
+    waited: float
+    failure: str
+
+    @property
+    def state(self) -> str:
+        """``"queued"``, ``"in flight"``, ``"finished"`` (somebody has seen it end) or ``"failed"``."""
+        if self.failure:
+            return "failed"
+        if self.ended:
+            return "finished"
+        return "in flight" if self.begun else "queued"
+
+    @property
+    def name(self) -> str:
+        """``all_reduce #41 on lane 'gradients'``."""
+        number = f" #{self.sequence}" if self.sequence else ""
+        return f"{self.operation}{number} on lane {self.lane!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank is on one lane: the place that its latest call there has."""
+
+    group: str
+    lane_key: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What one rank has recorded: ``calls``, the oldest first, and ``lanes``, each of those that are open.
+
+    ``began`` and ``wall`` are the monotonic and the wall clock at the same moment. ``ending`` is one of
+    ``layout.ENDINGS``, ``ended`` when that was (monotonic). ``said``: host, address and the like.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    began: float
+    wall: float
+    ending: str
+    ended: float
+    calls: tuple[Call, ...]
+    lanes: tuple[Progress, ...]
+    said: dict[str, Any] = field(default_factory=dict)
+
+    def reached(self, group: str, lane_key: str) -> int:
+        """The place of its latest call on that lane; 0 if it has made none."""
+        return max(
+            (one.sequence for one in self.lanes if (one.group, one.lane_key) == (group, lane_key)), default=0
+        )
+
+    def on_lane(self, group: str, lane_key: str) -> tuple[Call, ...]:
+        """Its calls on that lane."""
+        return tuple(one for one in self.calls if (one.group, one.lane_key) == (group, lane_key))
+
+
+def read(memory: memoryview | bytes) -> Flight | None:
+    """What is recorded in ``memory``; None if it is no flight recorder's, or one of another version."""
+    if len(memory) < layout.SIZE_BYTES:
+        return None
+    magic, version, rank, world_size, pid, began, wall, ended, how = layout.HEADER.unpack_from(memory)
+    if magic != layout.MAGIC or version != layout.VERSION or how >= len(ENDINGS):
+        return None
+    calls = tuple(sorted(_calls(memory), key=lambda call: call.ticket))
+    return Flight(
+        rank, world_size, pid, began, wall, ENDINGS[how], ended, calls, tuple(_lanes(memory)), _said(memory)
+    )
+
+
+def _said(memory: memoryview | bytes) -> dict[str, Any]:
+    (length,) = layout.LENGTH.unpack_from(memory, layout.SAID_AT)
+    start = layout.SAID_AT + layout.LENGTH.size
+    try:
+        said = json.loads(bytes(memory[start : min(start + length, layout.HEADER_BYTES)]))
+    except ValueError:  # nothing yet, or just being written
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _lanes(memory: memoryview | bytes) -> Iterator[Progress]:
+    for number in range(layout.LANES):
+        place, length, text = layout.LANE.unpack_from(memory, layout.LANES_AT + number * layout.LANE.size)
+        parts = layout.parted(text[:length])
+        if length and len(parts) == 2:
+            yield Progress(parts[0], parts[1], place)
+
+
+def _calls(memory: memoryview | bytes) -> Iterator[Call]:
+    texts: dict[int, list[str]] = {}
+    for number in range(RECORDS):
+        record = bytes(memory[RECORDS_AT + number * RECORD.size : RECORDS_AT + (number + 1) * RECORD.size])
+        ticket, text, *numbers, outcome, again = RECORD.unpack(record)
+        if not ticket or ticket != again or ticket % RECORDS != number:
+            continue
+        if text not in texts:
+            texts[text] = layout.parted(_text(memory, text))
+        if len(texts[text]) == len(PARTS):
+            failure = _text(memory, outcome).decode(errors="replace")
+            yield Call(ticket, *texts[text], *numbers, failure)  # type: ignore[arg-type, call-arg]  # the layout
+
+
+def _text(memory: memoryview | bytes, number: int) -> bytes:
+    at = layout.TEXTS_AT + number % (2 * layout.HALF_BYTES)
+    if not number or at + layout.LENGTH.size + layout.TEXT_BYTES > len(memory):
+        return b""
+    (length,) = layout.LENGTH.unpack_from(memory, at)
+    start = at + layout.LENGTH.size
+    return bytes(memory[start : start + min(length, layout.TEXT_BYTES)])

@@ -1,0 +1,206 @@
+"""What a rank writes down of each operation: as little as can be, for it is done in every call.
+
+Operations of one kind (lane, name, dtype, shape, line) share a text, which is written once; of each there is
+a record of numbers, in one packing. What can be found out later (a line's number, a name) is put into words
+the first time only. It must not know what a lane or an operation is; who calls says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from itertools import count
+from typing import Any
+
+from asynccoll import host
+from asynccoll.flight import layout
+from asynccoll.flight.layout import BEGUN, ENDED, OUTCOME, RECORD, RECORDS, RECORDS_AT, WAITED, WORDS
+from asynccoll.host import shared_memory
+
+__all__ = ["Recorder"]
+
+_SLOT = RECORD.size
+_MASK = RECORDS - 1
+_LANE_WORDS = layout.LANE.size // 8
+_pack = RECORD.pack_into
+
+
+class Recorder:
+    """The last operations of this rank, in memory of its own. Any thread may write."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._head = (rank, world_size, host.getpid())
+        self._memory = shared_memory.Memory(layout.SIZE_BYTES, layout.NAME)
+        self._use(self._memory.buffer)
+        self._tickets = count(1).__next__
+        self._newest = 0
+        #: The numbers of the texts that are written already, by what stands for them.
+        self.texts: dict[Hashable, int] = {}
+        self._pinned: list[object] = []
+        self._written = 0  # bytes of texts
+        self._lanes = 0
+        self._free: list[int] = []
+        self._lock = host.Lock()
+        self._said: dict[str, Any] = {}
+        self._begin()
+
+    def _use(self, buffer: Any) -> None:
+        self._buffer = buffer
+        words = memoryview(buffer)[RECORDS_AT : RECORDS_AT + RECORDS * _SLOT]
+        self._seconds = words.cast("d")
+        self._numbers = words.cast("Q")
+        self._places = memoryview(buffer)[layout.LANES_AT : RECORDS_AT].cast("Q")
+
+    def _begin(self) -> None:
+        began, wall = host.monotonic(), host.wall_clock()
+        layout.HEADER.pack_into(
+            self._buffer, 0, layout.MAGIC, layout.VERSION, *self._head, began, wall, 0.0, 0
+        )
+
+    @property
+    def descriptor(self) -> int:
+        """By which other processes of this host open what is recorded; -1 where they cannot."""
+        return self._memory.descriptor
+
+    @property
+    def buffer(self) -> memoryview:
+        """What is recorded, for ``read``."""
+        return memoryview(self._buffer)
+
+    # Who it is
+
+    def say(self, **said: Any) -> None:
+        """Have ``said`` (values that JSON has) read with the records."""
+        self._said |= said
+        text = json.dumps(self._said).encode()
+        if layout.SAID_AT + layout.LENGTH.size + len(text) <= layout.HEADER_BYTES:
+            start = layout.SAID_AT + layout.LENGTH.size
+            layout.LENGTH.pack_into(self._buffer, layout.SAID_AT, 0)
+            self._buffer[start : start + len(text)] = text
+            layout.LENGTH.pack_into(self._buffer, layout.SAID_AT, len(text))
+
+    def lane(self, group: str, key: str) -> int:
+        """A place in the table of lanes for that of ``group`` with this ``key``; -1 if none is left."""
+        said = layout.joined((group, key))
+        with self._lock:
+            if self._free:
+                number = self._free.pop()
+            elif self._lanes < layout.LANES:
+                number = self._lanes
+                self._lanes += 1
+            else:
+                return -1
+            layout.LANE.pack_into(
+                self._buffer, layout.LANES_AT + number * layout.LANE.size, 0, len(said), said
+            )
+            return number
+
+    def forget_lane(self, number: int) -> None:
+        """It was closed."""
+        if number >= 0:
+            with self._lock:
+                layout.LANE.pack_into(self._buffer, layout.LANES_AT + number * layout.LANE.size, 0, 0, b"")
+                self._free.append(number)
+
+    # Operations
+
+    def note(
+        self,
+        text: int,
+        lane: int,
+        place: int,
+        part: int,
+        peer: int,
+        size_bytes: int,
+        called: float,
+        begun: float,
+    ) -> int:
+        """An operation was accepted; by the ticket that comes back it is told of what becomes of it.
+
+        ``text``: of its kind, from ``texts`` or ``learn``; ``begun`` is 0.0 while it is queued.
+        """
+        ticket = self._newest = self._tickets()
+        _pack(
+            self._buffer, RECORDS_AT + (ticket & _MASK) * _SLOT,
+            ticket, text, place, part, peer, size_bytes, called, begun, 0.0, 0.0, 0, ticket,
+        )  # fmt: skip
+        if place and lane >= 0:
+            self._places[lane * _LANE_WORDS] = place
+        return ticket
+
+    def begun(self, ticket: int, now: float) -> None:
+        """What was queued is being issued."""
+        self._stamp(ticket, BEGUN, now)
+
+    def ended(self, ticket: int, now: float) -> None:
+        """It was seen that it is over."""
+        if self._newest - ticket < RECORDS:
+            self._seconds[(ticket & _MASK) * WORDS + ENDED] = now
+
+    def waited(self, ticket: int, now: float) -> None:
+        """Somebody waits for it."""
+        self._stamp(ticket, WAITED, now)
+
+    def failed(self, ticket: int, why: str, now: float) -> None:
+        """It will not end well."""
+        if self._newest - ticket < RECORDS:
+            self._numbers[(ticket & _MASK) * WORDS + OUTCOME] = self._write(
+                why.encode(errors="replace")[: layout.TEXT_BYTES]
+            )
+        self._stamp(ticket, ENDED, now)
+
+    def _stamp(self, ticket: int, word: int, now: float) -> None:
+        if self._newest - ticket < RECORDS:
+            self._seconds[(ticket & _MASK) * WORDS + word] = now
+
+    # Texts
+
+    def learn(self, key: Hashable, parts: Sequence[str], pinned: object) -> int:
+        """The number of the text of a kind of operation, which ``texts`` has under ``key`` from now on.
+
+        ``parts``: see ``layout.PARTS``. ``pinned`` must live for as long as the key counts, as what has an
+        address in it must.
+        """
+        number = self._write(layout.joined(parts))
+        self._pinned.append(pinned)
+        self.texts[key] = number
+        return number
+
+    def _write(self, said: bytes) -> int:
+        """Its number, which is never 0."""
+        size = layout.LENGTH.size + len(said)
+        with self._lock:
+            start = max(self._written, 8)
+            if (
+                start % layout.HALF_BYTES + size > layout.HALF_BYTES
+            ):  # on to the other half, which it fills anew
+                start += layout.HALF_BYTES - start % layout.HALF_BYTES
+                self.texts.clear()
+                self._pinned.clear()
+            at = layout.TEXTS_AT + start % (2 * layout.HALF_BYTES)
+            layout.LENGTH.pack_into(self._buffer, at, len(said))
+            self._buffer[at + layout.LENGTH.size : at + size] = said
+            self._written = start + size
+        return start
+
+    # The end
+
+    def end(self, how: int) -> None:
+        """This rank leaves its world: ``how`` as in ``layout.ENDINGS``."""
+        head = (layout.MAGIC, layout.VERSION, *self._head)
+        began, wall = layout.HEADER.unpack_from(self._buffer)[5:7]
+        layout.HEADER.pack_into(self._buffer, 0, *head, began, wall, host.monotonic(), how)
+
+    def close(self) -> None:
+        """What is written from now on nobody reads."""
+        memory, self._memory = self._memory, shared_memory.Memory(layout.SIZE_BYTES)
+        before = (self._seconds, self._numbers, self._places)
+        self._use(self._memory.buffer)
+        for view in before:
+            view.release()
+        memory.close()
+
+    def disown(self) -> None:
+        """In a forked child: it is the parent's, and that goes on writing."""
+        self._lock = host.Lock()
+        self.close()

@@ -1,0 +1,71 @@
+"""Memory that other processes of this host can read, also when its owner cannot answer.
+
+The owner may be stopped, be stuck in native code with the interpreter's lock held, or have just died: the
+kernel shares its descriptor all the same, through ``/proc/PID/fd``, with whoever may look into the process
+(the same user). It must not know what is written there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Memory", "find", "look", "process_state"]
+
+_PROC = Path("/proc")
+
+
+class Memory:
+    """``size`` zero bytes in ``buffer``. ``descriptor`` is what others open it by; -1 where they cannot."""
+
+    def __init__(self, size: int, name: str = "") -> None:
+        """``name``: by which it is found; without one it is this process's alone."""
+        self.descriptor = -1
+        if name and hasattr(os, "memfd_create"):
+            with contextlib.suppress(OSError):  # of descriptors there may be none left: then nobody can look
+                self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+                os.ftruncate(self.descriptor, size)
+        self.buffer = mmap.mmap(self.descriptor, size)
+
+    def close(self) -> None:
+        """Let nobody open it from now on; who has, still reads it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        with contextlib.suppress(BufferError):  # somebody writes just now: it goes with him
+            self.buffer.close()
+
+
+def look(pid: int, descriptor: int) -> memoryview | None:
+    """What process ``pid`` of this host has at ``descriptor``, to be read; None if that cannot be opened."""
+    try:
+        opened = os.open(_PROC / str(pid) / "fd" / str(descriptor), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return memoryview(mmap.mmap(opened, 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError):  # a pipe, a socket, an empty file
+        return None
+    finally:
+        os.close(opened)
+
+
+def find(pid: int, name: str) -> Iterator[int]:
+    """The descriptors by which process ``pid`` of this host has memory called ``name``."""
+    with contextlib.suppress(OSError):
+        for link in (_PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(link.readlink()).startswith(f"/memfd:{name}"):
+                    yield int(link.name)
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of process ``pid``: R, S, D, T or Z (see ``man proc``); "" if it is gone."""
+    try:
+        status = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return ""
+    return status.rpartition(")")[2].split()[0]

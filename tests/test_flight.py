@@ -1,0 +1,172 @@
+"""The flight recorder: what is written in each call, and what is read from outside."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynccoll import flight
+from asynccoll.flight import layout
+from asynccoll.host import shared_memory
+
+
+def note(recorder: flight.Recorder, place: int, *, name: str = "all_reduce", lane: int = -1) -> int:
+    text = recorder.texts.get(name) or recorder.learn(
+        name, ("world", "default", "default", name, "float32[4] sum", "train.py:7"), None
+    )
+    return recorder.note(text, lane, place, 1, -1, 16, 100.0 + place, 100.5 + place)
+
+
+def read(recorder: flight.Recorder) -> flight.Flight:
+    found = flight.read(recorder.buffer)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def recorder():
+    made = flight.Recorder(1, 3)
+    yield made
+    made.close()
+
+
+def test_what_was_written_is_read(recorder):
+    recorder.say(host="n1", port=7)
+    ticket = note(recorder, 41)
+    recorder.waited(ticket, 142.0)
+    recorder.ended(ticket, 143.0)
+    late = note(recorder, 42, name="broadcast")
+    recorder.failed(late, "rank 2 is gone", 150.0)
+    found = read(recorder)
+    assert (found.rank, found.world_size, found.pid, found.ending) == (1, 3, os.getpid(), "running")
+    assert found.said == {"host": "n1", "port": 7}
+    assert found.calls == (
+        flight.Call(
+            1, "world", "default", "default", "all_reduce", "float32[4] sum", "train.py:7",
+            41, 1, -1, 16, 141.0, 141.5, 143.0, 142.0, "",
+        ),
+        flight.Call(
+            2, "world", "default", "default", "broadcast", "float32[4] sum", "train.py:7",
+            42, 1, -1, 16, 142.0, 142.5, 150.0, 0.0, "rank 2 is gone",
+        ),
+    )  # fmt: skip
+    assert [call.state for call in found.calls] == ["finished", "failed"]
+    assert found.calls[0].name == "all_reduce #41 on lane 'default'"
+
+
+def test_the_last_1024_are_kept_and_how_far_each_lane_is(recorder):
+    first, second = recorder.lane("world", "rare"), recorder.lane("world", "default")
+    note(recorder, 3, lane=first)
+    for place in range(1, 2001):
+        note(recorder, place, lane=second)
+    found = read(recorder)
+    assert [call.sequence for call in found.calls] == list(range(977, 2001))
+    assert found.reached("world", "rare") == 3
+    assert found.reached("world", "default") == 2000
+    assert found.reached("world", "other") == 0
+    recorder.forget_lane(first)
+    assert read(recorder).reached("world", "rare") == 0
+
+
+def test_what_is_told_of_a_record_that_is_no_more_changes_nothing(recorder):
+    old = note(recorder, 1)
+    for place in range(2, 1500):
+        note(recorder, place)
+    recorder.ended(old, 5.0)
+    recorder.failed(old, "late", 5.0)
+    assert {call.state for call in read(recorder).calls} == {"in flight"}
+
+
+def test_texts_without_end_leave_those_of_the_records_readable(recorder):
+    for place in range(1, 12_000):  # some 5 MB of texts, in 2 MB
+        recorder.note(
+            recorder.learn(place, ("g" * 300, f"k{place}", "l", "op", "of", "x" * 200 + f":{place}"), None),
+            -1, place, 1, -1, 0, 1.0, 1.0,
+        )  # fmt: skip
+        recorder.failed(place, f"failure {place} " + "y" * 2000, 2.0)
+    found = read(recorder)
+    assert len(found.calls) == 1024
+    assert all(call.lane_key == f"k{call.sequence}" for call in found.calls)
+    assert all(call.place.endswith(f"x:{call.sequence}") for call in found.calls)
+    assert all(call.failure.startswith(f"failure {call.sequence} y") for call in found.calls)
+    assert len({call.group for call in found.calls}) == 1
+
+
+def test_long_names_are_cut_and_stay_apart():
+    one, other = layout.joined(["a" * 100 + "b" * 100]), layout.joined(["c" * 100 + "b" * 100])
+    assert len(one) == len(other) == layout.PARTS[0]
+    assert one != other
+    assert layout.parted(layout.joined(["x\x1fy", "z"])) == ["x?y", "z"]
+
+
+def test_another_process_reads_it(recorder):
+    note(recorder, 5)
+    descriptors = list(shared_memory.find(os.getpid(), layout.NAME))
+    assert recorder.descriptor in descriptors
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:  # as another process of this host would
+        memory = shared_memory.look(os.getppid(), recorder.descriptor)
+        found = flight.read(memory)
+        os.write(writer, str(found.calls[-1].sequence).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert os.read(reader, 100) == b"5"
+    os.close(reader)
+
+
+def test_nobody_is_there_to_be_read():
+    assert shared_memory.look(os.getpid(), 10_000) is None
+    assert shared_memory.process_state(os.getpid()) == "R"
+    gone = os.fork()
+    if not gone:
+        os._exit(0)
+    os.waitid(os.P_PID, gone, os.WEXITED | os.WNOWAIT)
+    assert shared_memory.process_state(gone) == "Z"
+    os.waitpid(gone, 0)
+    assert shared_memory.process_state(gone) == ""
+    assert list(shared_memory.find(gone, layout.NAME)) == []
+
+
+def test_a_descriptor_is_given_back(recorder):
+    before = len(os.listdir("/proc/self/fd"))
+    other = flight.Recorder(0, 1)
+    other.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    note(other, 1)  # whoever still has a call to tell of may
+
+
+def test_a_record_that_is_being_written_is_left_out(recorder):
+    note(recorder, 1)
+    note(recorder, 2)
+    at = layout.RECORDS_AT + 2 * layout.RECORD.size
+    memory = bytearray(recorder.buffer)
+    struct.pack_into("=Q", memory, at, 2 + layout.RECORDS)  # its first word is of the next round
+    found = flight.read(bytes(memory))
+    assert [call.sequence for call in found.calls] == [1]
+
+
+@given(st.data())
+def test_any_bytes_are_read_without_failing(data):
+    recorder = flight.Recorder(0, 2)
+    lane = recorder.lane("world", "default")
+    note(recorder, 1, lane=lane)
+    memory = bytearray(recorder.buffer)
+    recorder.close()
+    for _ in range(20):
+        at = data.draw(st.integers(40, layout.RECORDS_AT + 4 * layout.RECORD.size) | st.integers(0, 7))
+        noise = data.draw(st.binary(min_size=1, max_size=64))
+        memory[at : at + len(noise)] = noise
+    assert len(memory) == layout.SIZE_BYTES
+    found = flight.read(bytes(memory))
+    assert found is None or all(call.state for call in found.calls)
+
+
+def test_what_is_no_recorders_is_not_read():
+    assert flight.read(b"") is None
+    assert flight.read(bytes(layout.SIZE_BYTES)) is None
