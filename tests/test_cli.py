@@ -434,6 +434,19 @@ WRONG = {
     "no-program": (["run"], "required: program"),
     "unknown-flag": (["run", "--nprocs", "2", __file__], "unrecognized arguments: --nprocs"),
     "word-for-number": (["run", "-n", "two", __file__], "two"),
+    "no-ranks": (["run", "-n", "0", __file__], "-n 0: expected at least one rank"),
+    "fewer-than-no-ranks": (["run", "-n", "-1", __file__], "-n -1: expected at least one rank"),
+    "no-hosts": (["run", "--nnodes", "0", __file__], "--nnodes 0: expected at least one host"),
+    "host-beyond-the-last": (
+        ["run", "--nnodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1", __file__],
+        "--node-rank 2: expected a number from 0 to 1, as --nnodes is 2",
+    ),
+    "port-beyond-the-last": (["run", "--master-port", "65536", __file__], "--master-port 65536: expected"),
+    "port-below-the-first": (["run", "--master-port", "-5", __file__], "--master-port -5: expected"),
+    "nowhere-to-log": (
+        ["run", "--log-dir", "/dev/null/logs", __file__],
+        "--log-dir /dev/null/logs cannot be",
+    ),
     "nodes-backwards": (["run", "--nnodes", "2:1", __file__], "min_nodes"),
     "nowhere-to-meet": (["run", "--nnodes", "2", __file__], "--master-addr HOST is missing.*--rdzv-endpoint"),
     "which-host": (

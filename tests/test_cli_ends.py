@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from asynccoll.backends.api import tcpstore
 from asynccoll.launch import processes
 from jobs import LIMIT_S, on_linux
 
@@ -17,15 +18,39 @@ from jobs import LIMIT_S, on_linux
 HASTY = f"""
 import sys
 from asynccoll.cli.entry import main
+from asynccoll.backends.api import tcpstore
 from asynccoll.launch import processes
 assert processes._INTERRUPT_GRACE_S == {processes._INTERRUPT_GRACE_S}
 processes._INTERRUPT_GRACE_S = 0.2
 sys.exit(main(sys.argv[3:]))
 """
 
+#: The launcher that does not wait for names that nobody knows yet.
+IMPATIENT = f"""
+import sys
+from asynccoll.backends.api import tcpstore
+from asynccoll.cli.entry import main
+assert tcpstore._NAME_SECONDS == {tcpstore._NAME_SECONDS}
+tcpstore._NAME_SECONDS = 0.1
+sys.exit(main(sys.argv[3:]))
+"""
+
+#: The launcher that says when it knocks at the first host's door.
+TELLS_ATTEMPTS = """
+import socket, sys
+from asynccoll.cli.entry import main
+knock = socket.create_connection
+def told(*where):
+    print("knocking", flush=True)
+    return knock(*where)
+socket.create_connection = told
+sys.exit(main(sys.argv[3:]))
+"""
+
 
 @on_linux
-def test_a_handler_of_sigterm_is_not_entered_twice(start, script):
+@pytest.mark.parametrize("to", [os.kill, os.killpg], ids=["launcher", "group"])
+def test_a_handler_of_sigterm_is_not_entered_twice(start, script, to):
     """It may be writing a checkpoint, which takes longer than the launcher waits after Ctrl-C."""
     script("""
         import signal, sys
@@ -42,9 +67,58 @@ def test_a_handler_of_sigterm_is_not_entered_twice(start, script):
     """)
     job = start("run", "-n", 2, "program.py", python=(sys.executable, "-c", HASTY))
     assert job.lines(2) == ["ready", "ready"]
-    job.process.send_signal(signal.SIGTERM)
+    to(job.process.pid, signal.SIGTERM)
     assert job.lines(2) == ["saved", "saved"]
     assert job.wait()[0] == 128 + signal.SIGTERM
+
+
+@on_linux
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_ctrl_c_ends_ranks_in_native_code(start, script, again):
+    """Python cannot notice it there: SIGTERM follows, or at a second Ctrl-C at once SIGKILL."""
+    script("""
+        import threading
+        from datetime import timedelta
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        threading.Timer(0.05, print, ["ready"]).start()  # from beside the main thread, which is in there
+        store.wait(["what nobody sets"], timedelta(seconds=1000))
+    """)
+    hasty = () if again else (sys.executable, "-c", HASTY)
+    job = start("run", "-n", 2, "program.py", **({"python": hasty} if hasty else {}))
+    assert job.lines(2) == ["ready", "ready"]
+    job.process.send_signal(signal.SIGINT)
+    if again:
+        job.process.send_signal(signal.SIGINT)
+    code, output, errors = job.wait()
+    assert (code, output) == (128 + signal.SIGINT, "")
+    assert errors == "asynccoll run: interrupted; all ranks stopped\n"
+    assert job.left() == []
+
+
+@on_linux
+def test_a_second_sigterm_kills_ranks_that_are_still_saving(start, script):
+    script("""
+        import signal
+
+        def save(*_):
+            print("saving")
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            while True:
+                signal.pause()
+
+        signal.signal(signal.SIGTERM, save)
+        print("ready")
+        signal.pause()
+    """)
+    job = start("run", "-n", 2, "program.py")
+    assert job.lines(2) == ["ready", "ready"]
+    job.process.send_signal(signal.SIGTERM)
+    assert job.lines(2) == ["saving", "saving"]
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == (128 + signal.SIGTERM, "", "asynccoll run: got SIGTERM; all ranks stopped\n")
+    assert job.left() == []
 
 
 def free_port() -> int:
@@ -84,6 +158,45 @@ def test_a_port_that_is_taken_is_told_in_a_line(start, script, hosts):
     assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (["--rdzv-backend", "pigeon", "--rdzv-endpoint", "127.0.0.1:1"], "'pigeon' is not registered"),
+        (["--node-rank", 1, "--master-addr", "no-such-host.invalid"], "no-such-host.invalid:29500"),
+        (["--node-rank", 0, "--master-addr", "no-such-host.invalid"], "no-such-host.invalid:29500"),
+    ],
+    ids=["unknown-backend", "unknown-first-host", "unknown-own-name"],
+)
+def test_a_place_where_hosts_cannot_meet_is_told_in_a_line(start, script, where, said):
+    """torch tells of each attempt to connect by twenty lines of its own insides."""
+    script("")
+    job = start("run", "--nnodes", 2, *where, "program.py", python=(sys.executable, "-c", IMPATIENT))
+    code, output, errors = job.wait()
+    assert (code, output) == (2, "")
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+@on_linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_host_that_comes_before_the_first_waits_in_silence(start, script, number):
+    """And hears signals meanwhile."""
+    script("")
+    # Bound and not listening: whoever knocks is turned away, as by a host whose agent is not there yet.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        where = ["--node-rank", 1, "--master-addr", "127.0.0.1", "--master-port", port]
+        job = start("run", "--nnodes", 2, *where, "program.py", python=(sys.executable, "-c", TELLS_ATTEMPTS))
+        job.lines(2)
+        job.process.send_signal(number)
+        code, _, errors = job.wait()
+    assert code == 128 + number
+    assert errors.count("all ranks stopped") == 1
+    assert len(errors.splitlines()) == 1
+    assert job.left() == []
+
+
 @on_linux
 def test_a_rank_that_is_stopped_on_its_way_out_ends_with_its_own_code(tmp_path, start, script):
     """Where every rank raises, the launcher stops some that have told why and not ended yet."""
@@ -109,6 +222,22 @@ def test_a_rank_that_is_stopped_on_its_way_out_ends_with_its_own_code(tmp_path, 
 
 
 @on_linux
+def test_programs_that_are_no_scripts_end_as_scripts_do(start):
+    """With their own exit code, and at Ctrl-C."""
+    code, output, errors = start(
+        "run", "-n", 2, "--no-python", "sh", "-c", "echo out; exit $((RANK * 7))"
+    ).wait()
+    assert (code, output) == (7, "out\nout\n")
+    assert "rank 1 failed" in errors
+    assert "exit code 7" in errors
+    job = start("run", "-n", 2, "--no-python", "sh", "-c", "echo ready; sleep 1000; echo never")
+    assert job.lines(2) == ["ready", "ready"]
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == (128 + signal.SIGINT, "", "asynccoll run: interrupted; all ranks stopped\n")
+    assert job.left() == []
+
+
+@on_linux
 def test_programs_that_are_no_scripts_die_with_the_launcher_too(start):
     program = "import os, signal; os.write(1, b'%d\\n' % os.getpid()); signal.pause()"
     job = start("run", "-n", 2, "--no-python", sys.executable, "-c", program)
@@ -117,6 +246,17 @@ def test_programs_that_are_no_scripts_die_with_the_launcher_too(start):
     for end in ends:
         assert select.select([end], [], [], LIMIT_S / 2)[0], "a rank lives on"
         os.close(end)
+
+
+def test_a_program_that_cannot_be_run_is_told_in_a_line(tmp_path, start):
+    """Here, what Linux does not know how to start."""
+    program = tmp_path / "program"
+    program.write_text("echo no interpreter is named\n")
+    program.chmod(0o755)
+    code, output, errors = start("run", "-n", 1, "--no-python", program).wait()
+    assert (code, output) == (126, "")
+    assert f"{program} cannot be run: Exec format error" in errors
+    assert "Traceback" not in errors
 
 
 @on_linux

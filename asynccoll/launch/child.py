@@ -28,11 +28,13 @@ import time
 import traceback
 import types
 from pathlib import Path
+from typing import NoReturn
 
 #: Beside the error file: the stack of a rank that crashed in native code.
 CRASH_FILE = "crash.txt"
 
 _PR_SET_PDEATHSIG = 1
+_CANNOT_EXECUTE = 126
 
 #: Names the directory where each rank under such a launcher leaves its process number and how it failed.
 ERROR_DIRECTORY = "ASYNCCOLL_ERROR_DIRECTORY"
@@ -49,7 +51,7 @@ def main() -> None:
     kind, target, *arguments = sys.argv[1:]
     die_with_launcher()
     if kind == "program":
-        os.execv(target, [target, *arguments])  # noqa: S606 - becoming it is the purpose
+        _become(target, arguments)
     error_file = _error_file()
     if error_file and not faulthandler.is_enabled():
         faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
@@ -74,6 +76,15 @@ def main() -> None:
             record(Path(error_file), error, shown=not quiet)
         _set_excepthook(quiet=quiet)
         raise
+
+
+def _become(program: str, arguments: list[str]) -> NoReturn:
+    """Go on as another program; the exit code is a shell's where that cannot be."""
+    try:
+        os.execv(program, [program, *arguments])  # noqa: S606 - becoming it is the purpose
+    except OSError as error:
+        print(f"asynccoll run: {program} cannot be run: {error.strerror}", file=sys.stderr)
+        sys.exit(_CANNOT_EXECUTE)
 
 
 def die_with_launcher() -> None:

@@ -24,15 +24,22 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.backends.api.tcpstore import await_name, await_server
+from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, loopback, processes
+from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
 from asynccoll.launch.request import RunRequest
 
 __all__ = ["run"]
+
+#: torchrun's default for --master-port.
+_PORT = 29500
+_LAST_PORT = 65535
 
 
 def run(request: RunRequest) -> int:
@@ -44,12 +51,15 @@ def run(request: RunRequest) -> int:
     temporary = not given.log_dir
     with _log_directory(given) as logs:
         try:
+            _check_numbers(given)
             _check_meeting(given, request.options)
             _set_environment(given, request.backend)
             config, command, arguments = _configure(given)
+            return _launch(config, command, arguments, logs, temporary=temporary)
+        except AsyncCollError:
+            raise
         except (AssertionError, ValueError) as error:  # how torchrun refuses values
             raise InvalidArgumentError(f"{error}; see `asynccoll run --help`") from error
-        return _launch(config, command, arguments, logs, temporary=temporary)
 
 
 def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path, *, temporary: bool) -> int:
@@ -59,6 +69,7 @@ def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path
         stuck=lambda number: _give_up(number, logs if temporary else None),
     )
     try:
+        _await_first_host(config)
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = [_failure(rank, one, logs) for rank, one in error.failures.items()]
@@ -68,12 +79,33 @@ def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path
     except SignalException as stop:
         processes.kill_children()
         return _say_stopped(stop.sigval)
-    except (DistNetworkError, DistStoreError) as error:
+    except (DistNetworkError, DistStoreError, _UnreachableError) as error:
         raise InvalidArgumentError(
             f"the hosts cannot meet at {config.rdzv_endpoint}: {str(error).splitlines()[0]}; choose another "
             "address or port (--master-addr, --master-port or --rdzv-endpoint), the same on all hosts"
         ) from error
     return 0
+
+
+class _UnreachableError(Exception):
+    """Where the hosts are told to meet, nobody can be reached."""
+
+
+def _await_first_host(config: LaunchConfig) -> None:
+    """Return once a host that is told its number can reach the first one.
+
+    torch would wait in native code, where no signal is heard, and tell of each attempt in twenty lines.
+    """
+    if config.rdzv_backend != "static":
+        return
+    host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_PORT)
+    try:
+        if config.rdzv_configs["rank"] == 0:
+            await_name(host)
+        else:
+            await_server(host, port, float(config.rdzv_configs["timeout"]))
+    except OSError as error:
+        raise _UnreachableError(error.strerror or str(error)) from error
 
 
 def _say_stopped(number: signal.Signals) -> int:
@@ -123,7 +155,7 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
         given.rdzv_endpoint = f"{loopback.ADDRESS}:{given.master_port or 0}"
         given.rdzv_id = uuid.uuid4().hex
     if given.master_port is None:
-        given.master_port = 29500  # torchrun's
+        given.master_port = _PORT
     given.signals_to_handle = ",".join(_torchs_signals())
     config, command, arguments = torchrun.config_from_args(given)
     assert isinstance(command, str), "--run-path is not offered"
@@ -136,6 +168,22 @@ def _torchs_signals() -> list[str]:
     """The signals that torch is to handle: not those with handlers of ours, nor what nohup had us ignore."""
     names = ("SIGHUP", "SIGQUIT")
     return [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    """Refuse numbers that torch elastic would trip over later, without naming the option."""
+    number_of_ranks(given.nproc_per_node)
+    first, last = torchrun.parse_min_max_nnodes(given.nnodes)
+    if first < 1:
+        raise InvalidArgumentError(f"--nnodes {given.nnodes}: expected at least one host")
+    if given.rdzv_backend == "static" and not given.standalone and not 0 <= given.node_rank < last:
+        raise InvalidArgumentError(
+            f"--node-rank {given.node_rank}: expected a number from 0 to {last - 1}, as --nnodes is"
+            f" {given.nnodes}"
+        )
+    port = given.master_port
+    if port is not None and not 0 <= port <= _LAST_PORT:
+        raise InvalidArgumentError(f"--master-port {port}: expected a number up to {_LAST_PORT}")
 
 
 def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool]) -> None:
@@ -167,7 +215,7 @@ def _set_environment(given: argparse.Namespace, backend: str | None) -> None:
     """What the ranks inherit; whatever the user has set stays."""
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend
-    ranks = torchrun.determine_local_world_size(given.nproc_per_node)
+    ranks = number_of_ranks(given.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // max(1, ranks))))
     if not (given.standalone or _one_host(given)):
         # Sharing its own store, torch elastic keeps the address of its first rendezvous and tells no
@@ -197,7 +245,12 @@ def _silence_torch() -> None:
 def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
     """Where ranks leave their error files: where the user says, else somewhere that goes away."""
     if given.log_dir:
-        yield Path(given.log_dir)
+        logs = Path(given.log_dir)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgumentError(f"--log-dir {logs} cannot be made: {error.strerror}") from error
+        yield logs
         return
     with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as made:
         given.log_dir = made

@@ -21,6 +21,7 @@ from pathlib import Path
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, horovodrun, mpiexec, processes
+from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.report import Failure, read_failure, report
@@ -59,7 +60,7 @@ def run_horovod(request: RunRequest) -> int:
 
 def _run(request: RunRequest, engine: _Engine) -> int:
     _refuse(request.options, engine)
-    ranks = _ranks(request.options.get("--nproc-per-node", "1"))
+    ranks = number_of_ranks(request.options.get("--nproc-per-node", "1"))
     launcher = engine.find()
     processes.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as errors:
@@ -84,19 +85,6 @@ def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
             f"`asynccoll run --backend {engine.backend}` starts ranks with {engine.name} on this host, which "
             f"cannot do {what}; for more, call it yourself: `{engine.several_hosts} python script.py`"
         )
-
-
-def _ranks(text: object) -> int:
-    """The number of ranks: a number, ``auto``, ``cpu`` or ``gpu``, as torchrun understands them."""
-    from torch.distributed.run import determine_local_world_size
-
-    try:
-        count: int = determine_local_world_size(str(text))
-    except ValueError as error:
-        raise InvalidArgumentError(f"-n {text}: {error}") from error
-    if count < 1:
-        raise InvalidArgumentError(f"-n {text}: expected at least one rank")
-    return count
 
 
 def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic, sleep
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from asynccoll.backends.api.resolver import without_lookups
 
-__all__ = ["LOOPBACK", "connect", "served"]
+__all__ = ["LOOPBACK", "await_name", "await_server", "connect", "served"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -56,7 +57,7 @@ def connect(
     if listener is not None:
         port = listener.getsockname()[1]
     if knock and not serve:
-        _await_server(host, port, timeout.total_seconds())
+        await_server(host, port, timeout.total_seconds())
     with without_lookups(host, quick=names_are_quick):
         store = dist.TCPStore(
             host,
@@ -82,17 +83,31 @@ def _listener(host: str, port: int) -> socket.socket | None:
     return None
 
 
-def _await_server(host: str, port: int, seconds: float) -> None:
+def await_server(host: str, port: int, seconds: float) -> None:
     """Return when somebody listens there.
 
     Raises:
         OSError: nobody did in time, or (sooner, for it may be misspelt) nobody knows the name.
     """
+    _await(lambda: socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close(), seconds)
+
+
+def await_name(host: str) -> None:
+    """Return when the address of ``host`` is known.
+
+    Raises:
+        OSError: nobody knows the name.
+    """
+    _await(lambda: socket.getaddrinfo(host, None), _NAME_SECONDS)
+
+
+def _await(attempt: Callable[[], object], seconds: float) -> None:
+    """Return once ``attempt`` does not raise."""
     started = monotonic()
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close()
+            attempt()
         except OSError as error:
             unknown = isinstance(error, socket.gaierror)
             if monotonic() - started + pause > (min(seconds, _NAME_SECONDS) if unknown else seconds):
