@@ -126,14 +126,29 @@ def create(
     world_size: int | None,
     timeout: float,
     check: str,
+    memory: bool,
     options: Mapping[str, Any],
 ) -> Context:
     """The context that ``initialize`` asks for."""
     explicit = _check_place(init_method, store, rank, world_size)
     launch = None if explicit else detect(os.environ, expand_hosts=expand_with_scontrol)
     name = _choose(launch) if backend is None else _normal(backend)
-    request = Request(name, launch, init_method, store, rank, world_size, timeout, check, options)
-    return _factory(name)(request)
+    request = Request(name, launch, init_method, store, rank, world_size, timeout, check, memory, options)
+    context = _factory(name)(request)
+    if memory and context.backend.shares_memory and not context.thread_rank and context.has_peers:
+        _share_memory(context)
+    if context.backend.opens_early:
+        context.world.lane().open()
+    return context
+
+
+def _share_memory(context: Context) -> None:
+    """Let ranks of one host meet in memory, beside the backend."""
+    from asynccoll.backends.memory.sharing import share
+
+    assert context.clients is not None
+    nodes = context.nodes or (0,) * context.world_size
+    context.backend = share(context.backend, context.clients, nodes, context.rank, context.timeout)
 
 
 def _check_place(

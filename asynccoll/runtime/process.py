@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 CHECK_VARIABLE = "ASYNCCOLL_CHECK"
+MEMORY_VARIABLE = "ASYNCCOLL_MEMORY"
 BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
 _CHECKS = ("off", "local", "full")
 
@@ -150,6 +151,7 @@ def initialize(
     world_size: int | None = None,
     timeout: float = 1800.0,
     check: str | None = None,
+    memory: bool | None = None,
     **backend_options: Any,
 ) -> None:
     """Join the world; every rank calls it, and from then on collectives go to the others.
@@ -171,6 +173,9 @@ def initialize(
         check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
             ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
+        memory: whether ranks of one host may meet in memory that they share, for tensors on the CPU, numbers and
+            objects, where the backend is gloo or has gloo beside it: the default. The environment variable
+            ``ASYNCCOLL_MEMORY`` (``0``: no) sets it. The same on every rank.
         backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
             ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
 
@@ -198,6 +203,7 @@ def initialize(
         world_size=world_size,
         timeout=timeout,
         check=mode,
+        memory=_uses_memory(memory),
         options=backend_options,
     )
     context.begin()
@@ -211,6 +217,17 @@ def initialize(
         _install_exit_hook()
     for renew in _renewed:
         renew(context)
+
+
+def _uses_memory(memory: bool | None) -> bool:
+    if memory is None:
+        said = os.environ.get(MEMORY_VARIABLE, "1")
+        if said not in ("0", "1"):
+            raise InvalidArgumentError(f"{MEMORY_VARIABLE} must be 0 or 1, got {said!r}")
+        return said == "1"
+    if not isinstance(memory, bool):
+        raise InvalidArgumentError(f"memory must be True, False or None, got {memory!r}")
+    return memory
 
 
 def _check_mode(check: str | None) -> str:

@@ -1,19 +1,18 @@
 """Elements to the wire and back: what a ``Plan`` names, done. Local tensor work, no communication.
 
 ``encode`` gives a contiguous tensor that the backend may send (and, for reductions, overwrite);
-``decode`` turns what came back into the dtype the caller passed. ``reduce_chunks`` is the local half
-of composed reductions.
+``decode`` turns what came back into the dtype the caller passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from asynccoll.plan.spec import HALF, Plan, ReduceOp, Wire
+from asynccoll.plan.spec import Plan, Wire
 
-__all__ = ["decode", "encode", "reduce_chunks"]
+__all__ = ["decode", "encode"]
 
 _TOP_BIT = torch.iinfo(torch.int64).min
 
@@ -86,37 +85,3 @@ _DECODE: dict[Wire, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
     Wire.LOGICAL: lambda wire, dtype: wire.to(dtype),
     Wire.FLIPPED: lambda wire, dtype: _view(wire.bitwise_xor(_TOP_BIT), dtype),
 }
-
-#: ``f(a, b, out=)``; ``out`` may be one of the two
-_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-
-
-def reduce_chunks(
-    chunks: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The chunks of all ranks reduced in rank order, so that every rank gets the same bits.
-
-    Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
-    ``out`` may be the memory of one of the first two chunks.
-    """
-    first = chunks[0]
-    if first.dtype in HALF:
-        wide = reduce_chunks([chunk.float() for chunk in chunks], op)
-        return wide.to(first.dtype) if out is None else out.copy_(wide)
-    if op is ReduceOp.AVG:
-        return reduce_chunks(chunks, ReduceOp.SUM, out).div_(len(chunks))
-    if len(chunks) == 1:
-        return first.clone() if out is None else out.copy_(first)
-    combine = _COMBINE[op]
-    into = combine(first, chunks[1], out=out)
-    for chunk in chunks[2:]:
-        combine(into, chunk, out=into)
-    return into

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from asynccoll.errors import collective_error
+from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.order.job import Program
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.tensors.common import OFFLOAD_BYTES, in_thread
-from asynccoll.tensors.encoding import reduce_chunks
 from asynccoll.transport.completion import Completion
 
 __all__ = ["nodes_first"]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.memory.aliasing import may_overlap, same_memory
 from asynccoll.order.job import Start
 from asynccoll.order.lane import Lane
@@ -26,7 +27,6 @@ from asynccoll.tensors.common import (
     sent_as,
     target_for,
 )
-from asynccoll.tensors.encoding import reduce_chunks
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.tensors.nodes import nodes_first
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from asynccoll.transport.training import Training
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from asynccoll.plan.spec import Capabilities
@@ -26,6 +28,10 @@ class Backend:
     device: torch.device
     #: ``open`` waits for the other members, so that it must not run in a caller's thread.
     open_waits = True
+    #: The first lane is opened when the world comes together, so that who cannot connect learns it there.
+    opens_early = False
+    #: Tensors on the CPU may go through memory that ranks of one host share, instead.
+    shares_memory = False
     #: A call may be over on one rank before its peers have made theirs (a broadcast's root on MPI).
     ends_alone = False
     #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
@@ -43,6 +49,10 @@ class Backend:
         """What it does for tensors on a device of this type."""
         raise NotImplementedError
 
+    def capabilities_among(self, ranks: Sequence[int], device: str) -> Capabilities:
+        """The same in a group of these ranks, where that makes a difference."""
+        return self.capabilities(device)
+
     def open(self, opening: Opening) -> Communicator:
         """A communicator of its own for one lane."""
         raise NotImplementedError
@@ -57,6 +67,9 @@ class Backend:
 
     def prepare_group(self, ranks: tuple[int, ...]) -> None:
         """Every rank calls ``new_group`` with these: here is the chance to register them."""
+
+    def disown(self) -> None:
+        """In a forked child: let go of what only the parent may use."""
 
     def orphaned(self) -> bool:
         """Whether the user has taken away what this world stands on."""

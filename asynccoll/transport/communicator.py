@@ -43,6 +43,8 @@ class Opening:
     #: of how many equal nodes the members are, and this one's node and index there
     nodes: int = 1
     place: tuple[int, int] = (0, 0)
+    #: the types of devices whose tensors somebody else carries: what is opened has collectives for the others
+    carried: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:

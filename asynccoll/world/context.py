@@ -284,6 +284,7 @@ class Context:
         self._lock = host.Lock()
         self.liveness.disown()
         self.recorder.disown()
+        self.backend.disown()
         return [completion for group in self.groups.values() for completion in group.disown(error)]
 
     async def computed(self, value: object) -> None:

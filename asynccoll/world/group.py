@@ -103,7 +103,7 @@ class Group:
         """What planning must know of this group, for tensors on a device of this type."""
         found = self._topologies.get(device)
         if found is None:
-            known = self.context.backend.capabilities(device)
+            known = self.context.backend.capabilities_among(self.ranks, device)
             found = self._topologies[device] = Topology(known, self.size, self.nodes)
         return found
 

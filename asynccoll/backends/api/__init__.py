@@ -17,10 +17,12 @@ from asynccoll.backends.api.request import Request, of_torch
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import mismatch
+from asynccoll import host
 from asynccoll.host import give_way, network
 from asynccoll.host.cores import usable_cores
-from asynccoll.host.store import Exchange, Waiting, values
+from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.memory.aliasing import may_overlap
+from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.modes.captured import as_called, uncast
 from asynccoll.plan.spec import Capabilities, Op, ReduceOp, dtype_name
 from asynccoll.plan.trees import flatten
@@ -48,6 +50,7 @@ __all__ = [
     "Backend",
     "Callback",
     "Capabilities",
+    "Clients",
     "Communicator",
     "Completion",
     "Context",
@@ -74,6 +77,7 @@ __all__ = [
     "dtype_name",
     "flatten",
     "give_way",
+    "host",
     "locate",
     "make_default_group",
     "may_overlap",
@@ -83,6 +87,7 @@ __all__ = [
     "of_torch",
     "own_device",
     "progress",
+    "reduce_chunks",
     "uncast",
     "usable_cores",
     "values",

@@ -27,6 +27,7 @@ class Request:
     world_size: int | None = None
     timeout: float = 1800.0
     check: str = "local"
+    memory: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def take_options(self, *known: str) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def _await_others(opening: Opening, names: list[str], size: int) -> None:
 class C10dBackend(Backend):
     """c10d for one rank: which native backend serves which device, over which store."""
 
+    opens_early = True
+
     def __init__(
         self,
         name: str,
@@ -90,6 +92,7 @@ class C10dBackend(Backend):
         self.device = device
         self.by_device = by_device
         self.orders_lanes = "nccl" in by_device.values()
+        self.shares_memory = by_device.get("cpu") == "gloo"
         self._timeout = timedelta(seconds=timeout)
         self._interface = interface or os.environ.get(network.VARIABLE)
         self._address = address
@@ -116,7 +119,8 @@ class C10dBackend(Backend):
 
         pairs: list[str] = []
         channels = Channels(open_pair, rank, partial(_await_others, opening, pairs, 2))
-        opened = self._communicator(opening, name, rank, opening.size, self.by_device, channels)
+        by_device = {device: native for device, native in self.by_device.items() if device not in opening.carried}
+        opened = self._communicator(opening, name, rank, opening.size, by_device, channels)
 
         def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:
             node, index = opening.place
@@ -146,7 +150,7 @@ class C10dBackend(Backend):
         }
         met = [f"{name}/{device}" for device, native in by_device.items() if native == "gloo"]
         others = partial(_await_others, opening, met, size)
-        return C10dCommunicator(transports, channels, size, others)
+        return C10dCommunicator(transports, channels, size, others, on_cpu=set(self.by_device) == {"cpu"})
 
     def _lasting_native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> Any:
         """One of a lane's: its members have met, and from now on each operation's deadline decides."""
@@ -346,7 +350,6 @@ def create(request: Request) -> Context:
         nodes=met.nodes,
         by_node=met.by_node,
     )
-    context.world.lane().open()
     return context
 
 

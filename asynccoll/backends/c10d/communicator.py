@@ -80,13 +80,19 @@ class C10dCommunicator:
         channels: Channels,
         size: int,
         await_others: Callable[[], object],
+        *,
+        on_cpu: bool,
     ) -> None:
-        """``await_others`` returns when closing it harms nobody who is still opening it."""
+        """``await_others`` returns when closing it harms nobody who is still opening it.
+
+        ``on_cpu``: all tensors are there, whoever carries them.
+        """
         self._transports = transports
         self._await_others = await_others
         self._aborted = False
         self._size = size
         self._channels = channels
+        self._on_cpu = on_cpu
         # The common case, one transport, needs no look at the tensor's device.
         self._only = next(iter(transports.values())) if len(transports) == 1 else None
         self._open_parts: OpenParts | None = None
@@ -168,7 +174,7 @@ class C10dCommunicator:
         return to.complete(to.native.recv([x], src, tag))
 
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        if "cpu" in self._transports and self._only:  # else the peer's tensor may be anywhere
+        if self._on_cpu:  # else the peer's tensor may be anywhere
             self._channels.refuse(role, peer, tag, why)
 
     def barrier(self) -> Completion:

@@ -70,6 +70,8 @@ _LEAVE_SECONDS = 30.0
 class HorovodBackend(Backend):
     """Horovod for one rank."""
 
+    opens_early = True
+
     name = "horovod"
     ad_hoc_groups = False
     joins = True
@@ -218,7 +220,6 @@ def create(request: Request) -> Context:
         # When all have come, all beacons are in the store: from now on the dead can be named.
         hvd.barrier()
         context.liveness.learn(context.world.ranks)
-    context.world.lane().open()
     return context
 
 

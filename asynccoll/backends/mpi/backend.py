@@ -102,6 +102,8 @@ _worlds = count(1)
 class MpiBackend(Backend):
     """MPI for one rank."""
 
+    opens_early = True
+
     name = "mpi"
     ends_alone = True
     training = MpiTraining()
@@ -180,7 +182,6 @@ def create(request: Request) -> Context:
     crowded = identity.nproc_per_node > usable_cores()
     backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
-    context.world.lane().open()
     return context
 
 

@@ -1,0 +1,461 @@
+"""What carries the calls of one lane through shared memory, on one of its ranks.
+
+Whoever comes by moves what can be moved: the caller when it issues, a waiter, the watcher thread. They take turns
+under a lock that is held for one step at a time. A rank posts a step once all have read what was in that slot before;
+it takes a step once all have posted it. So nobody ever waits for a rank that is ahead, and what nobody awaits is posted
+all the same.
+
+**What makes it sound.** Every word has one writer, and says what has been done, never what will be; data is written
+before the word that tells of it, which x86 keeps in order. A step is committed by one store, of a word or of an
+attribute, and whatever is done before that store can be done once more: an interrupt (Ctrl-C) may strike anywhere.
+Steps after a call's first are posted only once all ranks are known to have made that call; so ranks that differ about
+a call have used one step for it, all of them, and go on with the next.
+
+**Nobody sleeps through a word that was written.** Who is about to sleep says so in a word of its own, then looks once
+more; who has written looks at that word afterwards. Between a store and a look at another word stands a fence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from asynccoll.backends.api import Callback, give_way, host, mismatch
+from asynccoll.backends.memory.layout import (
+    ABORTED,
+    ASLEEP,
+    CLOSED,
+    COMBINED,
+    LENGTHS,
+    POSTED,
+    READ,
+    SLOTS,
+    STATE,
+    WATCHING,
+)
+from asynccoll.backends.memory.region import Region
+from asynccoll.errors import CollectiveError, PeerLostError
+
+if TYPE_CHECKING:
+    from asynccoll.backends.memory.exchange import Exchange
+
+__all__ = ["Bells", "Engine"]
+
+#: How far a rank puts data into slots before the others' has been taken: further, it leaves the cache.
+_AHEAD = 3
+#: Looks in a row before the processor is offered to others, and turns given before sleeping: some 20 us, and some
+#: 200. Where ranks share cores, whoever is waited for needs this one.
+_LOOKS, _TURNS = 20, 200
+_LOOKS_WHERE_CROWDED, _TURNS_WHERE_CROWDED = 2, 4
+_STEP_BITS = 0xFFFFFFFF
+
+
+class Bells(Protocol):
+    """How the ranks of a region wake each other. Ranks are indices there."""
+
+    #: more ranks than cores
+    crowded: bool
+
+    def sleep(self, seconds: float) -> None:
+        """Until this rank is woken, or is no longer said to be asleep, or so many seconds have passed."""
+
+    def wake(self, index: int) -> None:
+        """Wake the sleeping threads of a rank."""
+
+    def ring(self, index: int) -> None:
+        """Have the watcher of a rank look at the region."""
+
+    def watch(self, engine: Engine) -> None:
+        """From now on this rank's watcher looks at the region when it is rung."""
+
+    def gone(self) -> Sequence[int]:
+        """The ranks whose processes have ended."""
+
+
+class Engine:
+    """The calls of one rank on one region, in the order in which they were made."""
+
+    def __init__(self, region: Region, bells: Bells, where: str, ranks: Sequence[int]) -> None:
+        """``where`` and ``ranks``: what errors call the lane, and its members."""
+        self.region = region
+        self._bells = bells
+        self._where = where
+        self._ranks = ranks
+        self._words = region.words
+        self._mine = region.mine
+        self._lock = host.Lock()
+        self._fence = host.Lock()
+        self._queue: deque[Exchange] = deque()  # not over
+        self._entering: deque[Exchange] = deque()  # those of which not all steps are posted
+        self._posted = 0  # the latest step
+        self._room = SLOTS  # up to here every slot was seen to be free
+        self._sleepers = 0
+        self._watched = False
+        self._listeners = 0  # calls that are not over and have callbacks
+        self._attended_until = 0.0  # until then somebody waits in place, and moves what there is
+        self._broken: CollectiveError | None = None
+        self._untold: deque[Exchange] = deque()  # over, with callbacks
+        self._looks = range(_LOOKS_WHERE_CROWDED if bells.crowded else _LOOKS)
+        self._turns = _TURNS_WHERE_CROWDED if bells.crowded else _TURNS
+        others = [rank for rank in range(region.size) if rank != region.index]
+        self._bases = list(zip(others, region.others, strict=True))
+
+    # Issuing
+
+    def start(self, exchange: Exchange) -> Exchange:
+        """Accept a call after those before; post what can be posted of it."""
+        with self._lock:
+            if self._broken is not None:
+                exchange.end(self._broken)
+                return exchange
+            self._queue.append(exchange)
+            self._entering.append(exchange)
+            posted = self._post()
+        if posted:
+            self._tell_others()
+        if self._entering:  # it is in several steps, or there is no room: nobody may come by
+            self._watch()
+        return exchange
+
+    # Moving
+
+    def poke(self) -> None:
+        """Move what can be moved, unless somebody is at it. Callbacks are left to the watcher."""
+        self._move_on()
+        if self._untold:
+            self._bells.ring(self.region.index)
+
+    def _move_on(self) -> bool:
+        """One turn under the lock; whether anything moved."""
+        if not self._lock.acquire(False):
+            return False
+        try:
+            moved = self._move()
+        finally:
+            self._lock.release()
+        if moved:
+            self._tell_others()
+        return moved
+
+    def _move(self) -> bool:
+        """Take a step of the oldest call, and post what there is room for."""
+        queue = self._queue
+        taken = bool(queue) and self._take(queue[0])
+        return (bool(self._entering) and self._post()) or taken
+
+    def _post(self) -> bool:
+        """Post steps, in order, as far as there is room; whether there were any."""
+        entering, words = self._entering, self._words
+        before = self._posted
+        while entering:
+            exchange = entering[0]
+            step = self._posted + 1
+            done = step - exchange.first if exchange.first else 0
+            if done:
+                if not (exchange.verified or exchange.finished or self._verify(exchange) or exchange.finished):
+                    break
+                if exchange.finished or done == exchange.steps:
+                    entering.popleft()
+                    continue
+                if step - words[self._mine + READ] > _AHEAD:
+                    break
+            if step > self._room and not self._has_room(step):
+                break
+            slot = step % SLOTS
+            if not done:
+                if exchange.has_length:
+                    words[self._mine + LENGTHS + slot] = exchange.length()
+                self.region.write_text(slot, exchange.text)
+                exchange.put(0, slot)
+                exchange.first = step
+            else:
+                exchange.put(done, slot)
+            words[self._mine + POSTED + slot] = (step & _STEP_BITS) << 32 | exchange.checksum
+            self._posted = step
+            if exchange.steps == 1:
+                entering.popleft()
+        return self._posted != before
+
+    def _has_room(self, step: int) -> bool:
+        """Whether everybody has read what is in the slot of ``step``."""
+        words = self._words
+        read = min(words[self._mine + READ], *(words[base + READ] for base in self.region.others))
+        self._room = read + SLOTS
+        return step <= self._room
+
+    def _all_posted(self, step: int, checksum: int) -> bool:
+        """Whether all ranks have posted ``step`` of the same call."""
+        place, said = POSTED + step % SLOTS, (step & _STEP_BITS) << 32 | checksum
+        words = self._words
+        for base in self.region.others:
+            if words[base + place] != said:
+                return False
+        return True
+
+    def _verify(self, exchange: Exchange) -> bool:
+        """Whether all ranks are known to have made this call; if they have made others, it ends."""
+        step, words = exchange.first, self._words
+        place, said = POSTED + step % SLOTS, (step & _STEP_BITS) << 32 | exchange.checksum
+        for base in self.region.others:
+            if words[base + place] != said:
+                break
+        else:
+            return self._agree(exchange)
+        # Each is read once: between two looks a rank may have posted what is expected.
+        found = [words[base + place] for base in self.region.others]
+        if any(one >> 32 != step & _STEP_BITS for one in found):
+            return False  # somebody has not come
+        if all(one == said for one in found):
+            return self._agree(exchange)
+        self._disagree(exchange)
+        return False
+
+    def _agree(self, exchange: Exchange) -> bool:
+        step, words = exchange.first, self._words
+        if exchange.has_length:
+            place = LENGTHS + step % SLOTS
+            lengths = [words[base + place] for base in self.region.others]
+            lengths.insert(self.region.index, words[self._mine + place])
+            try:
+                exchange.agreed(lengths, step % SLOTS)
+            except CollectiveError as error:  # the same on every rank
+                self._finish(exchange, error)
+                return False
+        exchange.verified = True
+        return True
+
+    def _disagree(self, exchange: Exchange) -> None:
+        slot = exchange.first % SLOTS
+        texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
+        self._finish(exchange, mismatch(self._where, self._ranks, texts))
+
+    def _take(self, exchange: Exchange) -> bool:
+        """Combine and take a step of the oldest call; whether there was one."""
+        words, mine = self._words, self._mine
+        first = exchange.first
+        if not first:
+            return False
+        if not exchange.verified and not self._verify(exchange):
+            return exchange.finished
+        combined = exchange.combines and self._combine(exchange)
+        step = words[mine + READ] + 1
+        if step > self._posted or not self._is_there(exchange, step):
+            return combined
+        exchange.take(step - first, step % SLOTS)
+        words[mine + READ] = step
+        if step - first + 1 == exchange.steps:
+            self._finish(exchange)
+        return True
+
+    def _is_there(self, exchange: Exchange, step: int) -> bool:
+        """Whether all ranks have done their part of that step."""
+        if not exchange.combines:
+            return step == exchange.first or self._all_posted(step, exchange.checksum)
+        place, words = COMBINED + step % SLOTS, self._words
+        return exchange.first + exchange.combined > step and all(
+            words[base + place] == step for base in self.region.others
+        )
+
+    def _combine(self, exchange: Exchange) -> bool:
+        step = exchange.first + exchange.combined
+        if step > self._posted or exchange.combined == exchange.steps:
+            return False
+        if exchange.combined and not self._all_posted(step, exchange.checksum):
+            return False
+        exchange.combine(exchange.combined, step % SLOTS)
+        self._words[self._mine + COMBINED + step % SLOTS] = step
+        exchange.combined += 1
+        return True
+
+    def _finish(self, exchange: Exchange, error: CollectiveError | None = None) -> None:
+        """The oldest call, or one of those behind it about which ranks differ, is over."""
+        queue = self._queue
+        if error is not None and queue[0] is exchange:
+            self._words[self._mine + READ] = exchange.first
+        if error is None or queue[0] is exchange:
+            queue.popleft()
+        else:
+            return  # found too early: it is found again when those before it are over
+        self._end(exchange, error)
+
+    def _end(self, exchange: Exchange, error: CollectiveError | None) -> None:
+        exchange.end(error)
+        if exchange.callbacks is not None:
+            self._listeners -= 1
+            self._untold.append(exchange)
+        if self._sleepers:
+            self._bells.wake(self.region.index)
+
+    # Waking, and being woken
+
+    def _tell_others(self) -> None:
+        """Wake who sleeps until something is written."""
+        self._fence.acquire()
+        self._fence.release()
+        words = self._words
+        for rank, base in self._bases:
+            if words[base + ASLEEP]:
+                words[base + ASLEEP] = 0
+                self._bells.wake(rank)
+            if words[base + WATCHING]:
+                words[base + WATCHING] = 0
+                self._bells.ring(rank)
+
+    def wait(self, exchange: Exchange, seconds: float) -> bool:
+        """Move until that call is over, or so many seconds have passed; whether it is over."""
+        for _ in self._looks:
+            self._move_on()
+            if exchange.finished:
+                break
+        else:
+            self._wait(exchange, host.monotonic() + seconds)
+        if self._untold:
+            self.tell()
+        if self._listeners or self._entering:
+            self._watch()
+        return exchange.finished
+
+    def _wait(self, exchange: Exchange, deadline: float) -> None:
+        self._attended_until = deadline
+        try:
+            self._wait_until(exchange, deadline)
+        finally:
+            self._attended_until = 0.0
+
+    def _wait_until(self, exchange: Exchange, deadline: float) -> None:
+        turns = self._turns
+        while not exchange.finished:
+            if self._move_on():
+                turns = self._turns
+                continue
+            left = deadline - host.monotonic()
+            if left <= 0:
+                return
+            if turns:
+                turns -= 1
+                give_way()
+            else:
+                self._sleep(exchange, left)
+
+    def _sleep(self, exchange: Exchange, seconds: float) -> None:
+        self._sleepers += 1
+        try:
+            self._words[self._mine + ASLEEP] = 1
+            self._fence.acquire()
+            self._fence.release()
+            if not self._move_on() and not exchange.finished and not self._lost():
+                self._bells.sleep(seconds)
+        finally:
+            self._sleepers -= 1
+
+    def listen(self, exchange: Exchange, callback: Callback) -> None:
+        """Call ``callback`` when that call is over: here if it is already, else on the watcher's thread."""
+        with self._lock:  # or it may be over between the look and the appending
+            over = exchange.finished
+            if not over:
+                if exchange.callbacks is None:
+                    exchange.callbacks = []
+                    self._listeners += 1
+                exchange.callbacks.append(callback)
+        if over:
+            callback()
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Have the watcher look from now on, first of all at once if there is something to do."""
+        if not self._watched:
+            self._watched = True
+            self._bells.watch(self)
+        words = self._words
+        words[self._mine + WATCHING] = 1
+        self._fence.acquire()
+        self._fence.release()
+        moved = self._move_on()
+        if moved or self._untold or self._lost():
+            words[self._mine + WATCHING] = 0
+            self._bells.ring(self.region.index)
+
+    def attend(self) -> None:
+        """On the watcher's thread, which was rung: move what can be moved, and tell who listens."""
+        while True:
+            while not self._is_attended() and self._move_on():
+                give_way()
+            self.tell()
+            self._lost()
+            if not self._queue or self._is_attended():
+                return  # who waits has the watcher look again, if that is needed
+            self._words[self._mine + WATCHING] = 1
+            self._fence.acquire()
+            self._fence.release()
+            if not (self._move_on() or self._untold):
+                return
+
+    def _is_attended(self) -> bool:
+        """Whether somebody waits in place, and so moves what there is."""
+        return host.monotonic() < self._attended_until
+
+    def tell(self) -> None:
+        """Call the callbacks of what is over, each once."""
+        untold = self._untold
+        while untold:
+            try:
+                exchange = untold.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            callbacks, exchange.callbacks = exchange.callbacks or [], None
+            for callback in callbacks:
+                callback()
+
+    # Ends
+
+    def _lost(self) -> bool:
+        """End what waits for a rank that has gone; whether there was anything."""
+        if not self._queue:
+            return False
+        gone = self._gone()
+        if not gone:
+            return False
+        with self._lock:
+            while self._move():
+                pass
+            if not self._queue:
+                return True
+            who = ", ".join(str(self._ranks[rank]) for rank in gone)
+            lost = PeerLostError(f"the shared memory of {self._where} was left by rank {who}")
+            self._end_all(lost)
+        self._tell_others()
+        if self._untold:
+            self._bells.ring(self.region.index)
+        return True
+
+    def _gone(self) -> list[int]:
+        """The ranks that will write nothing more."""
+        words = self._words
+        gone = {rank for rank, base in self._bases if words[base + STATE] in (CLOSED, ABORTED)}
+        return sorted(gone | (set(self._bells.gone()) - {self.region.index}))
+
+    def _end_all(self, error: CollectiveError) -> None:
+        self._broken = error
+        queue = self._queue
+        self._entering.clear()
+        while queue:
+            self._end(queue.popleft(), error)
+
+    def stop(self, state: int, error: CollectiveError) -> None:
+        """Leave: end what is in flight here, and soon on the others that wait for this rank."""
+        with self._lock:
+            self._words[self._mine + STATE] = state
+            self._end_all(error)
+        self._tell_others()
+        if self._untold:
+            self._bells.ring(self.region.index)
+
+    @property
+    def all_left(self) -> bool:
+        """Whether no rank uses the region any more."""
+        words = self._words
+        return bool(words[self._mine + STATE]) and all(words[base + STATE] for base in self.region.others)
+
+

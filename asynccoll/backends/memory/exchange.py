@@ -1,0 +1,106 @@
+"""One call in flight, as its waiter sees it: a ``Completion`` that its engine carries through the slots, step by step.
+
+What a step puts into a slot and takes from the others' is a subclass's (``exchanges``). Every method that the engine
+calls may be called again for the same step, after an interrupt, and must come to the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asynccoll.backends.api import Callback, Completion
+
+if TYPE_CHECKING:
+    from asynccoll.backends.memory.engine import Engine
+
+__all__ = ["Exchange"]
+
+
+class Exchange(Completion):
+    """A call that takes ``steps`` steps; None: as many as the rank that needs most, which they tell each other."""
+
+    __slots__ = (
+        "_engine",
+        "_error",
+        "callbacks",
+        "checksum",
+        "combined",
+        "fine",
+        "finished",
+        "first",
+        "steps",
+        "text",
+        "verified",
+    )
+
+    #: steps are combined by each rank in part, before they are taken
+    combines = False
+    #: the ranks must tell each other how much there is
+    has_length = False
+
+    def __init__(self, engine: Engine, checksum: int, text: bytes, steps: int | None) -> None:
+        self._engine = engine
+        self._error: BaseException | None = None
+        self.checksum = checksum
+        self.text = text
+        self.steps = steps
+        #: its first step, once that is posted
+        self.first = 0
+        self.combined = 0
+        #: all ranks have made this very call
+        self.verified = False
+        self.finished = False
+        self.fine = False
+        self.callbacks: list[Callback] | None = None
+
+    # What the engine asks for
+
+    def length(self) -> int:
+        """What the others must know before they can take."""
+        return 0
+
+    def agreed(self, lengths: list[int], slot: int) -> None:
+        """All ranks have made this call, with these lengths, in that slot: now ``steps`` is known.
+
+        What it raises, it raises on every rank.
+        """
+
+    def put(self, step: int, slot: int) -> None:
+        """Copy what belongs to that step into this rank's slot."""
+
+    def combine(self, step: int, slot: int) -> None:
+        """Reduce this rank's part of that step; every rank has put its data."""
+
+    def take(self, step: int, slot: int) -> None:
+        """Read what belongs to that step from the others' slots; every rank has put, and combined, it."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is over. Callbacks are told by whoever may."""
+        self._error = error
+        self.fine = error is None
+        self.finished = True
+
+    # What waiters ask for
+
+    def done(self) -> bool:
+        # A callback may take locks that the caller holds: with any, only a waiter or the watcher ends it.
+        if not self.finished and self.callbacks is None:
+            self._engine.poke()
+        return self.finished
+
+    def wait(self, seconds: float) -> bool:
+        if self.finished:
+            return True
+        return self._engine.wait(self, seconds)
+
+    def add_callback(self, callback: Callback) -> None:
+        if not self.finished:
+            self._engine.listen(self, callback)
+        else:
+            callback()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def writing(self) -> bool:
+        return not self.finished

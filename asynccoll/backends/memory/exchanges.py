@@ -1,0 +1,389 @@
+"""The collectives as steps: what each rank puts into its slot, and what it takes from the slots of all.
+
+Reductions are done in the order of ranks, so that every rank gets the same bits; half precision is summed up in
+float32 and rounded once. Tensors are flat, or rows of one, as the caller has planned them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from asynccoll.backends.api import ReduceOp, reduce_chunks
+from asynccoll.backends.memory.engine import Engine
+from asynccoll.backends.memory.exchange import Exchange
+from asynccoll.errors import CollectiveMismatchError
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllReduceByParts",
+    "AllToAll",
+    "Barrier",
+    "Broadcast",
+    "Gather",
+    "GatherUneven",
+    "Reduce",
+    "ReduceScatter",
+    "Scatter",
+]
+
+#: Parts of a slot begin at multiples of this: no two ranks write to one cache line.
+_LINE_BYTES = 64
+
+
+def _per_step(dtype: torch.dtype, size_bytes: int) -> int:
+    """How many elements go into so many bytes; at least one."""
+    return max(1, size_bytes // dtype.itemsize)
+
+
+def _steps(count: int, per_step: int) -> int:
+    return max(1, -(-count // per_step))
+
+
+class _Whole(Exchange):
+    """A call to which ranks contribute whole tensors of ``count`` elements, a slot's worth at each step."""
+
+    __slots__ = ("_count", "_dtype", "_per_step", "_region")
+
+    def __init__(self, engine: Engine, checksum: int, text: bytes, dtype: torch.dtype, count: int) -> None:
+        self._region = engine.region
+        self._dtype = dtype
+        self._count = count
+        self._per_step = per_step = _per_step(dtype, engine.region.layout.slot_bytes)
+        super().__init__(engine, checksum, text, 1 if count <= per_step else -(-count // per_step))
+
+    def _here(self, step: int) -> int:
+        """How many elements that step has."""
+        return min(self._per_step, self._count - step * self._per_step)
+
+    def _part(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        """What of ``x`` belongs to that step."""
+        return x if self.steps == 1 else x.narrow(0, step * self._per_step, self._here(step))
+
+    def _slots(self, step: int, slot: int) -> list[torch.Tensor]:
+        """What all ranks have put for that step."""
+        return self._region.views(slot, self._dtype, self._here(step))
+
+    def _put(self, x: torch.Tensor, step: int, slot: int) -> None:
+        self._slots(step, slot)[self._region.index].copy_(self._part(x, step))
+
+
+class AllReduce(_Whole):
+    """Everybody reduces everything: ``out`` of all ranks' ``x``, which may be the same memory."""
+
+    __slots__ = ("_op", "_out", "_x")
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
+    ) -> None:
+        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        self._x, self._out, self._op = x, out, op
+
+    def put(self, step: int, slot: int) -> None:
+        self._put(self._x, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        reduce_chunks(self._slots(step, slot), self._op, self._part(self._out, step))
+
+
+class AllReduceByParts(_Whole):
+    """Every rank reduces its part of each step, in its own slot, and takes the parts of the others there."""
+
+    __slots__ = ("_op", "_out", "_x")
+
+    combines = True
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
+    ) -> None:
+        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        self._x, self._out, self._op = x, out, op
+
+    def put(self, step: int, slot: int) -> None:
+        self._put(self._x, step, slot)
+
+    def _bounds(self, step: int, rank: int) -> tuple[int, int]:
+        """Where a rank's part of that step begins, and how many elements it has."""
+        here, size = self._here(step), self._region.size
+        line = max(1, _LINE_BYTES // self._dtype.itemsize)
+        each = -(-here // size)
+        each = -(-each // line) * line
+        start = min(here, rank * each)
+        return start, min(here, start + each) - start
+
+    def combine(self, step: int, slot: int) -> None:
+        mine = self._region.index
+        start, count = self._bounds(step, mine)
+        if count:
+            rows = self._region.views(slot, self._dtype, count, start * self._dtype.itemsize)
+            # This rank's own data is read from where it came: done twice, it comes to the same.
+            sent = self._part(self._x, step).narrow(0, start, count)
+            reduce_chunks([*rows[:mine], sent, *rows[mine + 1 :]], self._op, rows[mine])
+
+    def take(self, step: int, slot: int) -> None:
+        into = self._part(self._out, step)
+        for rank in range(self._region.size):
+            start, count = self._bounds(step, rank)
+            if count:
+                rows = self._region.views(slot, self._dtype, count, start * self._dtype.itemsize)
+                into.narrow(0, start, count).copy_(rows[rank])
+
+
+class Reduce(_Whole):
+    """``x`` of all ranks, reduced into ``x`` of one."""
+
+    __slots__ = ("_dst", "_op", "_x")
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, x: torch.Tensor, dst: int, op: ReduceOp
+    ) -> None:
+        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        self._x, self._dst, self._op = x, dst, op
+
+    def put(self, step: int, slot: int) -> None:
+        self._put(self._x, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        if self._region.index == self._dst:
+            reduce_chunks(self._slots(step, slot), self._op, self._part(self._x, step))
+
+
+class Broadcast(_Whole):
+    """``x`` of one rank to all others."""
+
+    __slots__ = ("_src", "_x")
+
+    def __init__(self, engine: Engine, checksum: int, text: bytes, x: torch.Tensor, src: int) -> None:
+        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        self._x, self._src = x, src
+
+    def put(self, step: int, slot: int) -> None:
+        if self._region.index == self._src:
+            self._put(self._x, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        if self._region.index != self._src:
+            self._part(self._x, step).copy_(self._slots(step, slot)[self._src])
+
+
+class Gather(_Whole):
+    """``x`` of all ranks into ``rows``, which are given on one of them (``AllGather``: on all)."""
+
+    __slots__ = ("_rows", "_x")
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, rows: Sequence[torch.Tensor] | None, x: torch.Tensor
+    ) -> None:
+        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        self._x, self._rows = x, rows
+
+    def put(self, step: int, slot: int) -> None:
+        self._put(self._x, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        if self._rows is not None:
+            for row, sent in zip(self._rows, self._slots(step, slot), strict=True):
+                self._part(row, step).copy_(sent)
+
+
+class AllGather(Gather):
+    """``x`` of all ranks into the flat ``out`` of each."""
+
+    __slots__ = ("_out",)
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor
+    ) -> None:
+        self._out = out
+        super().__init__(engine, checksum, text, None, x)
+
+    def take(self, step: int, slot: int) -> None:
+        slots = self._slots(step, slot)
+        if self.steps == 1:
+            torch.cat(slots, out=self._out)
+            return
+        count = self._count
+        for rank, sent in enumerate(slots):
+            self._out.narrow(0, rank * count + step * self._per_step, sent.numel()).copy_(sent)
+
+
+class _Split(Exchange):
+    """A call to which ranks contribute a part for each rank: a slot has as many places as there are ranks."""
+
+    __slots__ = ("_dtype", "_per_step", "_place_bytes", "_region")
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, dtype: torch.dtype, count: int | None
+    ) -> None:
+        """``count``: elements of a part, if that is the same for all."""
+        region = self._region = engine.region
+        self._dtype = dtype
+        place = region.layout.slot_bytes // region.size
+        self._place_bytes = place // _LINE_BYTES * _LINE_BYTES or place // dtype.itemsize * dtype.itemsize
+        self._per_step = _per_step(dtype, self._place_bytes)
+        super().__init__(engine, checksum, text, None if count is None else _steps(count, self._per_step))
+
+    def _here(self, count: int, step: int) -> int:
+        """How many elements of a part of ``count`` that step has."""
+        return max(0, min(self._per_step, count - step * self._per_step))
+
+    def _places(self, slot: int, of: int, count: int) -> list[torch.Tensor]:
+        """What all ranks have put there for rank ``of``."""
+        return self._region.views(slot, self._dtype, count, of * self._place_bytes)
+
+    def _put_part(self, part: torch.Tensor, of: int, step: int, slot: int) -> None:
+        here = self._here(part.numel(), step)
+        if here:
+            place = self._places(slot, of, here)[self._region.index]
+            place.copy_(part.narrow(0, step * self._per_step, here))
+
+
+class ReduceScatter(_Split):
+    """Into ``out`` the reduction of this rank's part of every rank's flat ``x``."""
+
+    __slots__ = ("_op", "_out", "_parts")
+
+    def __init__(
+        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
+    ) -> None:
+        super().__init__(engine, checksum, text, x.dtype, out.numel())
+        self._out, self._op = out, op
+        self._parts = x.view(engine.region.size, -1).unbind(0)
+
+    def put(self, step: int, slot: int) -> None:
+        for of, part in enumerate(self._parts):
+            self._put_part(part, of, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        here = self._here(self._out.numel(), step)
+        if here:
+            into = self._out.narrow(0, step * self._per_step, here)
+            reduce_chunks(self._places(slot, self._region.index, here), self._op, into)
+
+
+class Scatter(_Split):
+    """Into ``out`` this rank's part of those that one rank gives."""
+
+    __slots__ = ("_out", "_parts", "_src")
+
+    def __init__(
+        self,
+        engine: Engine,
+        checksum: int,
+        text: bytes,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor] | None,
+        src: int,
+    ) -> None:
+        super().__init__(engine, checksum, text, out.dtype, out.numel())
+        self._out, self._parts, self._src = out, parts, src
+
+    def put(self, step: int, slot: int) -> None:
+        for of, part in enumerate(self._parts or ()):
+            self._put_part(part, of, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        here = self._here(self._out.numel(), step)
+        if here:
+            sent = self._places(slot, self._region.index, here)[self._src]
+            self._out.narrow(0, step * self._per_step, here).copy_(sent)
+
+
+class AllToAll(_Split):
+    """Parts of ``x`` to all ranks, and theirs into ``out``, which may be of any length."""
+
+    __slots__ = ("_in", "_out", "_splits")
+
+    has_length = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        checksum: int,
+        text: bytes,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+    ) -> None:
+        """``splits``: elements of each part of ``out``, and of ``x``."""
+        super().__init__(engine, checksum, text, x.dtype, None)
+        self._splits = splits
+        self._out = [out.narrow(0, end - size, size) for size, end in _ends(splits[0])]
+        self._in = [x.narrow(0, end - size, size) for size, end in _ends(splits[1])]
+
+    def length(self) -> int:
+        return _steps(max(*self._splits[0], *self._splits[1]), self._per_step)
+
+    def agreed(self, lengths: list[int], slot: int) -> None:
+        if not self._region.splits_fit(slot):
+            raise CollectiveMismatchError(
+                "all_to_all: a rank gives another one more, or less, than that one takes from it; each rank's "
+                "input_split_sizes[j] must be output_split_sizes[i] of rank j, i being its own rank (nothing was "
+                "sent; the lane is still usable)"
+            )
+        self.steps = max(lengths)
+
+    def put(self, step: int, slot: int) -> None:
+        if step == 0:
+            self._region.write_splits(slot, *self._splits)
+        for of, part in enumerate(self._in):
+            self._put_part(part, of, step, slot)
+
+    def take(self, step: int, slot: int) -> None:
+        for rank, into in enumerate(self._out):
+            here = self._here(into.numel(), step)
+            if here:
+                sent = self._places(slot, self._region.index, here)[rank]
+                into.narrow(0, step * self._per_step, here).copy_(sent)
+
+
+def _ends(splits: Sequence[int]) -> zip[tuple[int, int]]:
+    return zip(splits, accumulate(splits), strict=True)
+
+
+class GatherUneven(_Whole):
+    """Every rank's flat ``x``, of whatever length, into tensors of their own: ``rows``, once it is over."""
+
+    __slots__ = ("_x", "rows")
+
+    has_length = True
+
+    def __init__(self, engine: Engine, checksum: int, text: bytes, x: torch.Tensor) -> None:
+        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        self.steps = None
+        self._x = x
+        self.rows: list[torch.Tensor] = []
+
+    def length(self) -> int:
+        return self._x.numel()
+
+    def agreed(self, lengths: list[int], slot: int) -> None:
+        self.steps = max(_steps(length, self._per_step) for length in lengths)
+        self.rows = [torch.empty(length, dtype=self._dtype, device="cpu") for length in lengths]
+
+    def _of(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        start = step * self._per_step
+        return x[start : start + self._per_step]
+
+    def put(self, step: int, slot: int) -> None:
+        part = self._of(self._x, step)
+        if part.numel():
+            self._region.views(slot, self._dtype, part.numel())[self._region.index].copy_(part)
+
+    def take(self, step: int, slot: int) -> None:
+        for rank, row in enumerate(self.rows):
+            into = self._of(row, step)
+            if into.numel():
+                into.copy_(self._region.views(slot, self._dtype, into.numel())[rank])
+
+
+class Barrier(Exchange):
+    """Nothing moves."""
+
+    __slots__ = ()
+
+    def __init__(self, engine: Engine, checksum: int, text: bytes) -> None:
+        super().__init__(engine, checksum, text, 1)

@@ -1,0 +1,176 @@
+"""The ranks of one host that have proved to share memory, and what each holds of the others.
+
+They meet over a socket without a path, whose name one of them tells in the store. Each hands in descriptors, which
+the first one passes on to all: of its arena, to map; of a bell, to ring; and of its own process, which becomes
+readable when that has ended. Then every rank writes a word into every arena and reads those of the others there:
+only who finds all of them shares memory, whatever its host is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from asynccoll.backends.memory.arena import PAGE, Arena, map_region
+
+__all__ = ["MOST_RANKS", "Descriptors", "Failed", "Meeting", "hand_in", "own", "prove", "write_words"]
+
+#: What one message may carry in descriptors, by the kernel's limit of 253.
+MOST_RANKS = 64
+_WORD_BYTES = 16
+_TOKEN_BYTES = 16
+_ASK_SECONDS = 0.05
+#: Within so long whoever connects has said who it is.
+_SAYS_SOON_SECONDS = 2.0
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+
+
+class Failed(Exception):  # noqa: N818  # it is no error: another transport is there
+    """They do not share memory; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """What a rank hands in, or got of another."""
+
+    arena: int
+    bell: int
+    process: int
+
+    def all(self) -> tuple[int, int, int]:
+        return self.arena, self.bell, self.process
+
+    def close(self) -> None:
+        for descriptor in self.all():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def own(arena: Arena) -> Descriptors:
+    """What this rank hands in."""
+    return Descriptors(
+        arena.descriptor,
+        os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
+        os.pidfd_open(os.getpid()),
+    )
+
+
+class Meeting:
+    """Where the first rank of a node waits for the others."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0asynccoll-{secrets.token_hex(16)}")
+        self._listener.listen(MOST_RANKS)
+
+    @property
+    def address(self) -> str:
+        """What the others must know, as a line of text."""
+        name = self._listener.getsockname()
+        return json.dumps([name[1:].decode(), self.token.hex()])
+
+    def gather(
+        self, count: int, mine: Descriptors, seconds: float, given_up: Callable[[], bool]
+    ) -> list[Descriptors]:
+        """Take what ``count`` other ranks hand in, and give all of them everything; in the order of ranks.
+
+        Raises ``Failed`` if somebody does not come, which ``given_up`` may know sooner than the clock.
+        """
+        deadline = monotonic() + seconds
+        came: dict[int, tuple[socket.socket, Descriptors]] = {}
+        try:
+            while len(came) < count:
+                index, connection, handed = self._accept(deadline, given_up)
+                came[index] = connection, handed
+            everything = [mine, *(came[index][1] for index in sorted(came))]
+            descriptors = [descriptor for one in everything for descriptor in one.all()]
+            for connection, _ in came.values():
+                socket.send_fds(connection, [b"all"], descriptors)
+        except (OSError, KeyError, ValueError) as error:
+            raise Failed(f"a rank of this host could not be met: {error}") from error
+        finally:
+            self._listener.close()
+            for connection, _ in came.values():
+                connection.close()
+        return everything
+
+    def _accept(self, deadline: float, given_up: Callable[[], bool]) -> tuple[int, socket.socket, Descriptors]:
+        """The next rank that knows the token; anybody else is turned away."""
+        while True:
+            self._listener.settimeout(_ASK_SECONDS)
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if monotonic() >= deadline or given_up():
+                    raise Failed("a rank of this host did not come to where they meet") from None
+                continue
+            handed = None
+            if _user_of(connection) == os.getuid():
+                connection.settimeout(_SAYS_SOON_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    handed = self._take(connection)
+            if handed is not None:
+                return handed[0], connection, handed[1]
+            connection.close()
+
+    def _take(self, connection: socket.socket) -> tuple[int, Descriptors] | None:
+        """Which rank this is, and what it hands in; None if it does not know the token."""
+        data, found, _, _ = socket.recv_fds(connection, _TOKEN_BYTES + 4, 3)
+        if data[:_TOKEN_BYTES] == self.token and len(found) == 3:
+            return int.from_bytes(data[_TOKEN_BYTES:], "little"), Descriptors(*found)
+        for descriptor in found:
+            os.close(descriptor)
+        return None
+
+
+def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: float) -> list[Descriptors]:
+    """Give what this rank, number ``index`` on its node, has to the first; what all have, in their order."""
+    name, token = json.loads(address)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+            line.settimeout(seconds)
+            line.connect(f"\0{name}")
+            if _user_of(line) != os.getuid():
+                raise Failed("the first rank of this host is another user's")
+            socket.send_fds(line, [bytes.fromhex(token) + index.to_bytes(4, "little")], list(mine.all()))
+            _, found, _, _ = socket.recv_fds(line, 16, 3 * count)
+    except OSError as error:
+        raise Failed(f"the first rank of this host cannot be reached: {error}") from error
+    if len(found) != 3 * count:
+        for descriptor in found:
+            os.close(descriptor)
+        raise Failed("the kernel did not pass on what the ranks of this host have handed in")
+    everything = [Descriptors(*found[place : place + 3]) for place in range(0, len(found), 3)]
+    everything[index].close()  # what was handed in, once more
+    everything[index] = mine
+    return everything
+
+
+def _user_of(connection: socket.socket) -> int:
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(said)[1])
+
+
+def write_words(arenas: Sequence[int], index: int) -> str:
+    """Write a word of this rank's into each arena; the word, to be told to the others."""
+    word = secrets.token_bytes(_WORD_BYTES)
+    for descriptor in arenas:
+        page = map_region(descriptor, 0, PAGE)
+        page[index * _WORD_BYTES : (index + 1) * _WORD_BYTES] = word
+    return word.hex()
+
+
+def prove(arenas: Sequence[int], words: Sequence[str]) -> None:
+    """Find the words of all ranks in all arenas; raises ``Failed`` if one is not there."""
+    expected = b"".join(map(bytes.fromhex, words))
+    for descriptor in arenas:
+        if map_region(descriptor, 0, PAGE)[: len(expected)] != expected:
+            raise Failed("what a rank of this host writes is not what another one reads")

@@ -1,0 +1,49 @@
+"""How a thread sleeps until another process wakes it: futexes, on words in memory that both share.
+
+The waiting word is 1 while somebody may sleep; whoever wakes sets it to 0 first. A futex is a call of the kernel that
+Python has no name for; the numbers are those of Linux, the same in every version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Any
+
+__all__ = ["Parking", "supported"]
+
+#: The number of the call on this machine. Only x86-64, which alone keeps stores in order, as the protocol needs.
+_FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine())
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 0x7FFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def supported() -> bool:
+    """Whether threads can sleep so here."""
+    return _libc is not None and _FUTEX is not None
+
+
+class Parking:
+    """Words of one buffer to sleep on, by their place in bytes."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._kept = ctypes.c_char.from_buffer(buffer)
+        self._start = ctypes.addressof(self._kept)
+
+    def sleep(self, place: int, seconds: float) -> None:
+        """While the word is 1, until it is woken, at most so many seconds."""
+        whole = int(seconds)
+        limit = _Timespec(whole, int((seconds - whole) * 1e9))
+        _libc.syscall(_FUTEX, ctypes.c_void_p(self._start + place), _WAIT, 1, ctypes.byref(limit), None, 0)
+
+    def wake(self, place: int) -> None:
+        """Wake all threads, of any process, that sleep on the word."""
+        _libc.syscall(_FUTEX, ctypes.c_void_p(self._start + place), _WAKE, _EVERYBODY, None, None, 0)

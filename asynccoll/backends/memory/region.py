@@ -1,0 +1,85 @@
+"""The memory of one lane as one of its ranks sees it: words, texts, and slots as tensors.
+
+It is a buffer of bytes, whoever made it: memory shared by processes, or an array that simulated ranks share.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asynccoll.backends.memory.layout import BLOCK_WORDS, SLOTS, TEXT_BYTES, Layout
+
+__all__ = ["Region"]
+
+#: How many kinds of tensors a region keeps views for: a view takes as long as a small operation.
+_MOST_VIEWS = 1024
+
+
+class Region:
+    """``buffer`` with ``layout``, seen by the rank number ``index``."""
+
+    def __init__(self, buffer: Any, layout: Layout, index: int) -> None:
+        self.layout = layout
+        self.index = index
+        self.size = layout.size
+        self.buffer = buffer
+        self.bytes = memoryview(buffer).cast("B")
+        self.words: memoryview[int] = self.bytes[: layout.texts].cast("Q")
+        #: where this rank's control block begins, and those of the others, in rank order
+        self.mine = index * BLOCK_WORDS
+        self.others = [rank * BLOCK_WORDS for rank in range(layout.size) if rank != index]
+        with torch.inference_mode(False):
+            self._memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._views: dict[tuple[torch.dtype, int, int, int], list[torch.Tensor]] = {}
+        self._texts: list[bytes | None] = [None] * SLOTS
+
+    def views(self, slot: int, dtype: torch.dtype, count: int, offset: int = 0) -> list[torch.Tensor]:
+        """``count`` elements from the byte ``offset`` of that slot, of each rank."""
+        key = (dtype, count, slot, offset)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            found = self._views[key] = [
+                self._view(rank, slot, dtype, count, offset) for rank in range(self.size)
+            ]
+        return found
+
+    def _view(self, rank: int, slot: int, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+        start = self.layout.slot(rank, slot) + offset
+        with torch.inference_mode(False):  # or no other thread could write to it
+            return self._memory[start : start + count * dtype.itemsize].view(dtype)
+
+    def write_splits(self, slot: int, takes: Sequence[int], gives: Sequence[int]) -> None:
+        """Say how long the parts are that this rank takes from each, and gives to each."""
+        start = self._splits(slot) + self.index * 2 * self.size
+        self.words[start : start + 2 * self.size] = memoryview(array("Q", (*takes, *gives)))
+
+    def splits_fit(self, slot: int) -> bool:
+        """Whether every rank takes as much from each other as that one gives."""
+        start = self._splits(slot)
+        told = torch.frombuffer(self.words[start : start + self.layout.splits_words], dtype=torch.int64)
+        takes, gives = told.view(self.size, 2, self.size).unbind(1)
+        return torch.equal(takes, gives.t())
+
+    def _splits(self, slot: int) -> int:
+        return self.layout.splits // 8 + slot * self.layout.splits_words
+
+    def write_text(self, slot: int, text: bytes) -> None:
+        """Say what this rank's call in that slot is; nearly always what was said there last."""
+        if self._texts[slot] is text:
+            return
+        self._texts[slot] = text
+        start = self.layout.text(self.index, slot)
+        shown = text[: TEXT_BYTES - 1]
+        self.bytes[start : start + len(shown) + 1] = shown + b"\0"
+
+    def text(self, rank: int, slot: int) -> str:
+        """What ``rank`` says that its call in that slot is."""
+        start = self.layout.text(rank, slot)
+        raw = bytes(self.bytes[start : start + TEXT_BYTES])
+        return raw.partition(b"\0")[0].decode(errors="replace")

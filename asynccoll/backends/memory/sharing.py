@@ -1,0 +1,148 @@
+"""A backend whose groups meet in memory where their ranks share it, and go by another backend for the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening
+from asynccoll.backends.memory.communicator import MemoryCommunicator
+from asynccoll.backends.memory.engine import Engine
+from asynccoll.backends.memory.hub import Bells, Hub
+from asynccoll.backends.memory.neighbours import Failed
+from asynccoll.backends.memory.parking import supported
+from asynccoll.backends.memory.tables import MEMORY
+
+if TYPE_CHECKING:
+    from asynccoll.backends.api import Clients, Training
+
+__all__ = ["Sharing", "share"]
+
+_log = logging.getLogger("asynccoll")
+#: Ranks of a host meet within this, or not at all: all of them are there already.
+_MEET_SECONDS = 30.0
+_CPU = frozenset({"cpu"})
+
+
+class Sharing(Backend):
+    """``inner``, but for tensors on the CPU in groups whose ranks share memory."""
+
+    def __init__(self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]) -> None:
+        """``hub``: of this rank's node, if it shares memory; ``apart``: why a node does not, by its number."""
+        self._inner = inner
+        self._hub = hub
+        self._node_of = node_of
+        self._apart = apart
+        self.name = inner.name
+        self.device = inner.device
+        for attribute in _TAKEN_OVER:
+            setattr(self, attribute, getattr(inner, attribute))
+
+    training: Training
+
+    def why_not(self, ranks: Sequence[int]) -> str | None:
+        """Why these ranks do not meet in memory; None if they do."""
+        nodes = {self._node_of[rank] for rank in ranks}
+        if len(nodes) > 1:
+            return f"these ranks are on {len(nodes)} hosts"
+        return self._apart.get(next(iter(nodes)))
+
+    def _shares(self, ranks: Sequence[int]) -> bool:
+        return len(ranks) > 1 and self.why_not(ranks) is None
+
+    def capabilities(self, device: str) -> Capabilities:
+        return self._inner.capabilities(device)
+
+    def capabilities_among(self, ranks: Sequence[int], device: str) -> Capabilities:
+        if device in _CPU and self._shares(ranks):
+            return MEMORY
+        return self._inner.capabilities_among(ranks, device)
+
+    def open(self, opening: Opening) -> Communicator:
+        if not self._shares(opening.ranks):
+            return self._inner.open(opening)
+        rest = self._inner.open(replace(opening, carried=_CPU))
+        return self._in_memory(opening, rest)
+
+    def _in_memory(self, opening: Opening, rest: Communicator) -> MemoryCommunicator:
+        assert self._hub is not None
+        region, parking = self._hub.region(opening)
+        where = f"lane {opening.lane!r} of " + (
+            "the world" if opening.is_world else f"ranks {list(opening.ranks)}"
+        )
+        bells = Bells(self._hub, parking, opening.ranks, opening.rank)
+        return MemoryCommunicator(Engine(region, bells, where, opening.ranks), rest)
+
+    def close(self, *, abort: bool) -> None:
+        self._inner.close(abort=abort)
+        if self._hub is not None:
+            self._hub.close()
+
+    def disown(self) -> None:
+        if self._hub is not None:
+            self._hub.disown()
+        self._inner.disown()
+
+    def native_group(self, opening: Opening, communicator: Any) -> Any:
+        return self._inner.native_group(opening, communicator)
+
+    def prepare_group(self, ranks: tuple[int, ...]) -> None:
+        self._inner.prepare_group(ranks)
+
+    def orphaned(self) -> bool:
+        return self._inner.orphaned()
+
+    def serves_this_thread(self) -> bool:
+        return self._inner.serves_this_thread()
+
+    async def on_host(self, value: object) -> None:
+        await self._inner.on_host(value)
+
+
+#: What is said of the backend as a whole.
+_TAKEN_OVER = (
+    "ad_hoc_groups",
+    "ends_alone",
+    "joins",
+    "open_waits",
+    "opens_early",
+    "orders_lanes",
+    "survives_fork",
+    "training",
+)
+
+
+def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, seconds: float) -> Backend:
+    """``inner`` with memory where the ranks of a node prove to share it: every rank of the world calls this.
+
+    ``node_of``: the node of each rank, by what is said of it. Whether it is true each node finds out for itself, and
+    tells all others.
+    """
+    ranks = [one for one, node in enumerate(node_of) if node == node_of[rank]]
+    node = str(node_of[rank])
+    hub, why = None, ""
+    if not supported():
+        why = "memory between processes is used on Linux and x86-64 alone"
+    elif len(ranks) > 1:
+        try:
+            hub = Hub.meet(clients, node, ranks, rank, min(seconds, _MEET_SECONDS))
+        except Failed as failed:
+            why = str(failed)
+            _log.debug("the ranks of this host do not share memory: %s", why)
+    if rank == ranks[0]:
+        with clients.borrow() as store:
+            store.set(f"memory/{node}/why", why)
+    return Sharing(inner, hub, node_of, _reasons(clients, node_of, seconds))
+
+
+def _reasons(clients: Clients, node_of: Sequence[int], seconds: float) -> dict[int, str]:
+    """Why the ranks of a node do not share memory, for those nodes where they do not."""
+    nodes = sorted(set(node_of))
+    keys = [f"memory/{node}/why" for node in nodes]
+    clients.await_keys(keys, seconds, lambda: False)
+    with clients.borrow() as store:
+        said = [store.get(key).decode() for key in keys]
+    return {node: why for node, why in zip(nodes, said, strict=True) if why}

@@ -1,0 +1,26 @@
+"""What the memory of a host can do, as a row for the planner: torch does the arithmetic."""
+
+from __future__ import annotations
+
+import torch
+
+from asynccoll.backends.api import Capabilities, Op, ReduceOp
+
+__all__ = ["MEMORY"]
+
+_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_MOVED = (torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
+
+MEMORY = Capabilities(
+    backend="memory",
+    ops=frozenset(Op),
+    reduce=(
+        *((dtype, _ARITHMETIC | _BITWISE) for dtype in (*_INTEGERS, torch.bool)),
+        *((dtype, _ARITHMETIC | {ReduceOp.AVG}) for dtype in _FLOATS),
+    ),
+    move=frozenset((*_INTEGERS, *_FLOATS, *_MOVED, torch.bool)),
+    keeps_input=frozenset({Op.ALL_REDUCE, Op.REDUCE}),
+)

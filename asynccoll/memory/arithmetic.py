@@ -1,0 +1,45 @@
+"""Reductions of what several ranks have sent, done here with torch: in rank order, so that all get the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asynccoll.plan.spec import HALF, ReduceOp
+
+__all__ = ["reduce_chunks"]
+
+#: ``f(a, b, out=)``; ``out`` may be one of the two
+_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def reduce_chunks(
+    chunks: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The chunks of all ranks reduced in rank order, so that every rank gets the same bits.
+
+    Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
+    ``out`` may be the memory of one of the first two chunks.
+    """
+    first = chunks[0]
+    if first.dtype in HALF:
+        wide = reduce_chunks([chunk.float() for chunk in chunks], op)
+        return wide.to(first.dtype) if out is None else out.copy_(wide)
+    if op is ReduceOp.AVG:
+        return reduce_chunks(chunks, ReduceOp.SUM, out).div_(len(chunks))
+    if len(chunks) == 1:
+        return first.clone() if out is None else out.copy_(first)
+    combine = _COMBINE[op]
+    into = combine(first, chunks[1], out=out)
+    for chunk in chunks[2:]:
+        combine(into, chunk, out=into)
+    return into
