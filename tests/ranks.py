@@ -50,6 +50,9 @@ GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {
     "xla-tpu": lambda name, _args, _kwargs: name in {"send", "recv"},
 }
 
+#: What is told to `initialize` where a backend under test is one beside another.
+NATIVE = {"memory": "gloo"}
+
 #: How many lanes a group may have. Hundreds of cases share a world here, and have more between them.
 LANES = group.MAX_LANES
 
@@ -296,7 +299,7 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
             os.environ.update(as_launched(place, nodes))
             ac.initialize(place.backend, **options)
         elif not bare:
-            ac.initialize(place.backend, rank=place.rank, world_size=place.size, **options)
+            ac.initialize(NATIVE.get(place.backend, place.backend), rank=place.rank, world_size=place.size, **options)
     except BaseException:
         report("raised", traceback.format_exc())
         raise
