@@ -299,7 +299,9 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
             os.environ.update(as_launched(place, nodes))
             ac.initialize(place.backend, **options)
         elif not bare:
-            ac.initialize(NATIVE.get(place.backend, place.backend), rank=place.rank, world_size=place.size, **options)
+            ac.initialize(
+                NATIVE.get(place.backend, place.backend), rank=place.rank, world_size=place.size, **options
+            )
     except BaseException:
         report("raised", traceback.format_exc())
         raise

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.memory.aliasing import may_overlap, same_memory
+from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.order.job import Start
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op, Plan, ReduceOp, Wire

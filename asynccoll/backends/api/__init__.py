@@ -10,6 +10,7 @@ one's own (``connect``, ``agree_on_store``); ``Exchange`` for who meets there;
 threads that poll or wait (``progress``, ``Waiters``); the launcher's word (``detect``).
 """
 
+from asynccoll import host
 from asynccoll.backends.api.gpu import own_device
 from asynccoll.backends.api.meeting import agree_on_store, make_default_group
 from asynccoll.backends.api.rendezvous import Meeting, locate, meet
@@ -17,7 +18,6 @@ from asynccoll.backends.api.request import Request, of_torch
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import mismatch
-from asynccoll import host
 from asynccoll.host import give_way, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.store import Clients, Exchange, Waiting, values

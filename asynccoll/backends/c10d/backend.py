@@ -119,7 +119,9 @@ class C10dBackend(Backend):
 
         pairs: list[str] = []
         channels = Channels(open_pair, rank, partial(_await_others, opening, pairs, 2))
-        by_device = {device: native for device, native in self.by_device.items() if device not in opening.carried}
+        by_device = {
+            device: native for device, native in self.by_device.items() if device not in opening.carried
+        }
         opened = self._communicator(opening, name, rank, opening.size, by_device, channels)
 
         def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:

@@ -136,7 +136,9 @@ class MemoryCommunicator:
         self._rest.abort()
 
     def _leave(self, state: int) -> None:
-        why = AbortedError("its lane was closed") if state == CLOSED else PeerLostError("its lane was given up")
+        why = (
+            AbortedError("its lane was closed") if state == CLOSED else PeerLostError("its lane was given up")
+        )
         self._engine.stop(state, why)
 
 

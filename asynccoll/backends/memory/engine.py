@@ -153,7 +153,9 @@ class Engine:
             step = self._posted + 1
             done = step - exchange.first if exchange.first else 0
             if done:
-                if not (exchange.verified or exchange.finished or self._verify(exchange) or exchange.finished):
+                if not (
+                    exchange.verified or exchange.finished or self._verify(exchange) or exchange.finished
+                ):
                     break
                 if exchange.finished or done == exchange.steps:
                     entering.popleft()
@@ -457,5 +459,3 @@ class Engine:
         """Whether no rank uses the region any more."""
         words = self._words
         return bool(words[self._mine + STATE]) and all(words[base + STATE] for base in self.region.others)
-
-

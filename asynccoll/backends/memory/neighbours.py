@@ -102,7 +102,9 @@ class Meeting:
                 connection.close()
         return everything
 
-    def _accept(self, deadline: float, given_up: Callable[[], bool]) -> tuple[int, socket.socket, Descriptors]:
+    def _accept(
+        self, deadline: float, given_up: Callable[[], bool]
+    ) -> tuple[int, socket.socket, Descriptors]:
         """The next rank that knows the token; anybody else is turned away."""
         while True:
             self._listener.settimeout(_ASK_SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,9 @@ _CPU = frozenset({"cpu"})
 class Sharing(Backend):
     """``inner``, but for tensors on the CPU in groups whose ranks share memory."""
 
-    def __init__(self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]) -> None:
+    def __init__(
+        self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]
+    ) -> None:
         """``hub``: of this rank's node, if it shares memory; ``apart``: why a node does not, by its number."""
         self._inner = inner
         self._hub = hub
