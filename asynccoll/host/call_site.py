@@ -31,8 +31,8 @@ _RUNNERS = tuple(
 _OURS, _RUNNER, _USERS = 1, 2, 3
 #: What is known of files: looking up is cheaper than comparing. ``contextlib`` leaves blocks for others.
 _kinds: dict[str, int] = {contextlib.__file__: _OURS}
-#: Between here and the user are at least: this, Lane._record, Lane.issue, Call._begin, Call.begin, _start.
-_LEAST_DEPTH = 5
+#: Between here and the user are at least: this, Lane.issue, Call._begin, Call.begin, _start.
+_LEAST_DEPTH = 4
 
 
 class Place(NamedTuple):

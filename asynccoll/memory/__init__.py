@@ -1,4 +1,4 @@
-"""Which tensors may be sent and filled, which share memory, what an earlier call still fills, and how they are reduced.
+"""Which tensors may be sent and filled, which share memory, what an earlier call fills; their reductions.
 
 Knows tensors and who is to fill them; not how, nor over which backend.
 """

@@ -1,4 +1,4 @@
-"""Reductions of what several ranks have sent, done here with torch: in rank order, so that all get the same bits."""
+"""Reductions of what several ranks have sent, with torch and in rank order, so that all get the same bits."""
 
 from __future__ import annotations
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any
 
 from asynccoll.errors import UnsupportedOpError
+from asynccoll.host.call_site import NOWHERE
 from asynccoll.order.stepping import Stepping
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
 
-__all__ = ["Job", "Program", "Start", "returned"]
+__all__ = ["Job", "Program", "Start", "What", "returned"]
 
 #: One native call, given the communicator.
 Start = Callable[[Any], Completion]
 #: Several: each yielded completion is waited for; the last call's is returned.
 Program = Callable[[Any], Generator[Completion, None, Completion]]
+#: What of a call has to be the same on all ranks, besides the native calls that it comes to: shown in errors.
+What = str | tuple[Hashable, ...] | None
 
 
 def returned(completion: Completion | None) -> Completion:
@@ -36,6 +39,7 @@ class Job:
     """A queued operation: how to start it, and the promise that its ``Operation`` waits on."""
 
     __slots__ = (
+        "called",
         "driven",
         "generator",
         "part",
@@ -47,6 +51,7 @@ class Job:
         "step",
         "stream",
         "ticket",
+        "what",
     )
 
     def __init__(
@@ -54,6 +59,7 @@ class Job:
         start: Start | None,
         program: Program | None,
         *,
+        what: What = None,
         driven_by: Callable[[], object] | None = None,
         sent: Callable[[], Iterable[Completion]] = tuple,
     ) -> None:
@@ -61,6 +67,8 @@ class Job:
         self.part = 1  # of those at its place
         self.ticket = 0  # of its record
         self.shares = False  # its place with other parts of one call, some of which may have been issued
+        self.what = what
+        self.called = NOWHERE
         self.start = start
         self.program = program
         self.stream = current()  # the input is ready there, whichever thread issues the call

@@ -28,7 +28,7 @@ from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Cut, Refusal, Verdict
-from asynccoll.order.job import Job, Program, Start, returned
+from asynccoll.order.job import Job, Program, Start, What, returned
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.order.outstanding import Outstanding
 from asynccoll.order.ownership import Owner, Owners, Stream
@@ -86,6 +86,7 @@ class Lane:
         self._out = Outstanding()
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._together = False  # what is accepted now shares one place in the order
+        self._whole: What = None  # what that call is
         self._before: Callable[[], object] | None = None  # what is to be accepted before anything else is
         self._started = 0  # the highest place that was queued and issued since
         self._touched = 0  # the place of the latest call that failed while it was being issued
@@ -121,13 +122,16 @@ class Lane:
         timeout: float | None = None,
         stream: Stream | None = None,
         of: Subject | None = None,
+        what: What = None,
     ) -> Operation:
         """Accept an operation of one native call; issued before this returns if nothing is queued.
 
         ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
         order of its own within the lane (point-to-point messages of one peer and tag), which does not
-        queue behind other streams. ``of`` is what it is of, for the record.
+        queue behind other streams. ``what`` is what has to be the same on all ranks; ``of``, what it is of, for
+        the record.
         """
+        spot = caller()
         if self._before is not None:
             self._accept_before()
         with self._lock:
@@ -135,16 +139,18 @@ class Lane:
             if self._is_free():
                 # First of all the start: what is noted down afterwards costs no latency.
                 try:
+                    if stream is None:
+                        self._announce(what or estimate.name, called_at.get() or spot)
                     completion = returned(start(self._connection.communicator))
                 except BaseException:  # refused by the library, which may have sent something
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
                     raise
-                operation = self._record(estimate, completion, timeout, stream, owner, size_bytes, of)
+                operation = self._record(estimate, completion, timeout, stream, owner, spot, size_bytes, of)
                 queued = False
             else:
-                job = Job(as_called(start), None)
-                operation = self._enqueue(job, estimate, timeout, stream, owner, size_bytes, of)
+                job = Job(as_called(start), None, what=self._of_whole(what or estimate.name))
+                operation = self._enqueue(job, estimate, timeout, stream, owner, spot, size_bytes, of)
                 queued = True
         if queued:
             self._start_queued()
@@ -159,11 +165,12 @@ class Lane:
         size_bytes: int = 0,
         timeout: float | None = None,
         *,
+        what: What = None,
         awaited_soon: bool = False,
         sent: Callable[[], Iterable[Completion]] = tuple,
         of: Subject | None = None,
     ) -> Operation:
-        """Accept an operation of several native calls.
+        """Accept an operation of several native calls; ``what`` is as for ``issue``.
 
         ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
         ``sent``: what the program has started so far, and does not wait for before it goes on. ``of``: see
@@ -171,19 +178,21 @@ class Lane:
         """
         if self._before is not None:
             self._accept_before()
+        spot = caller()
         program = program_as_called(program)
         estimate = self.estimate(name, size_bytes)
         awaited_soon = awaited_soon or waiting.get()
         with self._lock:
             owner = self._admitted_owner(None)
             if awaited_soon and self._is_free():
-                job = Job(None, program, driven_by=self._drive, sent=sent)
+                job = Job(None, program, what=self._of_whole(what or name), driven_by=self._drive, sent=sent)
+                self._announce(what or name, called_at.get() or spot)
                 self._begin(job)
-                operation = self._record(estimate, job.promise, timeout, None, owner, size_bytes, of)
-                job.place, job.part = operation.sequence, operation.part
+                operation = self._record(estimate, job.promise, timeout, None, owner, spot, size_bytes, of)
+                job.place, job.part, job.called = operation.sequence, operation.part, spot
             else:
-                job = Job(None, program, sent=sent)
-                operation = self._enqueue(job, estimate, timeout, None, owner, size_bytes, of)
+                job = Job(None, program, what=self._of_whole(what or name), sent=sent)
+                operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of)
             promise = job.promise
         if isinstance(promise, Stepping):
             promise.offer()
@@ -210,6 +219,24 @@ class Lane:
             and not (self._together and self._given_up() is not None)
         )
 
+    def _announce(self, what: What, spot: Spot) -> None:
+        """Tell a communicator that wants to know what the call is that is issued now. With the lock held."""
+        announce = getattr(self._connection.communicator, "announce", None)
+        if announce is not None:
+            together = self._together
+            place, part = (self.sequence, self._part + 1) if together else (self.sequence + 1, 1)
+            announce(self._of_whole(what), spot, place, part, together)
+
+    def _of_whole(self, what: What) -> What:
+        return (self._whole, what) if self._together else what
+
+    def _announce_job(self, job: Job) -> None:
+        """The same of a queued call, or of the next step of a program."""
+        announce = getattr(self._connection.communicator, "announce", None)
+        if announce is not None:
+            shares = job.shares or job.program is not None
+            announce(job.what, job.called, job.place, job.part, shares)
+
     def _begin(self, job: Job) -> None:
         """Issue the first calls of a program that its waiter may drive. With the lock held."""
         assert job.program is not None
@@ -232,12 +259,16 @@ class Lane:
         timeout: float | None,
         stream: Stream | None,
         owner: Owner,
+        spot: Spot,
         size_bytes: int,
         of: Subject | None,
     ) -> Operation:
         if self.communicator is None and not self._connection.is_opening:
             self._connection.open(waits=self.world.open_waits)
-        operation = self._record(estimate, job.promise, timeout, stream, owner, size_bytes, of, queued=True)
+        operation = self._record(
+            estimate, job.promise, timeout, stream, owner, spot, size_bytes, of, queued=True
+        )
+        job.called = called_at.get() or spot
         job.place, job.part, job.shares = operation.sequence, operation.part, self._together
         job.ticket = operation.ticket
         cut = self._cut
@@ -274,8 +305,10 @@ class Lane:
         before()
 
     @contextmanager
-    def together(self, place: int | None = None) -> Iterator[int]:
+    def together(self, place: int | None = None, what: What = None) -> Iterator[int]:
         """What is accepted inside is one call of the user's (a tree): one place in the order, which it gives.
+
+        ``what`` has to be the same on all ranks, of each part of it.
 
         With ``place``, where the latest call took that one, it goes on with that call: raises
         ``PeerRefusedError`` if it was refused meanwhile. If the block fails its place is refused, whatever of
@@ -291,6 +324,7 @@ class Lane:
                 elif (settled := self._settled) is not None and settled.covers(place):
                     raise settled.refusal.error(self, place)
                 self._together = True
+                self._whole = what
             place = self.sequence
         if inner:
             yield place
@@ -317,12 +351,13 @@ class Lane:
         timeout: float | None,
         stream: Stream | None,
         owner: Owner,
+        spot: Spot,
         size_bytes: int,
         of: Subject | None,
         *,
         queued: bool = False,
     ) -> Operation:
-        owner.spot = spot = caller()
+        owner.spot = spot
         if stream is not None:
             sequence = 0  # messages of a stream have no place in the lane's order of collectives
         else:
@@ -474,6 +509,8 @@ class Lane:
         """Start the job's next call; after its last one the lane is free for the next job."""
         interrupted: KeyboardInterrupt | None = None
         try:
+            if job.place:
+                self._announce_job(job)
             last = on_stream(job.stream, self._next_call, job)
         except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
             last = Ready(error)

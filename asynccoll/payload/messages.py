@@ -146,7 +146,7 @@ def _run(
     _refuse_missing(lane, calls)
     if lane.compares_calls:
         program = checked(lane, signature(name, detail=detail), program=program)
-    return lane.run(name, program, size_bytes, timeout, awaited_soon=True)
+    return lane.run(name, program, size_bytes, timeout, what=(name, detail), awaited_soon=True)
 
 
 def _refuse_missing(lane: Lane, calls: Sequence[Op]) -> None:
@@ -196,7 +196,8 @@ def all_gather_rows(
         compared = checked(lane, signature(name, detail=detail), start)
         operation = lane.run(name, compared, len(row), timeout)
     else:
-        operation = lane.issue(lane.estimate(name, len(row)), start, len(row), timeout)
+        estimate = lane.estimate(name, len(row))
+        operation = lane.issue(estimate, start, len(row), timeout, what=(name, detail))
     return Started((operation,), lambda: then(rows, len(row)))
 
 

@@ -173,7 +173,8 @@ def initialize(
         check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
             ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
-        memory: whether ranks of one host may meet in memory that they share, for tensors on the CPU, numbers and
+        memory: whether ranks of one host may meet in memory that they share, for tensors on the CPU, numbers
+        and
             objects, where the backend is gloo or has gloo beside it: the default. The environment variable
             ``ASYNCCOLL_MEMORY`` (``0``: no) sets it. The same on every rank.
         backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and

@@ -16,7 +16,7 @@ from asynccoll.health.checks import checked, signature
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
 from asynccoll.memory.plain import ORDINARY
 from asynccoll.modes.captured import as_called
-from asynccoll.order.job import Program, Start
+from asynccoll.order.job import Program, Start, What
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
 from asynccoll.plan import dispatch
@@ -105,7 +105,7 @@ class Call:
         finish: Callable[[], Any] | None,
         value: Any = None,
         *,
-        shape: tuple[int, ...] | None = None,
+        shape: tuple[Any, ...] | None = None,
         detail: object = "",
         fill: Callable[[], object] | None = None,
         refill: Callable[[], object] | None = None,
@@ -141,7 +141,9 @@ class Call:
             return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
         assert self.start is not None
         estimate = lane.estimate(self.plan.name, size_bytes)
-        operation = lane.issue(estimate, self.start, size_bytes, timeout, None, self)
+        operation = lane.issue(
+            estimate, self.start, size_bytes, timeout, of=self, what=self._what()
+        )
         return Started((operation,), self.finish, self.value)
 
     def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
@@ -149,7 +151,12 @@ class Call:
         if lane.compares_calls:
             text = signature(name, dtype_name(wire.dtype), self.shape, self._detail())
             program = checked(lane, text, program=program)
-        return Started((lane.run(name, program, wire.nbytes, timeout, of=self),), self.finish, self.value)
+        operation = lane.run(name, program, wire.nbytes, timeout, what=self._what(), of=self)
+        return Started((operation,), self.finish, self.value)
+
+    def _what(self) -> What:
+        """What has to be the same on all ranks."""
+        return self.plan.name, self.detail, self.wire.dtype, self.shape
 
     def _detail(self) -> str:
         return "" if self.detail is None else str(getattr(self.detail, "value", self.detail))

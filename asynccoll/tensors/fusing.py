@@ -65,18 +65,23 @@ class Parcel:
     def pack(self, make: MakeCall) -> Call:
         """Put the tensors into one, and make the call for it."""
         if self.packed:
-            flat = pack(self.like).detach()
-            self.call = make(flat, flat)
+            self.call = self._make(make, pack(self.like).detach())
         else:
             self.call = make(self.like[0], None if self.outs is None else self.outs[0])
         return self.call
+
+    def _make(self, make: MakeCall, flat: torch.Tensor) -> Call:
+        """The call for all of them packed, which says what they are: ranks must agree on that, too."""
+        call = make(flat, flat)
+        call.shape = tuple(x.shape for x in self.like)
+        return call
 
     def keep(self, make: MakeCall) -> Call:
         """The call as one that can be started again, each time with what the tensors hold then."""
         if self.packed:
             flat = pack(self.like).detach()
             self.views = unpack(flat, self.like)
-            self.call = make(flat, flat)
+            self.call = self._make(make, flat)
             self.call.refill = _both(self.pack_again, self.call.refill)
             return self.call
         x = self.like[0]
@@ -151,7 +156,8 @@ def fused(
         shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
         program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
     sent = lambda: [parcel.started for parcel in parcels if parcel.started is not None]  # noqa: E731
-    operation = lane.run(fuse.name, program, total_bytes, timeout, sent=sent)
+    what = fuse.name, fuse.detail, tuple((x.dtype, x.shape) for x in xs)
+    operation = lane.run(fuse.name, program, total_bytes, timeout, what=what, sent=sent)
     return Started((operation,), lambda: _collected(len(xs), parcels))
 
 

@@ -16,6 +16,7 @@ from asynccoll.plan.spec import ReduceOp
 from asynccoll.transport.completion import Completion
 
 if TYPE_CHECKING:
+    from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
 
 __all__ = ["Communicator", "Opening", "as_matrix"]
@@ -38,6 +39,9 @@ class Opening:
     meeting: float
     #: whether it is wanted no more
     given_up: Callable[[], bool]
+    #: told, on a thread that may wait, that ranks have called different things at a place that parts of a
+    #: call share
+    disagreed: Callable[[int, CollectiveError], object]
     #: whether the rank that may serve the store is there
     store_answers: Callable[[], bool]
     #: of how many equal nodes the members are, and this one's node and index there
@@ -69,6 +73,10 @@ class Communicator(Protocol):
     ranks of this node and of those in the same place of every node; and ``open_parts()``, which opens them,
     waiting for the others. They are closed and aborted with it.
     """
+
+    # One that finds out by itself where ranks call different things has ``announce(what, spot, place, part,
+    # shares)``: the call that is about to be issued, the line that made it, its place in the lane's order,
+    # which part of the call there it is, and whether others share that place.
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place.

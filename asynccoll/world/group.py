@@ -107,7 +107,13 @@ class Group:
             found = self._topologies[device] = Topology(known, self.size, self.nodes)
         return found
 
-    def opening(self, lane: str, epoch: int, given_up: Callable[[], bool]) -> Opening:
+    def opening(
+        self,
+        lane: str,
+        epoch: int,
+        given_up: Callable[[], bool],
+        disagreed: Callable[[int, CollectiveError], object] = lambda place, error: None,
+    ) -> Opening:
         """What a backend is told to open a communicator of these ranks."""
         context = self.context
         return Opening(
@@ -121,6 +127,7 @@ class Group:
             context.timeout,
             context.meeting_seconds,
             given_up,
+            disagreed,
             context.store_answers,
             self.nodes,
             self.place,

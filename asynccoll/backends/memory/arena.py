@@ -1,7 +1,8 @@
-"""The memory that one rank lends to the lanes of a host: a file without a name, of which pages are there once used.
+"""The memory that one rank lends to the lanes of a host: a nameless file, of which pages are there once used.
 
-Its size is only address space. What lanes may take of it is bounded, and given back when all of their ranks have
-left. Nobody can make it smaller under another's feet (it is sealed), and nothing of it is in any file system.
+Its size is only address space. What lanes may take of it is bounded, and given back when all of their ranks
+have left. Nobody can make it smaller under another's feet (it is sealed), and nothing of it is in any file
+system.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
 def map_region(descriptor: int, offset: int, length: int) -> mmap.mmap:
-    """``length`` bytes from ``offset``, on a page; unmapped with the last reference, and not there in a child."""
+    """``length`` bytes from ``offset``, on a page; unmapped with the last reference, not there in a child."""
     mapped = mmap.mmap(descriptor, length, mmap.MAP_SHARED, offset=offset)
     mapped.madvise(mmap.MADV_DONTFORK)
     return mapped

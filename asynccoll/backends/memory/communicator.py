@@ -1,20 +1,22 @@
 """A lane's communicator in shared memory: each call becomes an exchange that the lane's engine carries.
 
-Ranks that call different things find out before anything is used: each call has a checksum of what it is, which stands
-beside its data, and a line of text, for the error.
+Ranks that call different things find out before anything is used: each call has a checksum of what it is,
+which stands beside its data, and a line of text, for the error.
 """
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp, dtype_name
+from asynccoll.backends.api import Communicator, Completion, ReduceOp
 from asynccoll.backends.memory.engine import Engine
+from asynccoll.backends.memory.exchange import Call
 from asynccoll.backends.memory.exchanges import (
     AllGather,
     AllReduce,
@@ -27,12 +29,14 @@ from asynccoll.backends.memory.exchanges import (
     ReduceScatter,
     Scatter,
 )
-from asynccoll.backends.memory.layout import ABORTED, CLOSED
-from asynccoll.errors import AbortedError, PeerLostError
+from asynccoll.backends.memory.layout import ABORTED, CLOSED, TEXT_BYTES
+from asynccoll.backends.memory.texts import shown
+from asynccoll.errors import AbortedError, CollectiveError, PeerLostError
 
 __all__ = ["MemoryCommunicator"]
 
-#: From so many bytes on more than two ranks reduce a part each: below, one more round costs more than it saves.
+#: From so many bytes on more than two ranks reduce a part each: below, one more round costs more than it
+#: saves.
 _BY_PARTS_BYTES = 64 << 10
 #: How many kinds of calls are remembered.
 _MOST_KINDS = 4096
@@ -43,69 +47,108 @@ class MemoryCommunicator:
 
     parts = None
 
-    def __init__(self, engine: Engine, rest: Communicator) -> None:
+    def __init__(
+        self, engine: Engine, rest: Communicator, disagreed: Callable[[int, CollectiveError], object]
+    ) -> None:
+        """``disagreed`` is told of a place in the order that parts share, where ranks differ about one."""
         self._engine = engine
         self._rest = rest
+        self._disagreed = disagreed
         self._size = engine.region.size
-        self._kinds: dict[tuple[Any, ...], tuple[int, bytes]] = {}
+        self._kinds: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._lines: dict[tuple[int, Hashable, int], bytes] = {}
+        self._what: Hashable = None
+        self._spot: Any = None
+        self._place, self._part, self._shares = 0, 1, False
 
-    def _kind(self, *what: Any) -> tuple[int, bytes]:
-        """The checksum and the text of a call: what has to be the same on all ranks."""
-        found = self._kinds.get(what)
+    def announce(self, what: Hashable, spot: Any, place: int, part: int, shares: bool) -> None:
+        """What is issued next is a part of this call (``Communicator``)."""
+        self._what, self._spot = what, spot
+        self._place, self._part, self._shares = place, part, shares
+
+    def _call(self, *native: Any) -> Call:
+        """What has to be the same on all ranks: of the call that its user made, and of this native one."""
+        what = self._what
+        key = (native, what)
+        found = self._kinds.get(key)
         if found is None:
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
-            text = " ".join(_shown(one) for one in what).encode()
-            found = self._kinds[what] = (zlib.crc32(text), text)
+            found = self._learn(key)
+        known, text = found
+        spot = self._spot
+        line = self._lines.get((known, spot and id(spot.code), spot and spot.instruction))
+        if line is None:
+            line = self._write(known, text, spot)
+        # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer.
+        checksum = (known + self._place * 0x9E3779B1 + self._part * 0x85EBCA6B) & 0xFFFFFFFF
+        if not self._shares:
+            return Call(checksum, line, None)
+        return Call(checksum, line, partial(self._disagreed, self._place))
+
+    def _learn(self, key: tuple[Any, ...]) -> tuple[int, str]:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        native, what = key
+        text = shown(what) or shown(native)
+        found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), text
         return found
+
+    def _write(self, known: int, text: str, spot: Any) -> bytes:
+        if len(self._lines) >= _MOST_KINDS:
+            self._lines.clear()
+        line = (text if spot is None else f"{text} at {spot.place}").encode()
+        if len(line) >= TEXT_BYTES and spot is not None:  # the line that called it is what helps most
+            where = f"... at {spot.place}".encode()
+            line = line[: TEXT_BYTES - 1 - len(where)] + where
+        self._lines[known, spot and id(spot.code), spot and spot.instruction] = line
+        return line
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         return self.all_reduce_into(x, x, op)
 
     def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        checksum, text = self._kind("all_reduce", op, x.dtype, x.numel())
+        call = self._call("all_reduce", op, x.dtype, x.numel())
         by_parts = self._size > 2 and x.nbytes > _BY_PARTS_BYTES
         made = AllReduceByParts if by_parts else AllReduce
-        return self._engine.start(made(self._engine, checksum, text, _flat(out), _flat(x), op))
+        return self._engine.start(made(self._engine, call, _flat(out), _flat(x), op))
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
-        checksum, text = self._kind("reduce", op, x.dtype, x.numel(), "dst", dst)
-        return self._engine.start(Reduce(self._engine, checksum, text, _flat(x), dst, op))
+        call = self._call("reduce", op, x.dtype, x.numel(), "dst", dst)
+        return self._engine.start(Reduce(self._engine, call, _flat(x), dst, op))
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
-        checksum, text = self._kind("broadcast", x.dtype, x.numel(), "src", src)
-        return self._engine.start(Broadcast(self._engine, checksum, text, _flat(x), src))
+        call = self._call("broadcast", x.dtype, x.numel(), "src", src)
+        return self._engine.start(Broadcast(self._engine, call, _flat(x), src))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
-        checksum, text = self._kind("all_gather", x.dtype, x.numel())
-        return self._engine.start(AllGather(self._engine, checksum, text, _flat(out), _flat(x)))
+        call = self._call("all_gather", x.dtype, x.numel())
+        return self._engine.start(AllGather(self._engine, call, _flat(out), _flat(x)))
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
-        checksum, text = self._kind("gather", x.dtype, x.numel(), "dst", dst)
+        call = self._call("gather", x.dtype, x.numel(), "dst", dst)
         rows = None if out is None else [_flat(row) for row in out]
-        return self._engine.start(Gather(self._engine, checksum, text, rows, _flat(x)))
+        return self._engine.start(Gather(self._engine, call, rows, _flat(x)))
 
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
-        checksum, text = self._kind("scatter", out.dtype, out.numel(), "src", src)
+        call = self._call("scatter", out.dtype, out.numel(), "src", src)
         parts = None if x is None else [_flat(part) for part in x]
-        return self._engine.start(Scatter(self._engine, checksum, text, _flat(out), parts, src))
+        return self._engine.start(Scatter(self._engine, call, _flat(out), parts, src))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        checksum, text = self._kind("reduce_scatter", op, x.dtype, x.numel())
-        return self._engine.start(ReduceScatter(self._engine, checksum, text, _flat(out), _flat(x), op))
+        call = self._call("reduce_scatter", op, x.dtype, x.numel())
+        return self._engine.start(ReduceScatter(self._engine, call, _flat(out), _flat(x), op))
 
     def all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Completion:
         row = x.shape[1:].numel()
-        checksum, text = self._kind("all_to_all", x.dtype, "rows of", row)
+        call = self._call("all_to_all", x.dtype, "rows of", row)
         splits = out_splits, in_splits
         if row != 1:
             splits = [row * size for size in out_splits], [row * size for size in in_splits]
-        return self._engine.start(AllToAll(self._engine, checksum, text, _flat(out), _flat(x), splits))
+        return self._engine.start(AllToAll(self._engine, call, _flat(out), _flat(x), splits))
 
     def barrier(self) -> Completion:
-        return self._engine.start(Barrier(self._engine, *self._kind("barrier")))
+        return self._engine.start(Barrier(self._engine, self._call("barrier")))
 
     # Messages between two
 
@@ -142,14 +185,8 @@ class MemoryCommunicator:
         self._engine.stop(state, why)
 
 
-def _shown(what: Any) -> str:
-    if isinstance(what, torch.dtype):
-        return dtype_name(what)
-    return str(getattr(what, "value", what))
-
-
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The contiguous ``x`` in one dimension; of one made in inference mode memory that any thread may fill."""
+    """The contiguous ``x`` in one dimension; of one made in inference mode what any thread may fill."""
     if x.is_inference() and x.numel():
         x = _in_no_mode(x)
     return x if x.dim() == 1 else x.view(-1)

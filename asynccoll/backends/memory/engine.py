@@ -1,24 +1,26 @@
 """What carries the calls of one lane through shared memory, on one of its ranks.
 
-Whoever comes by moves what can be moved: the caller when it issues, a waiter, the watcher thread. They take turns
-under a lock that is held for one step at a time. A rank posts a step once all have read what was in that slot before;
-it takes a step once all have posted it. So nobody ever waits for a rank that is ahead, and what nobody awaits is posted
-all the same.
+Whoever comes by moves what can be moved: the caller when it issues, a waiter, the watcher thread. They take
+turns under a lock that is held for one step at a time. A rank posts a step once all have read what was in
+that slot before; it takes a step once all have posted it. So nobody ever waits for a rank that is ahead, and
+what nobody awaits is posted all the same.
 
-**What makes it sound.** Every word has one writer, and says what has been done, never what will be; data is written
-before the word that tells of it, which x86 keeps in order. A step is committed by one store, of a word or of an
-attribute, and whatever is done before that store can be done once more: an interrupt (Ctrl-C) may strike anywhere.
-Steps after a call's first are posted only once all ranks are known to have made that call; so ranks that differ about
-a call have used one step for it, all of them, and go on with the next.
+**What makes it sound.** Every word has one writer, and says what has been done, never what will be; data is
+written before the word that tells of it, which x86 keeps in order. A step is committed by one store, of a
+word or of an attribute, and whatever is done before that store can be done once more: an interrupt (Ctrl-C)
+may strike anywhere. Steps after a call's first are posted only once all ranks are known to have made that
+call; so ranks that differ about a call have used one step for it, all of them, and go on with the next.
 
-**Nobody sleeps through a word that was written.** Who is about to sleep says so in a word of its own, then looks once
-more; who has written looks at that word afterwards. Between a store and a look at another word stands a fence.
+**Nobody sleeps through a word that was written.** Who is about to sleep says so in a word of its own, then
+looks once more; who has written looks at that word afterwards. Between a store and a look at another word
+stands a fence.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll.backends.api import Callback, give_way, host, mismatch
@@ -44,8 +46,8 @@ __all__ = ["Bells", "Engine"]
 
 #: How far a rank puts data into slots before the others' has been taken: further, it leaves the cache.
 _AHEAD = 3
-#: Looks in a row before the processor is offered to others, and turns given before sleeping: some 20 us, and some
-#: 200. Where ranks share cores, whoever is waited for needs this one.
+#: Looks in a row before the processor is offered to others, and turns given before sleeping: some 20 us, and
+#: some 200. Where ranks share cores, whoever is waited for needs this one.
 _LOOKS, _TURNS = 20, 200
 _LOOKS_WHERE_CROWDED, _TURNS_WHERE_CROWDED = 2, 4
 _STEP_BITS = 0xFFFFFFFF
@@ -68,6 +70,9 @@ class Bells(Protocol):
 
     def watch(self, engine: Engine) -> None:
         """From now on this rank's watcher looks at the region when it is rung."""
+
+    def later(self, job: Callable[[], object]) -> None:
+        """Run ``job``, which may wait, on a thread of its own."""
 
     def gone(self) -> Sequence[int]:
         """The ranks whose processes have ended."""
@@ -190,10 +195,7 @@ class Engine:
         """Whether all ranks have posted ``step`` of the same call."""
         place, said = POSTED + step % SLOTS, (step & _STEP_BITS) << 32 | checksum
         words = self._words
-        for base in self.region.others:
-            if words[base + place] != said:
-                return False
-        return True
+        return all(words[base + place] == said for base in self.region.others)
 
     def _verify(self, exchange: Exchange) -> bool:
         """Whether all ranks are known to have made this call; if they have made others, it ends."""
@@ -230,7 +232,11 @@ class Engine:
     def _disagree(self, exchange: Exchange) -> None:
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
-        self._finish(exchange, mismatch(self._where, self._ranks, texts))
+        error = mismatch(self._where, self._ranks, texts)
+        over = self._queue[0] is exchange
+        self._finish(exchange, error)
+        if over and exchange.disagreed is not None:
+            self._bells.later(partial(exchange.disagreed, error))
 
     def _take(self, exchange: Exchange) -> bool:
         """Combine and take a step of the oldest call; whether there was one."""

@@ -1,23 +1,34 @@
-"""One call in flight, as its waiter sees it: a ``Completion`` that its engine carries through the slots, step by step.
+"""One call in flight, as its waiter sees it: a ``Completion`` that its engine carries through the slots.
 
-What a step puts into a slot and takes from the others' is a subclass's (``exchanges``). Every method that the engine
-calls may be called again for the same step, after an interrupt, and must come to the same.
+What a step puts into a slot and takes from the others' is a subclass's (``exchanges``). Every method that the
+engine calls may be called again for the same step, after an interrupt, and must come to the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from asynccoll.backends.api import Callback, Completion
+from asynccoll.errors import CollectiveError
 
 if TYPE_CHECKING:
     from asynccoll.backends.memory.engine import Engine
 
-__all__ = ["Exchange"]
+__all__ = ["Call", "Exchange"]
+
+
+class Call(NamedTuple):
+    """What a call is: ranks whose checksums differ have made different ones, which ``text`` shows."""
+
+    checksum: int
+    text: bytes
+    #: told, later and elsewhere, if they have, where more than this call may depend on it
+    disagreed: Callable[[CollectiveError], object] | None
 
 
 class Exchange(Completion):
-    """A call that takes ``steps`` steps; None: as many as the rank that needs most, which they tell each other."""
+    """A call that takes ``steps`` steps; None: as many as the rank needs that needs most, which all tell."""
 
     __slots__ = (
         "_engine",
@@ -25,6 +36,7 @@ class Exchange(Completion):
         "callbacks",
         "checksum",
         "combined",
+        "disagreed",
         "fine",
         "finished",
         "first",
@@ -38,11 +50,10 @@ class Exchange(Completion):
     #: the ranks must tell each other how much there is
     has_length = False
 
-    def __init__(self, engine: Engine, checksum: int, text: bytes, steps: int | None) -> None:
+    def __init__(self, engine: Engine, call: Call, steps: int | None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
-        self.checksum = checksum
-        self.text = text
+        self.checksum, self.text, self.disagreed = call
         self.steps = steps
         #: its first step, once that is posted
         self.first = 0

@@ -1,7 +1,7 @@
 """The collectives as steps: what each rank puts into its slot, and what it takes from the slots of all.
 
-Reductions are done in the order of ranks, so that every rank gets the same bits; half precision is summed up in
-float32 and rounded once. Tensors are flat, or rows of one, as the caller has planned them.
+Reductions are done in the order of ranks, so that every rank gets the same bits; half precision is summed up
+in float32 and rounded once. Tensors are flat, or rows of one, as the caller has planned them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from asynccoll.backends.api import ReduceOp, reduce_chunks
 from asynccoll.backends.memory.engine import Engine
-from asynccoll.backends.memory.exchange import Exchange
+from asynccoll.backends.memory.exchange import Call, Exchange
 from asynccoll.errors import CollectiveMismatchError
 
 __all__ = [
@@ -48,12 +48,12 @@ class _Whole(Exchange):
 
     __slots__ = ("_count", "_dtype", "_per_step", "_region")
 
-    def __init__(self, engine: Engine, checksum: int, text: bytes, dtype: torch.dtype, count: int) -> None:
+    def __init__(self, engine: Engine, call: Call, dtype: torch.dtype, count: int) -> None:
         self._region = engine.region
         self._dtype = dtype
         self._count = count
         self._per_step = per_step = _per_step(dtype, engine.region.layout.slot_bytes)
-        super().__init__(engine, checksum, text, 1 if count <= per_step else -(-count // per_step))
+        super().__init__(engine, call, 1 if count <= per_step else -(-count // per_step))
 
     def _here(self, step: int) -> int:
         """How many elements that step has."""
@@ -76,10 +76,8 @@ class AllReduce(_Whole):
 
     __slots__ = ("_op", "_out", "_x")
 
-    def __init__(
-        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
-    ) -> None:
-        super().__init__(engine, checksum, text, x.dtype, x.numel())
+    def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
+        super().__init__(engine, call, x.dtype, x.numel())
         self._x, self._out, self._op = x, out, op
 
     def put(self, step: int, slot: int) -> None:
@@ -96,10 +94,8 @@ class AllReduceByParts(_Whole):
 
     combines = True
 
-    def __init__(
-        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
-    ) -> None:
-        super().__init__(engine, checksum, text, x.dtype, x.numel())
+    def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
+        super().__init__(engine, call, x.dtype, x.numel())
         self._x, self._out, self._op = x, out, op
 
     def put(self, step: int, slot: int) -> None:
@@ -137,10 +133,8 @@ class Reduce(_Whole):
 
     __slots__ = ("_dst", "_op", "_x")
 
-    def __init__(
-        self, engine: Engine, checksum: int, text: bytes, x: torch.Tensor, dst: int, op: ReduceOp
-    ) -> None:
-        super().__init__(engine, checksum, text, x.dtype, x.numel())
+    def __init__(self, engine: Engine, call: Call, x: torch.Tensor, dst: int, op: ReduceOp) -> None:
+        super().__init__(engine, call, x.dtype, x.numel())
         self._x, self._dst, self._op = x, dst, op
 
     def put(self, step: int, slot: int) -> None:
@@ -156,8 +150,8 @@ class Broadcast(_Whole):
 
     __slots__ = ("_src", "_x")
 
-    def __init__(self, engine: Engine, checksum: int, text: bytes, x: torch.Tensor, src: int) -> None:
-        super().__init__(engine, checksum, text, x.dtype, x.numel())
+    def __init__(self, engine: Engine, call: Call, x: torch.Tensor, src: int) -> None:
+        super().__init__(engine, call, x.dtype, x.numel())
         self._x, self._src = x, src
 
     def put(self, step: int, slot: int) -> None:
@@ -175,9 +169,9 @@ class Gather(_Whole):
     __slots__ = ("_rows", "_x")
 
     def __init__(
-        self, engine: Engine, checksum: int, text: bytes, rows: Sequence[torch.Tensor] | None, x: torch.Tensor
+        self, engine: Engine, call: Call, rows: Sequence[torch.Tensor] | None, x: torch.Tensor
     ) -> None:
-        super().__init__(engine, checksum, text, x.dtype, x.numel())
+        super().__init__(engine, call, x.dtype, x.numel())
         self._x, self._rows = x, rows
 
     def put(self, step: int, slot: int) -> None:
@@ -194,11 +188,9 @@ class AllGather(Gather):
 
     __slots__ = ("_out",)
 
-    def __init__(
-        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor
-    ) -> None:
+    def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor) -> None:
         self._out = out
-        super().__init__(engine, checksum, text, None, x)
+        super().__init__(engine, call, None, x)
 
     def take(self, step: int, slot: int) -> None:
         slots = self._slots(step, slot)
@@ -215,16 +207,14 @@ class _Split(Exchange):
 
     __slots__ = ("_dtype", "_per_step", "_place_bytes", "_region")
 
-    def __init__(
-        self, engine: Engine, checksum: int, text: bytes, dtype: torch.dtype, count: int | None
-    ) -> None:
+    def __init__(self, engine: Engine, call: Call, dtype: torch.dtype, count: int | None) -> None:
         """``count``: elements of a part, if that is the same for all."""
         region = self._region = engine.region
         self._dtype = dtype
         place = region.layout.slot_bytes // region.size
         self._place_bytes = place // _LINE_BYTES * _LINE_BYTES or place // dtype.itemsize * dtype.itemsize
         self._per_step = _per_step(dtype, self._place_bytes)
-        super().__init__(engine, checksum, text, None if count is None else _steps(count, self._per_step))
+        super().__init__(engine, call, None if count is None else _steps(count, self._per_step))
 
     def _here(self, count: int, step: int) -> int:
         """How many elements of a part of ``count`` that step has."""
@@ -246,10 +236,8 @@ class ReduceScatter(_Split):
 
     __slots__ = ("_op", "_out", "_parts")
 
-    def __init__(
-        self, engine: Engine, checksum: int, text: bytes, out: torch.Tensor, x: torch.Tensor, op: ReduceOp
-    ) -> None:
-        super().__init__(engine, checksum, text, x.dtype, out.numel())
+    def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
+        super().__init__(engine, call, x.dtype, out.numel())
         self._out, self._op = out, op
         self._parts = x.view(engine.region.size, -1).unbind(0)
 
@@ -272,13 +260,12 @@ class Scatter(_Split):
     def __init__(
         self,
         engine: Engine,
-        checksum: int,
-        text: bytes,
+        call: Call,
         out: torch.Tensor,
         parts: Sequence[torch.Tensor] | None,
         src: int,
     ) -> None:
-        super().__init__(engine, checksum, text, out.dtype, out.numel())
+        super().__init__(engine, call, out.dtype, out.numel())
         self._out, self._parts, self._src = out, parts, src
 
     def put(self, step: int, slot: int) -> None:
@@ -302,14 +289,13 @@ class AllToAll(_Split):
     def __init__(
         self,
         engine: Engine,
-        checksum: int,
-        text: bytes,
+        call: Call,
         out: torch.Tensor,
         x: torch.Tensor,
         splits: tuple[Sequence[int], Sequence[int]],
     ) -> None:
         """``splits``: elements of each part of ``out``, and of ``x``."""
-        super().__init__(engine, checksum, text, x.dtype, None)
+        super().__init__(engine, call, x.dtype, None)
         self._splits = splits
         self._out = [out.narrow(0, end - size, size) for size, end in _ends(splits[0])]
         self._in = [x.narrow(0, end - size, size) for size, end in _ends(splits[1])]
@@ -320,9 +306,9 @@ class AllToAll(_Split):
     def agreed(self, lengths: list[int], slot: int) -> None:
         if not self._region.splits_fit(slot):
             raise CollectiveMismatchError(
-                "all_to_all: a rank gives another one more, or less, than that one takes from it; each rank's "
-                "input_split_sizes[j] must be output_split_sizes[i] of rank j, i being its own rank (nothing was "
-                "sent; the lane is still usable)"
+                "all_to_all: a rank gives another one more, or less, than that one takes from it: "
+                "input_split_sizes[j] of rank i must be output_split_sizes[i] of rank j (nothing was sent; "
+                "the lane is still usable)"
             )
         self.steps = max(lengths)
 
@@ -351,8 +337,8 @@ class GatherUneven(_Whole):
 
     has_length = True
 
-    def __init__(self, engine: Engine, checksum: int, text: bytes, x: torch.Tensor) -> None:
-        super().__init__(engine, checksum, text, x.dtype, x.numel())
+    def __init__(self, engine: Engine, call: Call, x: torch.Tensor) -> None:
+        super().__init__(engine, call, x.dtype, x.numel())
         self.steps = None
         self._x = x
         self.rows: list[torch.Tensor] = []
@@ -385,5 +371,5 @@ class Barrier(Exchange):
 
     __slots__ = ()
 
-    def __init__(self, engine: Engine, checksum: int, text: bytes) -> None:
-        super().__init__(engine, checksum, text, 1)
+    def __init__(self, engine: Engine, call: Call) -> None:
+        super().__init__(engine, call, 1)

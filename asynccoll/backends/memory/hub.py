@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import usable_cores, values
+from asynccoll.backends.api import Waiters, usable_cores, values
 from asynccoll.backends.memory.arena import Arena, map_region
 from asynccoll.backends.memory.layout import ASLEEP, BLOCK_WORDS, Layout
 from asynccoll.backends.memory.neighbours import (
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["Bells", "Hub"]
 
 
+_helpers = Waiters("asynccoll-memory-helper")
+
+
 class Hub:
     """The ranks of one host that share memory, as one of them knows them."""
 
@@ -51,7 +54,7 @@ class Hub:
 
     @classmethod
     def meet(cls, clients: Clients, node: str, ranks: Sequence[int], rank: int, seconds: float) -> Hub:
-        """Meet the others of ``ranks``, which are said to be on one host; raises ``Failed`` on all of them."""
+        """Meet the others of ``ranks``, said to be on one host; raises ``Failed`` on all of them."""
         arena = Arena()
         mine = own(arena)
         try:
@@ -189,6 +192,9 @@ class Bells:
 
     def watch(self, engine: Engine) -> None:
         self._hub.watcher.add(engine)
+
+    def later(self, job: Callable[[], object]) -> None:
+        _helpers.submit(job, job)
 
     def gone(self) -> Sequence[int]:
         if not self._gone:

@@ -1,8 +1,8 @@
 """Where everything is in the memory that the ranks of one lane share.
 
-A region begins with the control block of each rank. Then come, for each slot, the lengths of the parts that ranks
-exchange, and a line of text for each call that a rank has posted; then the slots, in which data lies for the others to
-read. Each word has one rank that writes it, but for ``ASLEEP`` and
+A region begins with the control block of each rank. Then come, for each slot, the lengths of the parts that
+ranks exchange, and a line of text for each call that a rank has posted; then the slots, in which data lies
+for the others to read. Each word has one rank that writes it, but for ``ASLEEP`` and
 ``WATCHING``, which whoever rings clears; words that different ranks write never share a cache line.
 
 A *step* is one use of a slot: step ``s`` uses slot ``s % SLOTS`` of every rank.
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def splits(self) -> int:
-        """Where the lengths of parts begin, in bytes: by slot, by rank, of what it takes and of what it gives."""
+        """Where the lengths of parts begin, in bytes: by slot, by rank, of what it takes and gives."""
         return self.size * BLOCK_WORDS * 8
 
     @property

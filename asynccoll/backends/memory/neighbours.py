@@ -1,9 +1,9 @@
 """The ranks of one host that have proved to share memory, and what each holds of the others.
 
-They meet over a socket without a path, whose name one of them tells in the store. Each hands in descriptors, which
-the first one passes on to all: of its arena, to map; of a bell, to ring; and of its own process, which becomes
-readable when that has ended. Then every rank writes a word into every arena and reads those of the others there:
-only who finds all of them shares memory, whatever its host is called.
+They meet over a socket without a path, whose name one of them tells in the store. Each hands in descriptors,
+which the first one passes on to all: of its arena, to map; of a bell, to ring; and of its own process, which
+becomes readable when that has ended. Then every rank writes a word into every arena and reads those of the
+others there: only who finds all of them shares memory, whatever its host is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a thread sleeps until another process wakes it: futexes, on words in memory that both share.
 
-The waiting word is 1 while somebody may sleep; whoever wakes sets it to 0 first. A futex is a call of the kernel that
-Python has no name for; the numbers are those of Linux, the same in every version.
+The waiting word is 1 while somebody may sleep; whoever wakes sets it to 0 first. A futex is a call of the
+kernel that Python has no name for; the numbers are those of Linux, the same in every version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 __all__ = ["Parking", "supported"]
 
-#: The number of the call on this machine. Only x86-64, which alone keeps stores in order, as the protocol needs.
+#: The number of the call on this machine. Only x86-64, which alone keeps stores in order, as the protocol
+#: needs.
 _FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 0x7FFFFFFF

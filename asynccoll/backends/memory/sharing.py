@@ -1,4 +1,4 @@
-"""A backend whose groups meet in memory where their ranks share it, and go by another backend for the rest."""
+"""A backend whose groups meet in memory where their ranks share it, and by another backend elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sharing(Backend):
     def __init__(
         self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]
     ) -> None:
-        """``hub``: of this rank's node, if it shares memory; ``apart``: why a node does not, by its number."""
+        """``hub``: of this rank's node, if it shares memory; ``apart``: why nodes do not, by number."""
         self._inner = inner
         self._hub = hub
         self._node_of = node_of
@@ -75,7 +75,7 @@ class Sharing(Backend):
             "the world" if opening.is_world else f"ranks {list(opening.ranks)}"
         )
         bells = Bells(self._hub, parking, opening.ranks, opening.rank)
-        return MemoryCommunicator(Engine(region, bells, where, opening.ranks), rest)
+        return MemoryCommunicator(Engine(region, bells, where, opening.ranks), rest, opening.disagreed)
 
     def close(self, *, abort: bool) -> None:
         self._inner.close(abort=abort)
@@ -119,8 +119,8 @@ _TAKEN_OVER = (
 def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, seconds: float) -> Backend:
     """``inner`` with memory where the ranks of a node prove to share it: every rank of the world calls this.
 
-    ``node_of``: the node of each rank, by what is said of it. Whether it is true each node finds out for itself, and
-    tells all others.
+    ``node_of``: the node of each rank, by what is said of it. Whether it is true each node finds out for
+    itself, and tells all others.
     """
     ranks = [one for one, node in enumerate(node_of) if node == node_of[rank]]
     node = str(node_of[rank])

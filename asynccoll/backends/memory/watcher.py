@@ -17,7 +17,7 @@ __all__ = ["Watcher"]
 
 
 class Watcher:
-    """One rank's. ``bell`` is rung by others; ``processes``: by rank, what becomes readable when it has ended."""
+    """One rank's. ``bell`` is rung by others; ``processes``: by rank, what is readable once it has ended."""
 
     def __init__(self, bell: int, processes: Mapping[int, int]) -> None:
         self._bell = bell

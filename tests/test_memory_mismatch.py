@@ -1,0 +1,81 @@
+"""Ranks of one host that call different things: every one of them is told, nothing is used, the lane goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import worlds
+from ranks import Rank
+from worlds import World
+
+X = torch.arange(8, dtype=torch.float32, device="cpu")
+LARGE = torch.ones(3 << 20, device="cpu")
+
+#: What rank 0 calls, what the others call, and a word of each that every rank is shown.
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
+    "operation": (lambda: ac.all_reduce(X), lambda: ac.all_gather(X), "all_reduce", "all_gather"),
+    "size": (lambda: ac.all_reduce(X), lambda: ac.all_reduce(X[:4]), "[8]", "[4]"),
+    "steps": (lambda: ac.all_reduce(LARGE), lambda: ac.all_reduce(X), "[3145728]", "[8]"),
+    "shape": (
+        lambda: ac.all_reduce(X.view(2, 4)),
+        lambda: ac.all_reduce(X.view(4, 2)),
+        "[2, 4]",
+        "[4, 2]",
+    ),
+    "dtype": (lambda: ac.all_reduce(X), lambda: ac.all_reduce(X.int()), "float32", "int32"),
+    "reduction": (lambda: ac.all_reduce(X), lambda: ac.all_reduce(X, op="max"), "sum", "max"),
+    "root": (lambda: ac.broadcast(X, src=0), lambda: ac.broadcast(X, src=1), "src=0", "src=1"),
+    "number": (lambda: ac.all_reduce(1), lambda: ac.all_reduce(1, op="max"), "sum", "max"),
+    "object": (lambda: ac.all_gather_object(1), lambda: ac.barrier(), "object", "barrier"),
+    "tree": (
+        lambda: ac.all_reduce({"a": X, "b": X}),
+        lambda: ac.all_reduce({"a": X, "c": X}),
+        "'b'",
+        "'c'",
+    ),
+    "parts": (
+        lambda: ac.all_reduce({"a": X, "b": X.int()}),
+        lambda: ac.all_reduce({"a": X}),
+        "'b': *",
+        "dict('a': *)",
+    ),
+    "leaves": (
+        lambda: ac.all_reduce([X[:4], X]),
+        lambda: ac.all_reduce([X, X[:4]]),
+        "[4] [8]",
+        "[8] [4]",
+    ),
+}
+
+
+@pytest.fixture(params=[2, 3, 4])
+def world(request: pytest.FixtureRequest) -> World:
+    return worlds.world("memory", request.param)
+
+
+async def differing(me: Rank, name: str) -> None:
+    one, other, said, told = PAIRS[name]
+    for _ in range(3):  # the lane is in step afterwards, each time
+        work = one() if me.rank == 0 else other()
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await me.get(work)
+        text = str(caught.value)
+        assert said in text and told in text, text
+        assert "test_memory_mismatch.py:" in text, text
+        while True:  # where parts of a call were lost, so may be those that were already behind it
+            try:
+                total = await me.get(ac.all_reduce(X + me.rank))
+            except ac.PeerRefusedError:
+                continue
+            break
+        assert torch.equal(total, sum((X + rank for rank in range(me.size)), torch.zeros(8)))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_rank_is_told_what_both_sides_called(world: World, name: str) -> None:
+    world.run(differing, name, runner="asyncio", timeout=30)
