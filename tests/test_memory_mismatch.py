@@ -1,4 +1,4 @@
-"""Ranks of one host that call different things: every one of them is told, nothing is used, the lane goes on."""
+"""Ranks of one host that call different things: each is told, nothing is used, and the lane goes on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "reduction": (lambda: ac.all_reduce(X), lambda: ac.all_reduce(X, op="max"), "sum", "max"),
     "root": (lambda: ac.broadcast(X, src=0), lambda: ac.broadcast(X, src=1), "src=0", "src=1"),
     "number": (lambda: ac.all_reduce(1), lambda: ac.all_reduce(1, op="max"), "sum", "max"),
-    "object": (lambda: ac.all_gather_object(1), lambda: ac.barrier(), "object", "barrier"),
+    "object": (lambda: ac.all_gather_object(1), ac.barrier, "object", "barrier"),
     "tree": (
         lambda: ac.all_reduce({"a": X, "b": X}),
         lambda: ac.all_reduce({"a": X, "c": X}),

@@ -80,9 +80,8 @@ class MemoryCommunicator:
             line = self._write(known, text, spot)
         # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer.
         checksum = (known + self._place * 0x9E3779B1 + self._part * 0x85EBCA6B) & 0xFFFFFFFF
-        if not self._shares:
-            return Call(checksum, line, None)
-        return Call(checksum, line, partial(self._disagreed, self._place))
+        disagreed = partial(self._disagreed, self._place) if self._shares else None
+        return Call(checksum, line, self._place, disagreed)
 
     def _learn(self, key: tuple[Any, ...]) -> tuple[int, str]:
         if len(self._kinds) >= _MOST_KINDS:

@@ -30,6 +30,7 @@ from asynccoll.backends.memory.layout import (
     CLOSED,
     COMBINED,
     LENGTHS,
+    PLACES,
     POSTED,
     READ,
     SLOTS,
@@ -173,6 +174,7 @@ class Engine:
             if not done:
                 if exchange.has_length:
                     words[self._mine + LENGTHS + slot] = exchange.length()
+                words[self._mine + PLACES + slot] = exchange.place
                 self.region.write_text(slot, exchange.text)
                 exchange.put(0, slot)
                 exchange.first = step
@@ -212,7 +214,10 @@ class Engine:
             return False  # somebody has not come
         if all(one == said for one in found):
             return self._agree(exchange)
-        self._disagree(exchange)
+        if all(words[base + PLACES + step % SLOTS] == exchange.place for base in self.region.others):
+            self._disagree(exchange)
+        # Else a rank is still at the parts of an earlier call, about which ranks differ: it has its lane begin a
+        # new epoch, in which this call is made once more, or lost.
         return False
 
     def _agree(self, exchange: Exchange) -> bool:

@@ -23,6 +23,8 @@ class Call(NamedTuple):
 
     checksum: int
     text: bytes
+    #: of the call in the lane's order
+    place: int
     #: told, later and elsewhere, if they have, where more than this call may depend on it
     disagreed: Callable[[CollectiveError], object] | None
 
@@ -40,6 +42,7 @@ class Exchange(Completion):
         "fine",
         "finished",
         "first",
+        "place",
         "steps",
         "text",
         "verified",
@@ -53,7 +56,7 @@ class Exchange(Completion):
     def __init__(self, engine: Engine, call: Call, steps: int | None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
-        self.checksum, self.text, self.disagreed = call
+        self.checksum, self.text, self.place, self.disagreed = call
         self.steps = steps
         #: its first step, once that is posted
         self.first = 0

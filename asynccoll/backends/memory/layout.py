@@ -19,6 +19,7 @@ __all__ = [
     "CLOSED",
     "COMBINED",
     "LENGTHS",
+    "PLACES",
     "POSTED",
     "READ",
     "SLOTS",
@@ -46,6 +47,8 @@ ASLEEP = 4 * _LINE_WORDS
 WATCHING = ASLEEP + 1
 #: whether the rank has left, and how
 STATE = 5 * _LINE_WORDS
+#: by slot: the place of the call in the lane's order
+PLACES = 6 * _LINE_WORDS
 BLOCK_WORDS = 8 * _LINE_WORDS
 
 CLOSED, ABORTED = 1, 2
