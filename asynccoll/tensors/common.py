@@ -141,9 +141,7 @@ class Call:
             return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
         assert self.start is not None
         estimate = lane.estimate(self.plan.name, size_bytes)
-        operation = lane.issue(
-            estimate, self.start, size_bytes, timeout, of=self, what=self._what()
-        )
+        operation = lane.issue(estimate, self.start, size_bytes, timeout, of=self, what=self._what())
         return Started((operation,), self.finish, self.value)
 
     def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
