@@ -20,6 +20,7 @@ __all__ = [
     "Condition",
     "Event",
     "Lock",
+    "Queue",
     "RLock",
     "SimpleQueue",
     "Thread",
@@ -51,7 +52,7 @@ def _until(scheduler: Scheduler, timeout: float | None) -> float:
     return math.inf if timeout is None or timeout < 0 else scheduler.now + timeout
 
 
-class _Queue:
+class Queue:
     """Those who wait for something, first come first."""
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class Lock:
 
     def __init__(self) -> None:
         self._held = False
-        self._queue = _Queue()
+        self._queue = Queue()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = running()
@@ -97,12 +98,15 @@ class Lock:
             if not blocking or (not self._queue.wait(scheduler, until) and self._held):
                 return False
         self._held = True
+        scheduler.fence()
         return True
 
     def release(self) -> None:
         if not self._held and not _unwinding():
             raise RuntimeError("release unlocked lock")
         self._held = False
+        if (scheduler := running()) is not None:
+            scheduler.fence()
         self._queue.let_on()
 
     def locked(self) -> bool:
@@ -174,7 +178,7 @@ class Condition:
         self._lock = lock or RLock()
         self.acquire = self._lock.acquire
         self.release = self._lock.release
-        self._queue = _Queue()
+        self._queue = Queue()
 
     def __enter__(self) -> bool:
         return self._lock.acquire()
@@ -213,7 +217,7 @@ class Event:
 
     def __init__(self) -> None:
         self._set = False
-        self._queue = _Queue()
+        self._queue = Queue()
 
     def is_set(self) -> bool:
         return self._set
@@ -240,7 +244,7 @@ class SimpleQueue:
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
-        self._queue = _Queue()
+        self._queue = Queue()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         _point()

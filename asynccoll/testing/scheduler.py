@@ -52,6 +52,8 @@ class Scheduler:
         #: what happened: when, to whom
         self.events: list[Event] = []
         self.entered: Callable[[int], object] = lambda rank: None  # another rank's thread goes on
+        #: by rank: lets others see what it has stored in memory that they share
+        self.fences: dict[int, list[Callable[[], object]]] = {}
         self._seed = seed
         self._chances: dict[int, random.Random] = {}
         self._order = _drawing(f"{seed} order")
@@ -253,6 +255,12 @@ class Scheduler:
         if chosen is not me:
             self._hand(chosen)
             self._take(me)
+
+    def fence(self) -> None:
+        """Whoever runs has taken or given back a lock: what it has stored is seen by all."""
+        if self.current is not None:
+            for fence in self.fences.get(self.current.rank, ()):
+                fence()
 
     def park(self, until: float = math.inf) -> bool:
         """Wait to be woken, until this time at the latest; whether somebody did."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from asynccoll.backends import table
+from asynccoll.backends.api import Backend
+from asynccoll.backends.memory.sharing import Sharing
 from asynccoll.runtime import process as runtime
 from asynccoll.testing import device as devices
 from asynccoll.testing import network as wires
@@ -24,6 +26,7 @@ from asynccoll.testing import primitives
 from asynccoll.testing import scheduler as scheduling
 from asynccoll.testing.delivery import Delivery
 from asynccoll.testing.faults import Fault
+from asynccoll.testing.hub import Host, SimulatedHub
 from asynccoll.testing.links import Link
 from asynccoll.testing.loops import LOOPS
 from asynccoll.testing.network import Network, SimulatedStore
@@ -81,6 +84,7 @@ class World:
         self._delivery = Delivery(self._scheduler, self._network, size)
         #: of the worlds that ranks join one after the other
         self._fabrics: list[Fabric] = []
+        self._hosts: list[Host] = []
         self._stores: list[SimulatedStore] = []
         self._joined = [0] * size
         self._ends: dict[int, Callable[[], None]] = {}  # of their timelines
@@ -167,6 +171,14 @@ class World:
             raise
         return result
 
+    def _backend(self, rank: int, life: int) -> Backend:
+        transport = TRANSPORTS[self._setting.transport]
+        backend = SimulatedBackend(self._fabrics[life], transport, devices.devices[rank])
+        if not transport.in_memory:
+            return backend
+        hub: Any = SimulatedHub(self._hosts[life], rank)
+        return Sharing(backend, hub, self._network.node_of, {})
+
     def _create(self, *_: Any, timeout: float, check: str, **__: Any) -> Context:
         """What ``initialize`` joins: the first world that this rank has not been in."""
         assert self._scheduler.current is not None
@@ -175,10 +187,11 @@ class World:
         self._joined[rank] += 1
         if life == len(self._fabrics):
             self._fabrics.append(Fabric(self._delivery))
+            self._hosts.append(Host(self._delivery))
             self._stores.append(SimulatedStore(setting.store))
         node, place = divmod(rank, per_node)
         context = Context(
-            SimulatedBackend(self._fabrics[life], TRANSPORTS[setting.transport], devices.devices[rank]),
+            self._backend(rank, life),
             Identity(rank, setting.world_size, place, per_node, node, setting.nodes),
             store=self._stores[life].clone(),
             timeout=timeout,
@@ -234,8 +247,8 @@ class World:
         self._scheduler.kill(rank)
 
     def _cut_off(self, rank: int) -> None:
-        for fabric in self._fabrics:
-            fabric.kill(rank)
+        for shared in (*self._fabrics, *self._hosts):
+            shared.kill(rank)
 
     def hold(self, rank: int, thread: str, seconds: float) -> None:
         self._scheduler.hold(lambda one: one.rank == rank and thread in one.name, seconds)

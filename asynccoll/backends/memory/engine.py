@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from asynccoll.backends.api import Callback, give_way, host, mismatch
+from asynccoll.backends.api import Callback, host, mismatch
 from asynccoll.backends.memory.layout import (
     ABORTED,
     ASLEEP,
@@ -347,7 +347,7 @@ class Engine:
                 return
             if turns:
                 turns -= 1
-                give_way()
+                host.give_way()
             else:
                 self._sleep(exchange, left)
 
@@ -394,7 +394,7 @@ class Engine:
         """On the watcher's thread, which was rung: move what can be moved, and tell who listens."""
         while True:
             while not self._is_attended() and self._move_on():
-                give_way()
+                host.give_way()
             self.tell()
             self._lost()
             if not self._queue or self._is_attended():
