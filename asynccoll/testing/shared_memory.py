@@ -165,12 +165,12 @@ class Parking:
         self._memory = memory
         self._index = index
 
-    def sleep(self, place: int, seconds: float) -> None:
+    def sleep(self, place: int, said: int, seconds: float) -> None:
         scheduler = running()
         assert scheduler is not None
         scheduler.point()
         self._memory.fence(self._index)
-        if self._memory.load(self._index, place // 8) == 1:
+        if self._memory.load(self._index, place // 8) == said:
             queue = self._memory.sleepers.setdefault(place, Queue())
             queue.wait(scheduler, scheduler.now + seconds)
 

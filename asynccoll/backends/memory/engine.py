@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll.backends.api import Callback, host, mismatch
@@ -60,8 +61,8 @@ class Bells(Protocol):
     #: more ranks than cores
     crowded: bool
 
-    def sleep(self, seconds: float) -> None:
-        """Until this rank is woken, or is no longer said to be asleep, or so many seconds have passed."""
+    def sleep(self, said: int, seconds: float) -> None:
+        """Until this rank is woken, or something else than ``said`` stands in its word, or time is up."""
 
     def wake(self, index: int) -> None:
         """Wake the sleeping threads of a rank."""
@@ -97,8 +98,9 @@ class Engine:
         self._posted = 0  # the latest step
         self._room = SLOTS  # up to here every slot was seen to be free
         self._sleepers = 0
+        self._naps = count(1)  # each has a number of its own
         self._watched = False
-        self._listeners = 0  # calls that are not over and have callbacks
+        self._listened: dict[Exchange, None] = {}  # calls that are not over and have callbacks
         self._attended_until = 0.0  # until then somebody waits in place, and moves what there is
         self._broken: CollectiveError | None = None
         self._untold: deque[Exchange] = deque()  # over, with callbacks
@@ -111,26 +113,39 @@ class Engine:
 
     def start(self, exchange: Exchange) -> Exchange:
         """Accept a call after those before; post what can be posted of it."""
-        with self._lock:
-            if self._broken is not None:
-                exchange.end(self._broken)
-                return exchange
-            self._queue.append(exchange)
-            self._entering.append(exchange)
-            posted = self._post()
-        if posted:
-            self._tell_others()
-        if self._entering:  # it is in several steps, or there is no room: nobody may come by
-            self._watch()
+        try:
+            with self._lock:
+                if self._broken is not None:
+                    exchange.end(self._broken)
+                    return exchange
+                self._queue.append(exchange)
+                self._entering.append(exchange)
+                posted = self._post()
+            if posted:
+                self._tell_others()
+            if self._entering or exchange.combines:  # there is more to do for it, and nobody may come by
+                self._watch()
+        except BaseException:
+            self._leave_to_watcher()
+            raise
         return exchange
 
     # Moving
 
     def poke(self) -> None:
         """Move what can be moved, unless somebody is at it. Callbacks are left to the watcher."""
-        self._move_on()
-        if self._untold:
-            self._bells.ring(self.region.index)
+        try:
+            self._move_on()
+            if self._untold:
+                self._bells.ring(self.region.index)
+        except BaseException:
+            self._leave_to_watcher()
+            raise
+
+    def _leave_to_watcher(self) -> None:
+        """Whoever was moving is interrupted: what it has written is told, and the watcher goes on."""
+        self._tell_others()
+        self._watch()
 
     def _move_on(self) -> bool:
         """One turn under the lock; whether anything moved."""
@@ -140,6 +155,19 @@ class Engine:
             moved = self._move()
         finally:
             self._lock.release()
+        if moved:
+            self._tell_others()
+        return moved
+
+    def _look_again(self) -> bool:
+        """Move what can be moved, now that this rank has said that it looks no more; whether anything moved.
+
+        Whoever holds the lock may have looked before that was said: this waits for it.
+        """
+        self._fence.acquire()
+        self._fence.release()
+        with self._lock:
+            moved = self._move()
         if moved:
             self._tell_others()
         return moved
@@ -229,19 +257,23 @@ class Engine:
             try:
                 exchange.agreed(lengths, step % SLOTS)
             except CollectiveError as error:  # the same on every rank
-                self._finish(exchange, error)
+                self._refuse(exchange, error)
                 return False
         exchange.verified = True
         return True
+
+    def _refuse(self, exchange: Exchange, error: CollectiveError) -> None:
+        """Ranks differ about that call. One behind others is found again once those are over."""
+        if self._queue[0] is exchange:
+            self._end(exchange, error)
 
     def _disagree(self, exchange: Exchange) -> None:
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
         error = mismatch(self._where, self._ranks, texts)
-        over = self._queue[0] is exchange
-        self._finish(exchange, error)
-        if over and exchange.disagreed is not None:
+        if self._queue[0] is exchange and exchange.disagreed is not None:
             self._bells.later(partial(exchange.disagreed, error))
+        self._refuse(exchange, error)
 
     def _take(self, exchange: Exchange) -> bool:
         """Combine and take a step of the oldest call; whether there was one."""
@@ -249,16 +281,21 @@ class Engine:
         first = exchange.first
         if not first:
             return False
+        if exchange.finished:  # an interrupt came before it had left the queue
+            self._end(exchange, exchange.error())
+            return True
         if not exchange.verified and not self._verify(exchange):
             return exchange.finished
         combined = exchange.combines and self._combine(exchange)
         step = words[mine + READ] + 1
-        if step > self._posted or not self._is_there(exchange, step):
-            return combined
-        exchange.take(step - first, step % SLOTS)
-        words[mine + READ] = step
-        if step - first + 1 == exchange.steps:
-            self._finish(exchange)
+        if step - first != exchange.steps:  # else an interrupt came after the last one
+            if step > self._posted or not self._is_there(exchange, step):
+                return combined
+            exchange.take(step - first, step % SLOTS)
+            words[mine + READ] = step
+            step += 1
+        if step - first == exchange.steps:
+            self._end(exchange, None)
         return True
 
     def _is_there(self, exchange: Exchange, step: int) -> bool:
@@ -281,24 +318,19 @@ class Engine:
         exchange.combined += 1
         return True
 
-    def _finish(self, exchange: Exchange, error: CollectiveError | None = None) -> None:
-        """The oldest call, or one of those behind it about which ranks differ, is over."""
-        queue = self._queue
-        if error is not None and queue[0] is exchange:
+    def _end(self, exchange: Exchange, error: BaseException | None) -> None:
+        """The oldest call is over."""
+        if not exchange.finished:
+            exchange.end(error)
+        if exchange.first and not exchange.verified:
             self._words[self._mine + READ] = exchange.first
-        if error is None or queue[0] is exchange:
-            queue.popleft()
-        else:
-            return  # found too early: it is found again when those before it are over
-        self._end(exchange, error)
-
-    def _end(self, exchange: Exchange, error: CollectiveError | None) -> None:
-        exchange.end(error)
         if exchange.callbacks is not None:
-            self._listeners -= 1
             self._untold.append(exchange)
+            self._listened.pop(exchange, None)
         if self._sleepers:
+            self._words[self._mine + ASLEEP] = 0
             self._bells.wake(self.region.index)
+        self._queue.popleft()
 
     # Waking, and being woken
 
@@ -317,19 +349,28 @@ class Engine:
 
     def wait(self, exchange: Exchange, seconds: float) -> bool:
         """Move until that call is over, or so many seconds have passed; whether it is over."""
-        for _ in self._looks:
-            self._move_on()
-            if exchange.finished:
-                break
-        else:
-            self._wait(exchange, host.monotonic() + seconds)
-        if self._untold:
-            self.tell()
-        if self._listeners or self._entering:
-            self._watch()
+        try:
+            for _ in self._looks:
+                self._move_on()
+                if exchange.finished:
+                    break
+            else:
+                self._wait(exchange, host.monotonic() + seconds)
+            if self._untold:
+                self.tell()
+            if self._listened or self._entering or self._others_need_this_rank():
+                self._watch()
+        except BaseException:
+            self._leave_to_watcher()
+            raise
         return exchange.finished
 
+    def _others_need_this_rank(self) -> bool:
+        """Whether others wait for its part of something that has been posted."""
+        return any(exchange.combines for exchange in tuple(self._queue))
+
     def _wait(self, exchange: Exchange, deadline: float) -> None:
+        self._be_known()
         self._attended_until = deadline
         try:
             self._wait_until(exchange, deadline)
@@ -354,11 +395,11 @@ class Engine:
     def _sleep(self, exchange: Exchange, seconds: float) -> None:
         self._sleepers += 1
         try:
-            self._words[self._mine + ASLEEP] = 1
-            self._fence.acquire()
-            self._fence.release()
-            if not self._move_on() and not exchange.finished and not self._lost():
-                self._bells.sleep(seconds)
+            # Each says something else: who is about to sleep is not kept from seeing that the word was cleared.
+            said = next(self._naps) % _STEP_BITS + 1
+            self._words[self._mine + ASLEEP] = said
+            if not self._look_again() and not exchange.finished and not self._lost():
+                self._bells.sleep(said, seconds)
         finally:
             self._sleepers -= 1
 
@@ -369,23 +410,25 @@ class Engine:
             if not over:
                 if exchange.callbacks is None:
                     exchange.callbacks = []
-                    self._listeners += 1
+                    self._listened[exchange] = None
                 exchange.callbacks.append(callback)
         if over:
             callback()
         else:
             self._watch()
 
+    def _be_known(self) -> None:
+        """From now on the watcher knows of this lane, and looks at it when a process has ended."""
+        if not self._watched:
+            self._bells.watch(self)
+            self._watched = True
+
     def _watch(self) -> None:
         """Have the watcher look from now on, first of all at once if there is something to do."""
-        if not self._watched:
-            self._watched = True
-            self._bells.watch(self)
+        self._be_known()
         words = self._words
         words[self._mine + WATCHING] = 1
-        self._fence.acquire()
-        self._fence.release()
-        moved = self._move_on()
+        moved = self._look_again()
         if moved or self._untold or self._lost():
             words[self._mine + WATCHING] = 0
             self._bells.ring(self.region.index)
@@ -400,9 +443,7 @@ class Engine:
             if not self._queue or self._is_attended():
                 return  # who waits has the watcher look again, if that is needed
             self._words[self._mine + WATCHING] = 1
-            self._fence.acquire()
-            self._fence.release()
-            if not (self._move_on() or self._untold):
+            if not (self._look_again() or self._untold):
                 return
 
     def _is_attended(self) -> bool:
@@ -454,7 +495,7 @@ class Engine:
         queue = self._queue
         self._entering.clear()
         while queue:
-            self._end(queue.popleft(), error)
+            self._end(queue[0], error)
 
     def stop(self, state: int, error: CollectiveError) -> None:
         """Leave: end what is in flight here, and soon on the others that wait for this rank."""

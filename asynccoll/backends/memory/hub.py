@@ -181,8 +181,8 @@ class Bells:
         self._mine = _asleep(index)
         self._gone = hub.watcher.gone
 
-    def sleep(self, seconds: float) -> None:
-        self._parking.sleep(self._mine, seconds)
+    def sleep(self, said: int, seconds: float) -> None:
+        self._parking.sleep(self._mine, said, seconds)
 
     def wake(self, index: int) -> None:
         self._parking.wake(_asleep(index))

@@ -1,6 +1,6 @@
 """How a thread sleeps until another process wakes it: futexes, on words in memory that both share.
 
-The waiting word is 1 while somebody may sleep; whoever wakes sets it to 0 first. A futex is a call of the
+The waiting word is not 0 while somebody may sleep; whoever wakes sets it to 0 first. A futex is a call of the
 kernel that Python has no name for; the numbers are those of Linux, the same in every version.
 """
 
@@ -39,11 +39,11 @@ class Parking:
         self._kept = ctypes.c_char.from_buffer(buffer)
         self._start = ctypes.addressof(self._kept)
 
-    def sleep(self, place: int, seconds: float) -> None:
-        """While the word is 1, until it is woken, at most so many seconds."""
+    def sleep(self, place: int, said: int, seconds: float) -> None:
+        """While the word is ``said``, until it is woken, at most so many seconds."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
-        _libc.syscall(_FUTEX, ctypes.c_void_p(self._start + place), _WAIT, 1, ctypes.byref(limit), None, 0)
+        _libc.syscall(_FUTEX, ctypes.c_void_p(self._start + place), _WAIT, ctypes.c_uint(said), ctypes.byref(limit), None, 0)
 
     def wake(self, place: int) -> None:
         """Wake all threads, of any process, that sleep on the word."""
