@@ -224,6 +224,8 @@ class Event:
 
     def set(self) -> None:
         _point()
+        if (scheduler := running()) is not None:
+            scheduler.fence()
         self._set = True
         self._queue.let_all_on()
 

@@ -1,0 +1,69 @@
+"""What ranks of one host do through memory, for simulated worlds: each ends in AssertionError where it is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+from asynccoll.testing import PCT, RandomWalk, Report, simulate
+
+ENGINE = ("asynccoll.backends.memory.engine", "asynccoll.backends.memory.exchanges")
+
+
+def run(main: Callable[[int], Any], seed: int, **options: Any) -> Report:
+    """In memory, in an order of this seed."""
+    schedule = PCT() if seed % 2 else RandomWalk()
+    given = {"transport": "memory", "schedule": schedule, "real_seconds": 60.0} | options
+    return simulate(main, seed=seed, **given)
+
+
+def expected(call: tuple[str, int], number: int, rank: int, size: int) -> list[float]:
+    """What this call, number so many, is to come to on a rank."""
+    name, count = call
+    rows = [[float(100 * number + 10 * one + place % 7) for place in range(count)] for one in range(size)]
+    if name == "all_reduce":
+        return [sum(column) for column in zip(*rows, strict=True)]
+    if name == "broadcast":
+        return rows[number % size]
+    return [value for row in rows for value in row]
+
+
+def started(call: tuple[str, int], number: int, rank: int) -> Any:
+    """Its work."""
+    name, count = call
+    x = torch.tensor([float(100 * number + 10 * rank + place % 7) for place in range(count)])
+    if name == "all_reduce":
+        return ac.all_reduce(x)
+    if name == "broadcast":
+        return ac.broadcast(x, src=number % ac.get_world_size())
+    return ac.all_gather(x)
+
+
+def drawn(seed: int, most: int = 12) -> list[tuple[str, int]]:
+    """Calls of one step and of many."""
+    chance = random.Random(seed)
+    names = ("all_reduce", "broadcast", "all_gather")
+    counts = (0, 1, 3, 16, 40, 200)
+    return [(chance.choice(names), chance.choice(counts)) for _ in range(chance.randint(1, most))]
+
+
+def told(work: Any, tries: int = 1) -> list[float]:
+    """Its result, in one dimension; waiting is begun again after an interrupt."""
+    for _ in range(tries):
+        try:
+            value = work.wait()
+        except KeyboardInterrupt:
+            continue
+        return [float(one) for one in value.reshape(-1)]
+    raise AssertionError("it was interrupted too often")
+
+
+def check(calls: Sequence[tuple[str, int]], got: Sequence[list[float]], rank: int, size: int) -> None:
+    """Whether all came to what they must."""
+    for number, (call, values) in enumerate(zip(calls, got, strict=True)):
+        wanted = expected(call, number, rank, size)
+        assert values == wanted, f"rank {rank}, call {number}, {call}: {values} for {wanted}"

@@ -1,0 +1,159 @@
+"""Ranks of one host through memory, in simulated worlds: the real engine, with every look at a word a switch point."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll import host
+from asynccoll.testing import Interrupt, Kill, Report
+from simulated_memory import ENGINE, check, drawn, run, started, told
+
+SEEDS = range(24)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_results_are_right_in_one_step_and_in_many(size: int) -> None:
+    """All issued at once, and waited for by their thread, in an order of its own."""
+    for seed in SEEDS:
+        calls = drawn(seed)
+
+        def main(rank: int, calls: Any = calls, seed: int = seed) -> None:
+            works = [started(call, number, rank) for number, call in enumerate(calls)]
+            order = list(range(len(calls)))
+            random.Random(f"{seed} {rank}").shuffle(order)
+            got = {number: told(works[number]) for number in order}
+            check(calls, [got[number] for number in range(len(calls))], rank, size)
+
+        report = run(main, seed, world_size=size, loop="none", statements=ENGINE if seed % 3 == 0 else ())
+        report.check()
+        assert report.virtual_seconds < 1, (seed, report.virtual_seconds)
+
+
+def test_what_one_rank_does_not_await_goes_on() -> None:
+    """Rank 0 issues, and sleeps; the others wait for all of it meanwhile."""
+    for seed in SEEDS:
+        calls = drawn(seed, 5)
+
+        async def main(rank: int, calls: Any = calls) -> float:
+            works = [started(call, number, rank) for number, call in enumerate(calls)]
+            begun = host.monotonic()
+            if rank == 0:
+                await anyio.sleep(15.0)
+            got = [[float(one) for one in (await work).reshape(-1)] for work in works]
+            check(calls, got, rank, 3)
+            return host.monotonic() - begun
+
+        report = run(main, seed, world_size=3)
+        report.check()
+        assert all(seconds < 1 for rank, seconds in report.results.items() if rank), (seed, report.results)
+
+
+def test_several_threads_of_a_rank_wait() -> None:
+    """Each for a call of its own, on one lane."""
+    for seed in SEEDS:
+        calls = drawn(seed, 6)
+
+        def main(rank: int, calls: Any = calls) -> None:
+            works = [started(call, number, rank) for number, call in enumerate(calls)]
+            got: dict[int, list[float]] = {}
+
+            def wait(number: int) -> None:
+                got[number] = told(works[number])
+
+            threads = [host.Thread(target=wait, args=(number,)) for number in range(len(calls))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            check(calls, [got[number] for number in range(len(calls))], rank, 2)
+
+        report = run(main, seed, world_size=2, loop="none")
+        report.check()
+        assert report.virtual_seconds < 1, (seed, report.virtual_seconds)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
+    """Ctrl-C before any statement of the engine."""
+    struck = 0
+    for seed in range(60):
+        calls = drawn(seed, 4)
+
+        def main(rank: int, calls: Any = calls) -> None:
+            works = [started(call, number, rank) for number, call in enumerate(calls)]
+            check(calls, [told(work, 3) for work in works], rank, size)
+
+        at = random.Random(seed).uniform(3e-4, 2.5e-3)
+        report = run(
+            main, seed, world_size=size, loop="none", statements=ENGINE, faults=[Interrupt(0, at=at)]
+        )
+        errors = {rank: error for rank, error in report.errors.items()}
+        if isinstance(errors.get(0), KeyboardInterrupt):
+            continue  # while it joined, issued or left
+        struck += 1
+        report.check()
+        assert report.virtual_seconds < 1, (seed, report.virtual_seconds)
+    assert struck > 20
+
+
+MISMATCHES = [
+    lambda rank: ac.all_reduce(torch.ones(40 + rank)),
+    lambda rank: ac.all_reduce(torch.ones(3, dtype=torch.int64 if rank else torch.float32)),
+    lambda rank: ac.all_reduce(torch.ones(3), op="max" if rank else "sum"),
+    lambda rank: ac.broadcast(torch.ones(3), src=int(rank == 0)),
+    lambda rank: ac.all_gather(torch.ones(3)) if rank else ac.all_reduce(torch.ones(3)),
+    lambda rank: ac.reduce_scatter(torch.ones(6 * (1 + (rank == 1)))),
+    lambda rank: ac.barrier() if rank == 1 else ac.all_gather_object("text"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
+    """Between calls that are alike, in one step and in many; the lane is usable afterwards."""
+    for seed in range(35):
+        calls = drawn(seed, 3)
+        differ = MISMATCHES[seed % len(MISMATCHES)]
+
+        async def main(rank: int, calls: Any = calls, differ: Any = differ) -> None:
+            before = [started(call, number, rank) for number, call in enumerate(calls)]
+            with pytest.raises(ac.CollectiveMismatchError):
+                await differ(rank)
+            got = [[float(one) for one in (await work).reshape(-1)] for work in before]
+            after = [[float(one) for one in (await started(call, n, rank)).reshape(-1)] for n, call in enumerate(calls)]
+            check(calls, got, rank, size)
+            check(calls, after, rank, size)
+
+        report = run(main, seed, world_size=size, statements=ENGINE if seed % 2 else ())
+        report.check()
+
+
+def test_who_waits_for_a_killed_rank_is_told_soon() -> None:
+    """Wherever it died, in the middle of a copy, too; waiting threads and tasks alike."""
+    for seed in range(40):
+
+        def main(rank: int, seed: int = seed) -> None:
+            for number, call in enumerate(drawn(seed, 6)):
+                check_one(call, number, rank)
+
+        report = run(main, seed, world_size=3, loop="none", faults=[Kill(1, at=3e-4 + 5e-5 * seed)])
+        judge(report)
+
+
+def check_one(call: tuple[str, int], number: int, rank: int) -> None:
+    from simulated_memory import expected
+
+    assert told(started(call, number, rank)) == expected(call, number, rank, 3)
+
+
+def judge(report: Report) -> None:
+    """Survivors came to their end, well or with an error that says why, and soon."""
+    assert report.deadlock is None, report.deadlock
+    for error in report.errors.values():
+        assert isinstance(error, ac.CollectiveError), error
+    assert report.virtual_seconds < 5, report.virtual_seconds
