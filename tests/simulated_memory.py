@@ -51,6 +51,11 @@ def drawn(seed: int, most: int = 12) -> list[tuple[str, int]]:
     return [(chance.choice(names), chance.choice(counts)) for _ in range(chance.randint(1, most))]
 
 
+def flat(value: torch.Tensor) -> list[float]:
+    """Its elements."""
+    return [float(one) for one in value.reshape(-1)]
+
+
 def told(work: Any, tries: int = 1) -> list[float]:
     """Its result, in one dimension; waiting is begun again after an interrupt."""
     for _ in range(tries):
@@ -58,7 +63,7 @@ def told(work: Any, tries: int = 1) -> list[float]:
             value = work.wait()
         except KeyboardInterrupt:
             continue
-        return [float(one) for one in value.reshape(-1)]
+        return flat(value)
     raise AssertionError("it was interrupted too often")
 
 
