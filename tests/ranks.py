@@ -297,7 +297,7 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
     try:
         if nodes is not None:
             os.environ.update(as_launched(place, nodes))
-            ac.initialize(place.backend, **options)
+            ac.initialize(NATIVE.get(place.backend, place.backend), **options)
         elif not bare:
             ac.initialize(
                 NATIVE.get(place.backend, place.backend), rank=place.rank, world_size=place.size, **options

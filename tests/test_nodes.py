@@ -175,10 +175,10 @@ def test_it_is_explained() -> None:
 # --- two nodes of two ranks ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def nodes() -> World:
+@pytest.fixture(scope="module", params=["gloo", "memory"])
+def nodes(request: pytest.FixtureRequest) -> World:
     """Two nodes of two ranks, where every all_reduce goes by node that is not exchanged."""
-    return worlds.world("gloo", 4, **PAIRS)
+    return worlds.world(request.param, 4, **PAIRS)
 
 
 def large(x: torch.Tensor, numel: int = NUMEL) -> torch.Tensor:

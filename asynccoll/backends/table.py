@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "adopt",
     "alone",
     "available",
+    "capabilities_among",
     "capabilities_of",
     "check_usable",
     "create",
@@ -135,8 +136,13 @@ def create(
     name = _choose(launch) if backend is None else _normal(backend)
     request = Request(name, launch, init_method, store, rank, world_size, timeout, check, memory, options)
     context = _factory(name)(request)
-    if memory and context.backend.shares_memory and not context.thread_rank and context.has_peers:
-        _share_memory(context)
+    if context.backend.shares_memory and context.has_peers:
+        if not memory:
+            context.backend.without_memory = "memory=False"
+        elif context.thread_rank:
+            context.backend.without_memory = "ranks are threads of one process"
+        else:
+            _share_memory(context)
     if context.backend.opens_early:
         context.world.lane().open()
     return context
@@ -255,6 +261,25 @@ def capabilities_of(name: str, device: str) -> Capabilities:
     return cast("Capabilities", told(name, device))
 
 
+def capabilities_among(
+    name: str, device: str, *, world_size: int, nodes: int, memory: bool
+) -> tuple[Capabilities, str]:
+    """What a world on so many hosts would do for tensors on ``device``, and which way they would go."""
+    known = capabilities_of(name, device)
+    if device != "cpu" or world_size == 1 or _normal(name) not in ("gloo", "nccl"):
+        return known, ""
+    from asynccoll.backends.memory.parking import supported
+    from asynccoll.backends.memory.tables import MEMORY
+
+    if not memory:
+        return known, f"{known.backend}: memory=False"
+    if not supported():
+        return known, f"{known.backend}: memory between processes is used on Linux and x86-64 alone"
+    if nodes == 1:
+        return MEMORY, "through memory that ranks share"
+    return replace(known, near=True), f"{known.backend}: these ranks are on {nodes} hosts"
+
+
 def starting(name: str) -> str:
     """How the ranks of backend ``name`` are started: ``"processes"`` unless its row says otherwise."""
     entry = _TABLE.get(name)
@@ -287,4 +312,7 @@ def adopt(
     """A context beside the default group that the user made with torch; without a store only a place."""
     from asynccoll.backends.c10d import backend as c10d
 
-    return c10d.adopt(name, store, rank, world_size, timeout, check)
+    context = c10d.adopt(name, store, rank, world_size, timeout, check)
+    if context.backend.shares_memory and world_size > 1:
+        context.backend.without_memory = "torch's default group was adopted; ac.initialize() shares memory"
+    return context

@@ -28,6 +28,7 @@ def collect(own_version: str, backends: Callable[[], Iterable[str]]) -> dict[str
         "backends": _or_why_not(lambda: ", ".join(backends())),
         "launcher": _launcher(),
         "host": f"{socket.gethostname()}, {os.cpu_count()} CPUs",
+        "memory": _memory(),
         "devices": _or_why_not(_devices),
     }
     return found
@@ -55,6 +56,17 @@ def _launcher() -> str:
     place = f"rank {info.rank} of {info.world_size}, node {info.node_rank} of {info.nnodes}"
     meets = f", meets at {info.master_addr}:{info.master_port}" if info.master_addr else ""
     return f"{info.launcher}: {place}{meets}"
+
+
+def _memory() -> str:
+    """Whether ranks of this host would go through memory that they share."""
+    from asynccoll.backends.memory.parking import supported
+
+    if os.environ.get("ASYNCCOLL_MEMORY", "1") == "0":
+        return "not shared by ranks of a host: ASYNCCOLL_MEMORY=0"
+    if not supported():
+        return "not shared by ranks of a host: only on Linux and x86-64"
+    return "shared by ranks of a host, for tensors on the CPU (beside gloo and nccl)"
 
 
 def _devices() -> str:

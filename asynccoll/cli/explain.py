@@ -21,6 +21,12 @@ def add(commands: Commands) -> None:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of equally many ranks, default 1")
     parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, xla for xla-tpu, else cpu")
     parser.add_argument("--check", action="store_true", help="with check='full'")
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the ranks of a host share memory (ac.initialize(memory=...)), the default",
+    )
     parser.set_defaults(carry_out=_explain)
 
 
@@ -37,6 +43,7 @@ def _explain(given: argparse.Namespace) -> int:
         device=given.device or usual_device(given.backend),
         op=given.reduce_op,
         check=given.check,
+        memory=given.memory,
         nodes=_at_least_one(given.nodes, "a number of nodes of"),
     )
     print(plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.table import capabilities_of
+from asynccoll.backends.table import capabilities_among
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.order.lane import Lane
 from asynccoll.payload.scaling import Scaling
@@ -65,8 +65,12 @@ def explain_offline(
     op: str = "sum",
     check: bool = False,
     nodes: int = 1,
+    memory: bool = False,
 ) -> Plan:
-    """The plan of a call that nobody makes: no process group, no data (``asynccoll explain``)."""
+    """The plan of a call that nobody makes: no process group, no data (``asynccoll explain``).
+
+    ``memory``: as ``initialize`` is told, and the ranks of each host share it.
+    """
     parsed = Op.parse(name)
     found = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
@@ -74,6 +78,7 @@ def explain_offline(
     if world_size % nodes:
         raise InvalidArgumentError(f"{world_size} ranks cannot be equally many on {nodes} nodes")
     of_rank = [rank * nodes // world_size for rank in range(world_size)]
-    topology = Topology(capabilities_of(backend, device), world_size, equal_nodes(of_rank))
+    known, way = capabilities_among(backend, device, world_size=world_size, nodes=nodes, memory=memory)
+    topology = Topology(known, world_size, equal_nodes(of_rank), way)
     reduce = ReduceOp.parse(op) if parsed.reduces else None
     return dispatch.plan(parsed, TensorSpec(found, shape, device), topology, Policy(check), reduce)

@@ -47,6 +47,9 @@ class Members(Protocol):
     def key(self) -> str:
         """The name by which they meet, the same on each of them."""
 
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Of several equal nodes: which of them that member is on, and its index there."""
+
     def topology(self, device: str) -> Topology:
         """What planning must know of them, for tensors on a device of this type."""
 

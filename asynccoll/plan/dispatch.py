@@ -28,6 +28,8 @@ from asynccoll.plan.wire import arithmetic, carrier_of
 __all__ = ["plan", "refuse_missing"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+#: What moves data and can go by node; of reductions all_reduce and reduce_scatter.
+_BY_NODE = frozenset({Op.ALL_GATHER, Op.BROADCAST})
 #: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
@@ -55,7 +57,7 @@ def plan(
     chosen = (
         _plan_reduction(op, spec, topology, policy, reduce or ReduceOp.SUM)
         if op.reduces
-        else _plan_movement(op, spec, topology)
+        else _plan_movement(op, spec, topology, policy)
     )
     return _staged(chosen, spec, topology, policy)
 
@@ -96,17 +98,21 @@ def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce:
     )
 
 
-def _plan_movement(op: Op, spec: TensorSpec, topology: Topology) -> Plan:
+def _plan_movement(op: Op, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:
     known = topology.capabilities
     refuse_missing(op, known)
     native, has = _native_call(op, known)
+    via = "native"
+    if op in _BY_NODE and topology.goes_by_node(spec.numel, policy.by_node):
+        via, has = "nodes", _by_memory(topology)
     if op is Op.BARRIER or spec.dtype in known.move:
-        return Plan(op, known.backend, native, why=(has,))
+        return Plan(op, known.backend, native, via, why=(has,))
     carrier = carrier_of(spec.dtype, known)
     return Plan(
         op,
         known.backend,
         native,
+        via,
         wire=Wire.VIEW,
         wire_dtype=carrier,
         why=(
@@ -147,9 +153,14 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
         native = False  # the product of complex numbers is not that of their parts
     dense = op is Op.ALL_REDUCE and not spec.sparse
     size = (spec.numel, spec.dtype.itemsize)
-    small = dense and topology.exchanges(*size)
-    native = native and not small
-    by_node = dense and native and topology.sums_nodes_first(*size, policy.by_node)
+    through_memory = not spec.sparse and topology.goes_by_node(spec.numel, policy.by_node)
+    small = dense and topology.exchanges(*size) and not through_memory
+    if op is Op.REDUCE_SCATTER and through_memory and dtype not in HALF:  # which is to be rounded once
+        native = known.reduces(dtype, on_wire) and not (wire is Wire.REAL and on_wire is not ReduceOp.SUM)
+        by_node = native
+    else:
+        native = native and not small
+        by_node = dense and native and topology.sums_nodes_first(*size, policy.by_node)
     if not native and wire is Wire.CAST and spec.dtype in HALF & known.move:
         wire, dtype, on_wire, divide = Wire.SAME, spec.dtype, reduce, False
         why = (f"{dtype_name(dtype)} is accumulated in float32 and rounded once",)
@@ -189,6 +200,8 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
 
 def _nodes_first(topology: Topology, policy: Policy) -> str:
     """How an all_reduce by node goes, and why."""
+    if topology.capabilities.near:
+        return _by_memory(topology)
     each = topology.world_size // topology.nodes
     chosen = (
         "as initialize was told" if policy.by_node else "at this size they cost more than is sent besides"
@@ -199,10 +212,21 @@ def _nodes_first(topology: Topology, policy: Policy) -> str:
     )
 
 
+def _by_memory(topology: Topology) -> str:
+    """How a call by node goes where the ranks of each share memory."""
+    each = topology.world_size // topology.nodes
+    return (
+        f"{topology.nodes} hosts of {each} ranks: through memory that the ranks of each share, and between "
+        f"hosts by {topology.backend}"
+    )
+
+
 def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:
     """The plan with what is the same for every operation: device, contiguity, the check."""
     known = topology.capabilities
     why, stage = list(chosen.why), None
+    if topology.way and chosen.via != "nodes":
+        why.insert(0, topology.way)
     if spec.device not in known.devices:
         stage = min(known.devices)
         why.append(f"a {spec.device} tensor is staged through {stage}, where {known.backend} works")

@@ -170,6 +170,8 @@ class Capabilities:
     hop_bytes: int = 0
     #: What the steps of that composition cost besides their own hops, in hops: each starts from Python.
     steps_hops: int = 0
+    #: The ranks of each node meet in memory that they share: what goes by node costs next to nothing there.
+    near: bool = False
     #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
     #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()
@@ -206,6 +208,8 @@ class Topology:
     capabilities: Capabilities
     world_size: int
     nodes: int = 1
+    #: which way its calls go, and why, where there are several
+    way: str = ""
 
     @property
     def backend(self) -> str:
@@ -221,6 +225,10 @@ class Topology:
         sent = least * itemsize * (self.world_size - 1)
         return 0 < sent <= self.capabilities.exchange_bytes and least >= self.world_size
 
+    def goes_by_node(self, numel: int, wished: bool | None) -> bool:
+        """Whether a call goes through memory within nodes, and between them by the backend."""
+        return self.nodes > 1 and self.capabilities.near and numel > 0 and wished is not False
+
     def sums_nodes_first(self, numel: int, itemsize: int, wished: bool | None = None) -> bool:
         """Whether an all_reduce of so many elements is composed by node. The same on every rank.
 
@@ -230,6 +238,8 @@ class Topology:
         """
         least = 1 << size_class(numel) >> 1
         known = self.capabilities
+        if self.goes_by_node(numel, wished):
+            return True
         if self.nodes == 1 or not known.hop_bytes or least < self.world_size:
             return False
         if wished is not None:
@@ -243,7 +253,7 @@ class Topology:
 class Policy:
     """Choices that are the caller's, not the backend's.
 
-    ``by_node``: whether all_reduces sum up nodes first; None: where that is expected to be faster.
+    ``by_node``: whether calls go node by node; None: where that is expected to be faster.
     """
 
     check: bool = False
@@ -271,7 +281,7 @@ class Plan:
 
     ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter, and a small all_reduce,
     as an exchange and a local sum), ``"all_gather"`` (reductions that no backend arithmetic has,
-    reduced locally in rank order) or ``"nodes"`` (an all_reduce that sums up each node first).
+    reduced locally in rank order) or ``"nodes"`` (within each node first, then between nodes).
     """
 
     op: Op

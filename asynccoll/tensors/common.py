@@ -38,7 +38,7 @@ _copiers = host.per_process(lambda: Waiters("asynccoll-copy"))
 class Route:
     """A plan, and what is known of the tensors that follow it: looked up once for every call."""
 
-    __slots__ = ("_plain", "in_order", "keeps_input", "plan")
+    __slots__ = ("_plain", "in_order", "keeps_input", "near", "plan")
 
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
@@ -46,6 +46,8 @@ class Route:
         self.plan = dispatch.plan(op, spec, topology, lane.world.policy, reduce)
         #: the native call leaves its input as it is
         self.keeps_input = op in topology.capabilities.keeps_input
+        #: calls that go by node go through memory there
+        self.near = topology.capabilities.near
         #: its elements lie in memory in the order of their indices
         self.in_order = spec.contiguous
         as_it_is = self.plan.wire is Wire.SAME and self.plan.stage is None

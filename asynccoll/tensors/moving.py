@@ -25,6 +25,7 @@ from asynccoll.tensors.common import (
 )
 from asynccoll.tensors.encoding import decode
 from asynccoll.tensors.fusing import Fuse, MakeCall
+from asynccoll.tensors.nodes import broadcast_by_node, gathered_by_node
 from asynccoll.transport.completion import READY, Completion
 from asynccoll.waiting.started import Started
 
@@ -54,6 +55,7 @@ def broadcast_call(lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | No
         detail=f"src={lane.group.ranks[src]}",
         fill=fill,
         refill=refill,
+        program=broadcast_by_node(lane, buffer, src) if plan.via == "nodes" else None,
     )
 
 
@@ -83,6 +85,7 @@ def all_gather_call(
         target.view(shape) if value is target else value,
         shape=x.shape,
         refill=None if route.plain(x) else encoding_again(wire, x, plan),
+        program=gathered_by_node(lane, target, wire) if plan.via == "nodes" else None,
     )
 
 

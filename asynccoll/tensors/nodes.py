@@ -1,7 +1,8 @@
-"""An all_reduce that sums up each node first, as a program of the lane: four steps instead of a ring of all.
+"""Collectives that go node by node, as programs of the lane: within each node, and between nodes.
 
-A rank's part is reduced within its node, then with the same part of the other nodes, and then shared
-within the node. All that crosses the network is one ring of nodes for each part.
+An all_reduce is reduced within each node, then between nodes, and then shared within the node. Where the
+ranks of a node share memory, broadcast, all_gather and reduce_scatter go so, too. All that crosses the
+network is between ranks in the same place of every node.
 """
 
 from __future__ import annotations
@@ -17,34 +18,61 @@ from asynccoll.order.job import Program
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.tensors.common import OFFLOAD_BYTES, in_thread
-from asynccoll.transport.completion import Completion
+from asynccoll.transport.completion import READY, Completion
 
-__all__ = ["nodes_first"]
+__all__ = ["broadcast_by_node", "gathered_by_node", "nodes_first", "scattered_by_node"]
 
 _Steps = Generator[Completion, None, Completion]
 
+#: Up to so many bytes one rank of a node speaks for it: a part for each means more steps between nodes.
+_BY_ONE_BYTES = 64 << 10
+#: Up to so many bytes for each other node, nodes exchange what they have and reduce it themselves.
+_EXCHANGE_BYTES = 128 << 10
 
-def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp) -> Program:
+
+def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Program:
     """The program that reduces the contiguous ``x`` in place, the same bits on every rank.
 
-    Every element is reduced by one rank of the node, in rank order, and by one ring across the nodes.
+    Every element is reduced by one rank of the node, in rank order, and then across nodes: in their order if
+    it is little, else by the backend. ``near``: the ranks of a node share memory.
     """
     group = lane.group
     each = group.size // group.nodes
     flat = x.view(-1)
-    parts = _split(flat.numel(), each)
-    own = parts[group.place[1]]
     average = op is ReduceOp.AVG
     on_wire = ReduceOp.SUM if average else op
 
-    def program(communicator: Any) -> _Steps:
+    def divided(part: torch.Tensor) -> None:
+        if average:
+            part.div_(group.size)
+
+    def by_one(communicator: Any) -> _Steps:
         within, across = yield from _opened(lane, communicator)
+        yield within.reduce(flat, 0, on_wire)
+        if group.place[1] == 0:
+            yield from _reduced_across(across, flat, on_wire, group.nodes)
+            divided(flat)
+        last: Completion = within.broadcast(flat, 0)
+        return last
+
+    def by_parts_in_memory(communicator: Any) -> _Steps:
+        within, across = yield from _opened(lane, communicator)
+        part = flat.new_empty(flat.numel() // each)
+        yield within.reduce_scatter(part, flat, on_wire)
+        yield from _reduced_across(across, part, on_wire, group.nodes)
+        divided(part)
+        last: Completion = within.all_gather(flat, part)
+        return last
+
+    def by_parts(communicator: Any) -> _Steps:
+        within, across = yield from _opened(lane, communicator)
+        parts = _split(flat.numel(), each)
+        own = parts[group.place[1]]
         rows = flat.new_empty((each, own))
         part, received, evenly = rows[0], rows.view(-1), [own] * each
 
         def share() -> None:
-            if average:
-                part.div_(group.size)
+            divided(part)
             rows[1:].copy_(part)
 
         yield within.all_to_all(received, flat, evenly, parts)
@@ -54,7 +82,116 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp) -> Program:
         last: Completion = within.all_to_all(flat, received, parts, evenly)
         return last
 
+    if near and (flat.nbytes <= _BY_ONE_BYTES or flat.numel() < each):
+        return by_one
+    return by_parts_in_memory if near and flat.numel() % each == 0 else by_parts
+
+
+def broadcast_by_node(lane: Lane, x: torch.Tensor, src: int) -> Program:
+    """The program that overwrites the contiguous ``x`` with that of the member number ``src``."""
+    group = lane.group
+    node, index = group.place_of(src)
+    flat = x.view(-1)
+
+    def program(communicator: Any) -> _Steps:
+        within, across = yield from _opened(lane, communicator)
+        here, place = group.place
+        if here != node and place == index:
+            yield across.broadcast(flat, node)
+        inside: Completion = within.broadcast(flat, index)
+        if here == node and place == index:
+            yield inside
+            last: Completion = across.broadcast(flat, node)
+            return last
+        return inside
+
     return program
+
+
+def gathered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor) -> Program:
+    """The program that fills the flat ``out`` with every rank's flat ``x``, in rank order.
+
+    Each rank gets what those in its place of the other nodes have; then the ranks of a node share that.
+    """
+    group = lane.group
+    each = group.size // group.nodes
+    order = _by_place(lane)
+
+    def program(communicator: Any) -> _Steps:
+        within, across = yield from _opened(lane, communicator)
+        column = x.new_empty(group.nodes * x.numel())
+        columns = x.new_empty(each * column.numel())
+        yield across.all_gather(column, x)
+        yield within.all_gather(columns, column)
+        rows, target = columns.view(group.size, -1), out.view(group.size, -1)
+
+        def arrange() -> None:
+            for source, row in enumerate(order):
+                target[row].copy_(rows[source])
+
+        yield from _locally(out, arrange)
+        return READY
+
+    return program
+
+
+def scattered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Program:
+    """The program that fills the flat ``out`` with this rank's part of the reduction of the flat ``x``.
+
+    Every element is reduced within each node in rank order, and then in the order of nodes.
+    """
+    group = lane.group
+    each = group.size // group.nodes
+    order = _by_place(lane)
+    average = op is ReduceOp.AVG
+    on_wire = ReduceOp.SUM if average else op
+
+    def program(communicator: Any) -> _Steps:
+        within, across = yield from _opened(lane, communicator)
+        rows = x.view(group.size, -1)
+        sent = rows
+        if order != list(range(group.size)):
+            sent = torch.empty_like(rows)
+
+            def arrange() -> None:
+                for place, row in enumerate(order):
+                    sent[place].copy_(rows[row])
+
+            yield from _locally(sent, arrange)
+        column = out.new_empty((group.nodes, out.numel()))
+        yield within.reduce_scatter(column.view(-1), sent.view(-1), on_wire)
+        received = torch.empty_like(column)
+        evenly = [out.numel()] * group.nodes
+        yield across.all_to_all(received.view(-1), column.view(-1), evenly, evenly)
+
+        def total() -> None:
+            reduce_chunks(received.unbind(0), on_wire, out)
+            if average:
+                out.div_(group.size)
+
+        yield from _locally(received, total)
+        return READY
+
+    assert each > 1
+    return program
+
+
+def _by_place(lane: Lane) -> list[int]:
+    """The members of the group, ordered by their place within nodes, and then by node."""
+    group = lane.group
+    return sorted(range(group.size), key=lambda index: group.place_of(index)[::-1])
+
+
+def _reduced_across(
+    across: Any, part: torch.Tensor, op: ReduceOp, nodes: int
+) -> Generator[Completion, None, None]:
+    """Reduce ``part`` in place between nodes."""
+    if part.nbytes * (nodes - 1) > _EXCHANGE_BYTES:
+        yield across.all_reduce(part, op)
+        return
+    rows = part.new_empty((nodes, part.numel()))
+    yield across.all_gather(rows.view(-1), part)
+    reduce_chunks(rows.unbind(0), op, part)
 
 
 def _split(numel: int, parts: int) -> list[int]:

@@ -28,7 +28,7 @@ from asynccoll.tensors.common import (
     target_for,
 )
 from asynccoll.tensors.fusing import Fuse
-from asynccoll.tensors.nodes import nodes_first
+from asynccoll.tensors.nodes import nodes_first, scattered_by_node
 
 #: Up to here a copy costs less than the longer way of a call that fills another tensor.
 _SMALL_BYTES = 64 << 10
@@ -69,7 +69,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
         detail=plan.reduce,
         fill=fill,
         refill=refill,
-        program=nodes_first(lane, wire, wire_op) if plan.via == "nodes" else None,
+        program=nodes_first(lane, wire, wire_op, near=route.near) if plan.via == "nodes" else None,
     )
 
 
@@ -244,11 +244,14 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
     shape = rows.shape[1:]
     check_out(out, rows, shape)
     wire = sent_as(route, rows.reshape(size, -1))
-    if plan.via == "native":
+    program = None
+    if plan.via in ("native", "nodes"):
         target = target_for(out, wire, wire.shape[1:])
         into, sent = target.view(-1), wire.view(-1)
         start: Start = lambda communicator: communicator.reduce_scatter(into, sent, plan.wire_reduce)  # noqa: E731
         total: Callable[[], torch.Tensor] = partial(reduced, target, plan, rows, size)
+        if plan.via == "nodes":
+            program = scattered_by_node(lane, into, sent, plan.wire_reduce or ReduceOp.SUM)
     else:
         start, parts = _exchanged_rows(lane, wire)
         rank = lane.group.rank
@@ -261,6 +264,7 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
         detail=op.value,
         shape=rows.shape,
         refill=encoding_again(wire, rows, plan),
+        program=program,
     )
 
 

@@ -32,6 +32,8 @@ class Backend:
     opens_early = False
     #: Tensors on the CPU may go through memory that ranks of one host share, instead.
     shares_memory = False
+    #: Why tensors on the CPU do not go through memory, where that might have been.
+    without_memory = ""
     #: A call may be over on one rank before its peers have made theirs (a broadcast's root on MPI).
     ends_alone = False
     #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
@@ -52,6 +54,10 @@ class Backend:
     def capabilities_among(self, ranks: Sequence[int], device: str) -> Capabilities:
         """The same in a group of these ranks, where that makes a difference."""
         return self.capabilities(device)
+
+    def way(self, ranks: Sequence[int], device: str) -> str:
+        """Which way calls among these ranks go, and why, for ``explain``; nothing where there is no other."""
+        return f"{self.name}: {self.without_memory}" if self.without_memory and device == "cpu" else ""
 
     def open(self, opening: Opening) -> Communicator:
         """A communicator of its own for one lane."""

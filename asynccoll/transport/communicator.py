@@ -49,6 +49,8 @@ class Opening:
     place: tuple[int, int] = (0, 0)
     #: the types of devices whose tensors somebody else carries: what is opened has collectives for the others
     carried: frozenset[str] = frozenset()
+    #: opens the communicator of the ranks of this node, where that is not the backend's own
+    within: Callable[[], Communicator] | None = None
 
     @property
     def size(self) -> int:

@@ -77,6 +77,7 @@ class Group:
         self.nodes = equal_nodes(node_of)
         #: This member's node, and its index there.
         self.place = place_of(self.rank, node_of) if self.nodes > 1 and self.rank >= 0 else (0, self.rank)
+        self._node_of = node_of
         self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
@@ -99,12 +100,17 @@ class Group:
         """The name by which members meet, the same on each of them."""
         return "world" if self.is_world else "-".join(map(str, self.ranks))
 
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Of a group of several equal nodes: which of them that member is on, and its index there."""
+        return place_of(index, self._node_of)
+
     def topology(self, device: str) -> Topology:
         """What planning must know of this group, for tensors on a device of this type."""
         found = self._topologies.get(device)
         if found is None:
             known = self.context.backend.capabilities_among(self.ranks, device)
-            found = self._topologies[device] = Topology(known, self.size, self.nodes)
+            way = self.context.backend.way(self.ranks, device)
+            found = self._topologies[device] = Topology(known, self.size, self.nodes, way)
         return found
 
     def opening(

@@ -27,6 +27,7 @@ from asynccoll.backends.api import (
     LOOPBACK,
     Backend,
     Capabilities,
+    Communicator,
     Context,
     Exchange,
     InProgress,
@@ -124,10 +125,14 @@ class C10dBackend(Backend):
         }
         opened = self._communicator(opening, name, rank, opening.size, by_device, channels)
 
-        def open_parts() -> tuple[C10dCommunicator, C10dCommunicator]:
+        def open_parts() -> tuple[Communicator, Communicator]:
             node, index = opening.place
             each, on_host = opening.size // opening.nodes, {"cpu": "gloo"}
-            within = self._communicator(opening, f"{name}/node/{node}", index, each, on_host, channels)
+            within = (
+                opening.within()
+                if opening.within is not None
+                else self._communicator(opening, f"{name}/node/{node}", index, each, on_host, channels)
+            )
             across = self._communicator(
                 opening, f"{name}/across/{index}", node, opening.nodes, on_host, channels
             )

@@ -12,7 +12,7 @@ import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
 
-from asynccoll.backends.api import Completion, ReduceOp, uncast
+from asynccoll.backends.api import Communicator, Completion, ReduceOp, uncast
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND
 
@@ -67,7 +67,7 @@ class Transport:
 
 
 #: The communicators within the node and across nodes, and how they are opened.
-Parts = tuple["C10dCommunicator", "C10dCommunicator"]
+Parts = tuple[Communicator, Communicator]
 OpenParts = Callable[[], Parts]
 
 
@@ -105,7 +105,11 @@ class C10dCommunicator:
     def open_parts(self) -> None:
         """Open ``parts``: one communicator of the ranks of this node, one across nodes. Waits for them."""
         assert self._open_parts is not None
-        self.parts = self._open_parts()
+        parts = self._open_parts()
+        announce = getattr(parts[0], "announce", None)
+        if announce is not None:  # what is called by node goes through it first
+            self.announce = announce
+        self.parts = parts
         if not self._transports:  # closed meanwhile
             for part in self.parts:
                 part.abort()

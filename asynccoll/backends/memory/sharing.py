@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening
@@ -48,7 +49,8 @@ class Sharing(Backend):
         """Why these ranks do not meet in memory; None if they do."""
         nodes = {self._node_of[rank] for rank in ranks}
         if len(nodes) > 1:
-            return f"these ranks are on {len(nodes)} hosts"
+            apart = next((f"; {self._apart[one]}" for one in sorted(nodes) if one in self._apart), "")
+            return f"these ranks are on {len(nodes)} hosts{apart}"
         return self._apart.get(next(iter(nodes)))
 
     def _shares(self, ranks: Sequence[int]) -> bool:
@@ -57,16 +59,48 @@ class Sharing(Backend):
     def capabilities(self, device: str) -> Capabilities:
         return self._inner.capabilities(device)
 
+    def _share_by_host(self, ranks: Sequence[int]) -> bool:
+        """Whether they are on several hosts, and those of each share memory."""
+        nodes = {self._node_of[rank] for rank in ranks}
+        return len(nodes) > 1 and not nodes & self._apart.keys()
+
     def capabilities_among(self, ranks: Sequence[int], device: str) -> Capabilities:
         if device in _CPU and self._shares(ranks):
             return MEMORY
-        return self._inner.capabilities_among(ranks, device)
+        known = self._inner.capabilities_among(ranks, device)
+        # What has no figures for nodes knows them by itself, or has no communicators by node.
+        near = device in _CPU and known.hop_bytes > 0 and self._share_by_host(ranks)
+        return replace(known, near=True) if near else known
+
+    def way(self, ranks: Sequence[int], device: str) -> str:
+        if device not in _CPU or len(ranks) == 1:
+            return ""
+        why_not = self.why_not(ranks)
+        return f"{self.name}: {why_not}" if why_not else "through memory that ranks share"
 
     def open(self, opening: Opening) -> Communicator:
-        if not self._shares(opening.ranks):
-            return self._inner.open(opening)
-        rest = self._inner.open(replace(opening, carried=_CPU))
-        return self._in_memory(opening, rest)
+        if self._shares(opening.ranks):
+            rest = self._inner.open(replace(opening, carried=_CPU))
+            return self._in_memory(opening, rest)
+        if opening.nodes > 1 and self._share_by_host(opening.ranks):
+            opening = replace(opening, within=partial(self._open_within, opening))
+        return self._inner.open(opening)
+
+    def _open_within(self, opening: Opening) -> Communicator:
+        """The communicator of those of its ranks that are on this host."""
+        node, index = opening.place
+        mine = self._node_of[opening.ranks[opening.rank]]
+        here = replace(
+            opening,
+            ranks=tuple(rank for rank in opening.ranks if self._node_of[rank] == mine),
+            rank=index,
+            is_world=False,
+            group=f"{opening.group}/node/{node}",
+            nodes=1,
+            place=(0, index),
+            carried=_CPU | {self.device.type},
+        )
+        return self._in_memory(here, self._inner.open(here))
 
     def _in_memory(self, opening: Opening, rest: Communicator) -> MemoryCommunicator:
         assert self._hub is not None
