@@ -55,14 +55,16 @@ class Hub:
     @classmethod
     def meet(cls, clients: Clients, node: str, ranks: Sequence[int], rank: int, seconds: float) -> Hub:
         """Meet the others of ``ranks``, said to be on one host; raises ``Failed`` on all of them."""
-        arena = Arena()
-        mine = own(arena)
+        made, why = _made()
+        said = _Said(clients, f"memory/{node}", ranks.index(rank), len(ranks), seconds)
         try:
-            handed = _handed(clients, node, ranks, rank, mine, seconds)
+            handed = _handed(said, made, why)
         except BaseException:
-            mine.close()
+            if made is not None:
+                made[1].close()
             raise
-        return cls(arena, ranks, rank, handed)
+        assert made is not None  # or all would have failed
+        return cls(made[0], ranks, rank, handed)
 
     def region(self, opening: Opening) -> tuple[Region, Parking]:
         """The memory of a lane, which its first rank lends; all ranks of it have come."""
@@ -105,26 +107,22 @@ class _Said:
     def __init__(self, clients: Clients, prefix: str, index: int, count: int, seconds: float) -> None:
         self._clients = clients
         self._prefix = prefix
-        self._index = index
-        self._count = count
-        self._seconds = seconds
+        self.index = index
+        self.count = count
+        self.seconds = seconds
 
     def by_each(self, name: str, value: str) -> list[str]:
         """What every rank says, in order; this one says ``value``."""
-        keys = [f"{self._prefix}/{name}/{index}" for index in range(self._count)]
+        keys = [f"{self._prefix}/{name}/{index}" for index in range(self.count)]
         with self._clients.borrow() as store:
-            store.set(keys[self._index], value)
-        missing = self._clients.await_keys(keys, self._seconds, lambda: False)
+            store.set(keys[self.index], value)
+        missing = self._clients.await_keys(keys, self.seconds, lambda: False)
         if missing:
             raise CollectiveTimeoutError(
-                f"after {self._seconds:g} s {len(missing)} ranks of this host had not come to share memory"
+                f"after {self.seconds:g} s {len(missing)} ranks of this host had not come to share memory"
             )
         with self._clients.borrow() as store:
             return [said.decode() for said in values(store, keys)]
-
-    def by_first(self, name: str, value: str) -> str:
-        """What the first rank says."""
-        return self.by_each(name, value)[0]
 
     @contextmanager
     def all_or_none(self, name: str) -> Iterator[Callable[[], bool]]:
@@ -132,41 +130,76 @@ class _Said:
         why = ""
         try:
             yield partial(self._has_failed, name)
-        except Failed as error:
+        except (Failed, OSError) as error:
             why = str(error)
         reasons = [said for said in self.by_each(name, why) if said]
         if reasons:
             raise Failed(reasons[0])
 
     def _has_failed(self, name: str) -> bool:
-        keys = [f"{self._prefix}/{name}/{index}" for index in range(self._count)]
+        keys = [f"{self._prefix}/{name}/{index}" for index in range(self.count)]
         with self._clients.borrow() as store:
             return any(store.check([key]) and store.get(key) for key in keys)
 
 
-def _handed(
-    clients: Clients, node: str, ranks: Sequence[int], rank: int, mine: Descriptors, seconds: float
-) -> list[Descriptors]:
-    """What each of ``ranks`` has handed in, once all have proved that they share memory.
+def _made() -> tuple[tuple[Arena, Descriptors] | None, str]:
+    """This rank's arena and what it hands in, or why it has none: a container may forbid the calls."""
+    try:
+        arena = Arena()
+    except OSError as error:
+        return None, f"memory cannot be made: {error}"
+    try:
+        return (arena, own(arena)), ""
+    except OSError as error:
+        arena.close()
+        return None, f"other processes cannot be told of this one: {error}"
+
+
+def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> list[Descriptors]:
+    """What each rank has handed in, once all have proved that they share memory.
 
     Each step that may fail on one rank is told to all: so all fail, or none.
     """
-    index, count = ranks.index(rank), len(ranks)
-    said = _Said(clients, f"memory/{node}", index, count, seconds)
+    index, count, seconds = said.index, said.count, said.seconds
     if count > MOST_RANKS:
         raise Failed(f"more than {MOST_RANKS} ranks on one host")
-    meeting = Meeting() if index == 0 else None
-    address = said.by_first("at", "" if meeting is None else meeting.address)
+    meeting = None
+    if index == 0 and made is not None:
+        try:
+            meeting = Meeting()
+        except OSError as error:
+            why = f"there is no socket to meet at: {error}"
+    told = said.by_each("at", json.dumps(["" if meeting is None else meeting.address, why]))
+    ready = [json.loads(one) for one in told]
+    unable = [reason for _, reason in ready if reason]
+    if unable or made is None:
+        if meeting is not None:
+            meeting.close()
+        raise Failed(unable[0])
+    mine = made[1]
     with said.all_or_none("met") as somebody_failed:
         if meeting is not None:
             handed = meeting.gather(count - 1, mine, seconds, somebody_failed)
         else:
-            handed = hand_in(address, index, count, mine, seconds)
+            handed = hand_in(ready[0][0], index, count, mine, seconds)
     arenas = [one.arena for one in handed]
-    words = said.by_each("words", write_words(arenas, index))
-    with said.all_or_none("proved"):
-        prove(arenas, words)
+    try:
+        words = said.by_each("words", _written(arenas, index))
+        with said.all_or_none("proved"):
+            prove(arenas, words)
+    except BaseException:
+        for one in handed:
+            one.close()
+        raise
     return handed
+
+
+def _written(arenas: Sequence[int], index: int) -> str:
+    """The word that this rank has written to the arenas of all; nothing if it cannot."""
+    try:
+        return write_words(arenas, index)
+    except OSError:
+        return ""
 
 
 class Bells:

@@ -1,0 +1,65 @@
+"""How much memory the lanes of a host take: bounded, and given back with them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+import worlds
+from asynccoll.backends.memory.arena import Arena
+from ranks import Rank
+from worlds import World
+
+#: What all lanes of a rank's arena may take, as docs/memory.md says.
+MOST_BYTES = 1 << 30
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_32_lanes_stay_under_a_gibibyte(size: int) -> None:
+    """Of so many ranks, all on one host; no two of them in the same place."""
+    arena = Arena()
+    try:
+        lent = sorted(
+            (offset, layout.total_bytes) for offset, layout in (arena.lend(size) for _ in range(32))
+        )
+        assert sum(length for _, length in lent) <= MOST_BYTES
+        assert all(start + length <= after for (start, length), (after, _) in itertools.pairwise(lent))
+    finally:
+        arena.close()
+
+
+async def many_lanes(me: Rank) -> list[int]:
+    """Pages of shared memory that this process has, in KiB: at first, and after each turn."""
+    x = torch.full((300_000,), float(me.rank + 1))
+    found = [shared_kib()]
+    names = [f"room {number}" for number in range(24)]
+    for _ in range(2):
+        for name in names:
+            got = await me.get(ac.all_reduce(x, lane=name))
+            oracle.same(got, torch.full_like(x, me.size * (me.size + 1) / 2))
+        found.append(shared_kib())
+    return found
+
+
+def shared_kib() -> int:
+    with open(f"/proc/{os.getpid()}/status") as status:  # not a file to speak of
+        said: dict[str, Any] = dict(line.split(":", 1) for line in status)
+    return int(said["RssShmem"].split()[0])
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return worlds.world("memory", 4)
+
+
+def test_many_lanes(world: World) -> None:
+    """Only the pages that are used count, and using them once more takes no more."""
+    for first, used, again in world.run(many_lanes, timeout=60):
+        assert 0 < used - first < 24 * 34 << 10
+        assert again - used < 1 << 10
