@@ -1,18 +1,21 @@
-"""What an all_reduce that sums up each node first saves: against gloo's ring, on two hosts of two ranks.
+"""What going host by host saves on two hosts: through memory within each, against gloo among all ranks.
 
-    python benchmarks/nodes.py                    as root, or on loopback alone
-    python benchmarks/nodes.py --where gigabit    there alone
+    python benchmarks/nodes.py                         as root, or on loopback alone
+    python benchmarks/nodes.py --where gigabit         there alone
+    ASYNCCOLL_MEMORY=0 python benchmarks/nodes.py      by node, but through gloo within nodes
 
 Places: ``loopback``, where the hosts are only said to be two; two network namespaces on this machine with a
-link that carries 1 Gbit/s (``gigabit``), or that takes 1 ms for each packet (``millisecond``). Both ways are
-taken in turn in the same processes, in an order that changes; the figures are medians of the rounds, and
-the median of the ratios within a round. They are printed, and written as JSON (``--data``).
+link as fast as the machine (``link``), that carries 1 Gbit/s (``gigabit``), or that takes 1 ms for each packet
+(``millisecond``); hosts of two ranks, with ``3`` behind the name of three. Both ways are taken in turn in the
+same processes, in an order that changes; the figures are medians of the rounds, and the median of the ratios
+within a round. They are printed, and written as JSON (``--data``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,39 +23,63 @@ import inplaces
 import torch
 
 import asynccoll as ac
+from asynccoll import Work
 from asynccoll.bench.sidebyside import Peer, side_by_side
 from asynccoll.plan.spec import Policy
 from asynccoll.runtime.process import current
 
-EACH = 2
-SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+SIZES = (4, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+#: Of the other collectives: bytes of the whole.
+SOME_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 PLACES: dict[str, inplaces.Place] = {
-    "loopback": partial(inplaces.on_loopback, ranks=inplaces.HOSTS * EACH, each=EACH),
-    "gigabit": partial(inplaces.on_hosts, each=EACH, rate="1gbit"),
-    "millisecond": partial(inplaces.on_hosts, each=EACH, delay=1e-3),
+    "loopback": partial(inplaces.on_loopback, ranks=inplaces.HOSTS * 2, each=2),
+    "loopback3": partial(inplaces.on_loopback, ranks=inplaces.HOSTS * 3, each=3),
+    "link": partial(inplaces.on_hosts, each=2),
+    "link3": partial(inplaces.on_hosts, each=3),
+    "gigabit": partial(inplaces.on_hosts, each=2, rate="1gbit"),
+    "millisecond": partial(inplaces.on_hosts, each=2, delay=1e-3),
 }
 
 
-def way(x: torch.Tensor, name: str, policy: Policy) -> Peer:
-    """An all_reduce on a lane of its own, which plans its first call for this size by ``policy``."""
+def calls(size_bytes: int) -> dict[str, Callable[[str], Work[Any]]]:
+    """The collectives measured at this size, each on a lane."""
+    x = torch.zeros(size_bytes // 4)
+    found: dict[str, Callable[[str], Work[Any]]] = {
+        "all_reduce": lambda lane: ac.all_reduce(x, out=x, lane=lane)
+    }
+    if size_bytes in SOME_SIZES:
+        size = ac.get_world_size()
+        part = torch.zeros(x.numel() // size)
+        whole = torch.zeros(part.numel() * size)
+        found["broadcast"] = lambda lane: ac.broadcast(x, out=x, lane=lane)
+        found["all_gather"] = lambda lane: ac.all_gather(part, out=whole, lane=lane)
+        found["reduce_scatter"] = lambda lane: ac.reduce_scatter(whole, out=part, lane=lane)
+    return found
 
-    async def all_reduce() -> None:
+
+def way(call: Callable[[str], Work[Any]], name: str, policy: Policy) -> Peer:
+    """A call on a lane of its own, which plans its first one for this size by ``policy``."""
+
+    async def once() -> None:
         current().policy = policy
-        await ac.all_reduce(x, out=x, lane=name)
+        await call(name)
 
-    return all_reduce
+    return once
 
 
-async def measure(rounds: int) -> dict[int, Any]:
+async def measure(rounds: int) -> dict[str, Any]:
     found = {}
     for size_bytes in SIZES:
-        x = torch.zeros(size_bytes // 4)
-        ways = {name: way(x, name, Policy(by_node=name == "by node")) for name in ("ring", "by node")}
-        series = await side_by_side(ways, rounds=rounds, operations=5 if size_bytes < 1 << 20 else 1)
-        found[size_bytes] = {
-            "milliseconds": {name: one.median * 1e3 for name, one in series.items()},
-            "ratio": series["by node"].ratio_to(series["ring"]),
-        }
+        for name, call in calls(size_bytes).items():
+            ways = {lane: way(call, lane, Policy(by_node=lane == "by host")) for lane in ("gloo", "by host")}
+            few = size_bytes >= 1 << 20
+            series = await side_by_side(
+                ways, rounds=max(3, rounds // 3) if few else rounds, operations=1 if few else 10
+            )
+            found[f"{name} {size_bytes}"] = {
+                "milliseconds": {lane: one.median * 1e3 for lane, one in series.items()},
+                "ratio": series["by host"].ratio_to(series["gloo"]),
+            }
     return found
 
 
@@ -67,13 +94,11 @@ def run_rank(rounds: int) -> None:
 
 
 def report(place: str, found: dict[str, Any]) -> None:
-    print(f"\n{place}: an all_reduce on {inplaces.HOSTS} hosts of {EACH} ranks (ms)")
-    print(f"{'':>12} {'ring':>9} {'by node':>9} {'ratio':>7}")
-    for size_bytes, one in found.items():
+    print(f"\n{place} (ms)")
+    print(f"{'':>28} {'gloo':>9} {'by host':>9} {'ratio':>7}", flush=True)
+    for name, one in found.items():
         took = one["milliseconds"]
-        print(
-            f"{int(size_bytes) >> 10:>8} KiB {took['ring']:9.2f} {took['by node']:9.2f} {one['ratio']:7.2f}"
-        )
+        print(f"{name:>28} {took['gloo']:9.3f} {took['by host']:9.3f} {one['ratio']:7.2f}", flush=True)
 
 
 if __name__ == "__main__":
