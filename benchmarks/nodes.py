@@ -5,7 +5,7 @@
     ASYNCCOLL_MEMORY=0 python benchmarks/nodes.py      by node, but through gloo within nodes
 
 Places: ``loopback``, where the hosts are only said to be two; two network namespaces on this machine with a
-link as fast as the machine (``link``), that carries 1 Gbit/s (``gigabit``), or that takes 1 ms for each packet
+link as fast as the machine (``link``), of 1 Gbit/s (``gigabit``), or that takes 1 ms for each packet
 (``millisecond``); hosts of two ranks, with ``3`` behind the name of three. Both ways are taken in turn in the
 same processes, in an order that changes; the figures are medians of the rounds, and the median of the ratios
 within a round. They are printed, and written as JSON (``--data``).
