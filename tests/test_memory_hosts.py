@@ -15,6 +15,7 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.ops.explaining import explain_offline
 from asynccoll.runtime.process import current
 from ranks import Rank, raising
 from test_lanes import bad_avg
@@ -31,8 +32,8 @@ def way(name: str, x: torch.Tensor, **call: Any) -> str:
 
 @pytest.fixture(scope="module", params=[(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1, 1)], ids=str)
 def hosts(request: pytest.FixtureRequest) -> World:
-    """Two hosts: of two ranks, also in turn, and of three."""
-    return worlds.world("memory", len(request.param), nodes=request.param)
+    """Two hosts: of two ranks, also in turn, and of three; they go by host at any size."""
+    return worlds.world("memory", len(request.param), nodes=request.param, by_node=True)
 
 
 async def reductions(me: Rank) -> None:
@@ -220,3 +221,23 @@ def test_a_killed_rank_is_named() -> None:
         results = world.run(one_dies, dies=[2], timeout=30)
         world.kill()
     assert [results[rank] for rank in (0, 1, 3)] == [(2,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "numel", "by_host"),
+    [
+        ("all_reduce", 100, False),
+        ("all_reduce", 1 << 10, True),
+        ("broadcast", 1, True),
+        ("all_gather", 1 << 10, False),
+        ("all_gather", 1 << 14, True),
+        ("reduce_scatter", 1 << 14, False),
+        ("reduce_scatter", 1 << 16, True),
+        ("gather", 1 << 20, False),
+    ],
+)
+def test_from_a_size_that_pays(name: str, numel: int, by_host: bool) -> None:
+    """As was measured; where each host shares memory."""
+    offline: dict[str, Any] = {"backend": "gloo", "world_size": 4, "nodes": 2, "shape": (numel,)}
+    assert (explain_offline(name, memory=True, **offline).via == "nodes") == by_host
+    assert explain_offline(name, memory=False, **offline).via != "nodes"

@@ -269,7 +269,7 @@ def capabilities_among(
     if device != "cpu" or world_size == 1 or _normal(name) not in ("gloo", "nccl"):
         return known, ""
     from asynccoll.backends.memory.parking import supported
-    from asynccoll.backends.memory.tables import MEMORY
+    from asynccoll.backends.memory.tables import MEMORY, NEAR
 
     if not memory:
         return known, f"{known.backend}: memory=False"
@@ -277,7 +277,7 @@ def capabilities_among(
         return known, f"{known.backend}: memory between processes is used on Linux and x86-64 alone"
     if nodes == 1:
         return MEMORY, "through memory that ranks share"
-    return replace(known, near=True), f"{known.backend}: these ranks are on {nodes} hosts"
+    return replace(known, near=NEAR, hop_bytes=0), f"{known.backend}: these ranks are on {nodes} hosts"
 
 
 def starting(name: str) -> str:

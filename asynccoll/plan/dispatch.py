@@ -28,8 +28,6 @@ from asynccoll.plan.wire import arithmetic, carrier_of
 __all__ = ["plan", "refuse_missing"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-#: What moves data and can go by node; of reductions all_reduce and reduce_scatter.
-_BY_NODE = frozenset({Op.ALL_GATHER, Op.BROADCAST})
 #: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
@@ -103,7 +101,7 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology, policy: Policy)
     refuse_missing(op, known)
     native, has = _native_call(op, known)
     via = "native"
-    if op in _BY_NODE and topology.goes_by_node(spec.numel, policy.by_node):
+    if topology.goes_through_nodes(op, spec.size_bytes, policy.by_node):
         via, has = "nodes", _by_memory(topology)
     if op is Op.BARRIER or spec.dtype in known.move:
         return Plan(op, known.backend, native, via, why=(has,))
@@ -153,14 +151,14 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
         native = False  # the product of complex numbers is not that of their parts
     dense = op is Op.ALL_REDUCE and not spec.sparse
     size = (spec.numel, spec.dtype.itemsize)
-    through_memory = not spec.sparse and topology.goes_by_node(spec.numel, policy.by_node)
+    through_memory = not spec.sparse and topology.goes_through_nodes(op, spec.size_bytes, policy.by_node)
     small = dense and topology.exchanges(*size) and not through_memory
     if op is Op.REDUCE_SCATTER and through_memory and dtype not in HALF:  # which is to be rounded once
         native = known.reduces(dtype, on_wire) and not (wire is Wire.REAL and on_wire is not ReduceOp.SUM)
         by_node = native
     else:
         native = native and not small
-        by_node = dense and native and topology.sums_nodes_first(*size, policy.by_node)
+        by_node = dense and native and (through_memory or topology.sums_nodes_first(*size, policy.by_node))
     if not native and wire is Wire.CAST and spec.dtype in HALF & known.move:
         wire, dtype, on_wire, divide = Wire.SAME, spec.dtype, reduce, False
         why = (f"{dtype_name(dtype)} is accumulated in float32 and rounded once",)
@@ -200,7 +198,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
 
 def _nodes_first(topology: Topology, policy: Policy) -> str:
     """How an all_reduce by node goes, and why."""
-    if topology.capabilities.near:
+    if topology.capabilities.near:  # by its figures, or as initialize was told
         return _by_memory(topology)
     each = topology.world_size // topology.nodes
     chosen = (

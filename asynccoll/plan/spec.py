@@ -170,8 +170,9 @@ class Capabilities:
     hop_bytes: int = 0
     #: What the steps of that composition cost besides their own hops, in hops: each starts from Python.
     steps_hops: int = 0
-    #: The ranks of each node meet in memory that they share: what goes by node costs next to nothing there.
-    near: bool = False
+    #: Where the ranks of each node share memory: from how many bytes in all a collective had better go
+    #: through it within nodes, and by this backend only between them. Those that are not here never do.
+    near: tuple[tuple[Op, int], ...] = ()
     #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
     #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()
@@ -225,9 +226,15 @@ class Topology:
         sent = least * itemsize * (self.world_size - 1)
         return 0 < sent <= self.capabilities.exchange_bytes and least >= self.world_size
 
-    def goes_by_node(self, numel: int, wished: bool | None) -> bool:
-        """Whether a call goes through memory within nodes, and between them by the backend."""
-        return self.nodes > 1 and self.capabilities.near and numel > 0 and wished is not False
+    def goes_through_nodes(self, op: Op, size_bytes: int, wished: bool | None) -> bool:
+        """Whether a call goes through memory within nodes, and by the backend between them.
+
+        ``size_bytes``: of a rank's input. Decided by powers of two, as ``exchanges``.
+        """
+        if self.nodes == 1 or not size_bytes or wished is False:
+            return False
+        whole = (1 << size_class(size_bytes) >> 1) * (self.world_size if op is Op.ALL_GATHER else 1)
+        return any(op is one and (wished or whole >= least) for one, least in self.capabilities.near)
 
     def sums_nodes_first(self, numel: int, itemsize: int, wished: bool | None = None) -> bool:
         """Whether an all_reduce of so many elements is composed by node. The same on every rank.
@@ -238,8 +245,6 @@ class Topology:
         """
         least = 1 << size_class(numel) >> 1
         known = self.capabilities
-        if self.goes_by_node(numel, wished):
-            return True
         if self.nodes == 1 or not known.hop_bytes or least < self.world_size:
             return False
         if wished is not None:

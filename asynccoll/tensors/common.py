@@ -47,7 +47,7 @@ class Route:
         #: the native call leaves its input as it is
         self.keeps_input = op in topology.capabilities.keeps_input
         #: calls that go by node go through memory there
-        self.near = topology.capabilities.near
+        self.near = bool(topology.capabilities.near)
         #: its elements lie in memory in the order of their indices
         self.in_order = spec.contiguous
         as_it_is = self.plan.wire is Wire.SAME and self.plan.stage is None

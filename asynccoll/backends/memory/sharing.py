@@ -14,7 +14,7 @@ from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.hub import Bells, Hub
 from asynccoll.backends.memory.neighbours import Failed
 from asynccoll.backends.memory.parking import supported
-from asynccoll.backends.memory.tables import MEMORY
+from asynccoll.backends.memory.tables import MEMORY, NEAR
 
 if TYPE_CHECKING:
     from asynccoll.backends.api import Clients, Training
@@ -70,7 +70,7 @@ class Sharing(Backend):
         known = self._inner.capabilities_among(ranks, device)
         # What has no figures for nodes knows them by itself, or has no communicators by node.
         near = device in _CPU and known.hop_bytes > 0 and self._share_by_host(ranks)
-        return replace(known, near=True) if near else known
+        return replace(known, near=NEAR, hop_bytes=0) if near else known
 
     def way(self, ranks: Sequence[int], device: str) -> str:
         if device not in _CPU or len(ranks) == 1:

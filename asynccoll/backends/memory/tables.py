@@ -6,7 +6,7 @@ import torch
 
 from asynccoll.backends.api import Capabilities, Op, ReduceOp
 
-__all__ = ["MEMORY"]
+__all__ = ["MEMORY", "NEAR"]
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
@@ -23,4 +23,13 @@ MEMORY = Capabilities(
     ),
     move=frozenset((*_INTEGERS, *_FLOATS, *_MOVED, torch.bool)),
     keeps_input=frozenset({Op.ALL_REDUCE, Op.REDUCE}),
+)
+
+#: From how many bytes a call on several hosts goes through the memory of each (benchmarks/nodes.py, two hosts
+#: of two ranks): below, gloo's one exchange of small tensors is over sooner.
+NEAR = (
+    (Op.ALL_REDUCE, 4 << 10),
+    (Op.BROADCAST, 1),
+    (Op.ALL_GATHER, 256 << 10),
+    (Op.REDUCE_SCATTER, 256 << 10),
 )
