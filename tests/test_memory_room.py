@@ -36,11 +36,11 @@ def test_32_lanes_stay_under_a_gibibyte(size: int) -> None:
 
 async def many_lanes(me: Rank) -> list[int]:
     """Pages of shared memory that this process has, in KiB: at first, and after each turn."""
-    x = torch.full((300_000,), float(me.rank + 1))
+    x = torch.full((1 << 18,), float(me.rank + 1))  # two slots full
     found = [shared_kib()]
     names = [f"room {number}" for number in range(24)]
     for _ in range(2):
-        for name in names * 4:  # or a turn would leave slots that it has not used
+        for name in names * 4:  # all eight slots of each
             got = await me.get(ac.all_reduce(x, lane=name))
             oracle.same(got, torch.full_like(x, me.size * (me.size + 1) / 2))
         found.append(shared_kib())
