@@ -518,6 +518,7 @@ def test_info_tells_versions_backends_and_who_launched(capsys, unlaunched):
     assert found["torch"].startswith("2.")
     assert "gloo" in found["backends"]
     assert found["launcher"] == "serial: rank 0 of 1, node 0 of 1"
+    assert "shared by ranks of a host" in found["memory"]
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         unlaunched.setenv(name, value)
     assert main(["info"]) == 0
@@ -534,8 +535,14 @@ def test_explain_prints_the_plan_and_why(capsys):
     arguments = ["explain", "reduce_scatter", "--shape", "4,4", "--dtype", "int16"]
     assert main([*arguments, "--backend", "gloo", "--world-size", "4"]) == 0
     output = capsys.readouterr().out
+    assert output.startswith("reduce_scatter on memory: ")
+    assert "  - through memory that ranks share" in output
+    assert main([*arguments, "--world-size", "4", "--no-memory"]) == 0
+    output = capsys.readouterr().out
     assert output.startswith("reduce_scatter on gloo: ")
-    assert "  - " in output
+    assert "  - gloo: memory=False" in output
+    assert main([*arguments, "--world-size", "4", "--nodes", "2"]) == 0
+    assert "  - gloo: these ranks are on 2 hosts" in capsys.readouterr().out
 
 
 # --- the report, without processes ----------------------------------------------------------
