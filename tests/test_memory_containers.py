@@ -37,7 +37,7 @@ elif limit == "pidfd_open":
     forbid(434)
 elif limit == "file size":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-ac.initialize("gloo", init_method="file://" + where, rank=rank, world_size=size, timeout=60)
+ac.initialize("gloo", init_method="file://" + where, rank=rank, world_size=size, timeout=60, memory=True)
 x = torch.full((300_000,), float(rank + 1))
 assert torch.equal(ac.all_reduce(x).wait(), torch.full_like(x, 3.0))
 assert ac.all_gather(f"rank {rank}").wait() == ["rank 0", "rank 1"]

@@ -1,4 +1,4 @@
-"""Ranks of one host through memory, in simulated worlds: the real engine, with every look at a word a switch point."""
+"""Ranks of one host through memory, in simulated worlds: the real engine, each look at a word a switch point."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
         report = run(
             main, seed, world_size=size, loop="none", statements=ENGINE, faults=[Interrupt(0, at=at)]
         )
-        errors = {rank: error for rank, error in report.errors.items()}
+        errors = dict(report.errors.items())
         if isinstance(errors.get(0), KeyboardInterrupt):
             continue  # while it joined, issued or left
         struck += 1

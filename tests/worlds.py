@@ -171,13 +171,13 @@ class Starter:
     options: Callable[[], dict[str, Any]]
 
 
-def _over_sockets() -> dict[str, Any]:
-    return {**_tcp(), "memory": False}
+def _through_memory() -> dict[str, Any]:
+    return {**_tcp(), "memory": True}
 
 
 STARTERS = {
-    "gloo": Starter(nursery.start, _over_sockets),
-    "memory": Starter(nursery.start, _tcp),
+    "gloo": Starter(nursery.start, _tcp),
+    "memory": Starter(nursery.start, _through_memory),
     "nccl": Starter(_start_processes, _tcp),
     "mpi": Starter(starters_mpi.start, starters_mpi.options),
     "horovod": Starter(starters_horovod.start, starters_horovod.options),

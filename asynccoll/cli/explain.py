@@ -24,8 +24,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--memory",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the ranks of a host share memory (ac.initialize(memory=...)), the default",
+        default=False,
+        help="whether the ranks of a host share memory (ac.initialize(memory=...)); not by default",
     )
     parser.set_defaults(carry_out=_explain)
 

@@ -128,8 +128,8 @@ class Lane:
 
         ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
         order of its own within the lane (point-to-point messages of one peer and tag), which does not
-        queue behind other streams. ``what`` is what has to be the same on all ranks; ``of``, what it is of, for
-        the record.
+        queue behind other streams. ``what`` is what has to be the same on all ranks; ``of``, what it is of,
+        for the record.
         """
         spot = caller()
         if self._before is not None:

@@ -173,10 +173,10 @@ def initialize(
         check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
             ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
-        memory: whether ranks of one host may meet in memory that they share, for tensors on the CPU, numbers
-        and
-            objects, where the backend is gloo or has gloo beside it: the default. The environment variable
-            ``ASYNCCOLL_MEMORY`` (``0``: no) sets it. The same on every rank.
+        memory: True: ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
+            objects, where the backend is gloo or has gloo beside it. False, the default while this is new: they
+            go through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``) sets it where
+            nothing is passed. The same on every rank.
         backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
             ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
 
@@ -222,7 +222,7 @@ def initialize(
 
 def _uses_memory(memory: bool | None) -> bool:
     if memory is None:
-        said = os.environ.get(MEMORY_VARIABLE, "1")
+        said = os.environ.get(MEMORY_VARIABLE, "0")
         if said not in ("0", "1"):
             raise InvalidArgumentError(f"{MEMORY_VARIABLE} must be 0 or 1, got {said!r}")
         return said == "1"

@@ -1,7 +1,7 @@
-"""Memory that simulated ranks share: every look at a word, and every copy, is a moment at which others may go on.
+"""Memory that simulated ranks share: at every look at a word, and every copy, others may go on.
 
-Stores are seen by others a little later, in order, as x86 has it: a rank's own looks may come before them, unless it
-takes a lock in between or calls the kernel. A copy may be seen half done.
+Stores are seen by others a little later, in order, as x86 has it: a rank's own looks may come before them,
+unless it takes a lock in between or calls the kernel. A copy may be seen half done.
 """
 
 from __future__ import annotations

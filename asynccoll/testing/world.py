@@ -247,8 +247,10 @@ class World:
         self._scheduler.kill(rank)
 
     def _cut_off(self, rank: int) -> None:
-        for shared in (*self._fabrics, *self._hosts):
-            shared.kill(rank)
+        for fabric in self._fabrics:
+            fabric.kill(rank)
+        for host in self._hosts:
+            host.kill(rank)
 
     def hold(self, rank: int, thread: str, seconds: float) -> None:
         self._scheduler.hold(lambda one: one.rank == rank and thread in one.name, seconds)

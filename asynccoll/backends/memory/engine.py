@@ -244,8 +244,8 @@ class Engine:
             return self._agree(exchange)
         if all(words[base + PLACES + step % SLOTS] == exchange.place for base in self.region.others):
             self._disagree(exchange)
-        # Else a rank is still at the parts of an earlier call, about which ranks differ: it has its lane begin a
-        # new epoch, in which this call is made once more, or lost.
+        # Else a rank is still at the parts of an earlier call, about which ranks differ: it has its lane
+        # begin a new epoch, in which this call is made once more, or lost.
         return False
 
     def _agree(self, exchange: Exchange) -> bool:
@@ -395,7 +395,8 @@ class Engine:
     def _sleep(self, exchange: Exchange, seconds: float) -> None:
         self._sleepers += 1
         try:
-            # Each says something else: who is about to sleep is not kept from seeing that the word was cleared.
+            # Each says something else: who is about to sleep is not kept from seeing that the word was
+            # cleared.
             said = next(self._naps) % _STEP_BITS + 1
             self._words[self._mine + ASLEEP] = said
             if not self._look_again() and not exchange.finished and not self._lost():

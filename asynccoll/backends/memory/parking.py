@@ -43,7 +43,15 @@ class Parking:
         """While the word is ``said``, until it is woken, at most so many seconds."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
-        _libc.syscall(_FUTEX, ctypes.c_void_p(self._start + place), _WAIT, ctypes.c_uint(said), ctypes.byref(limit), None, 0)
+        _libc.syscall(
+            _FUTEX,
+            ctypes.c_void_p(self._start + place),
+            _WAIT,
+            ctypes.c_uint(said),
+            ctypes.byref(limit),
+            None,
+            0,
+        )
 
     def wake(self, place: int) -> None:
         """Wake all threads, of any process, that sleep on the word."""
