@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from asynccoll import __version__
-from asynccoll.cli import bench, explain, explore, info, run
+from asynccoll.cli import bench, explain, explore, info, run, trace
 from asynccoll.cli.common import USAGE_ERROR
 from asynccoll.errors import AsyncCollError
 
 __all__ = ["main"]
 
 #: In the order in which ``--help`` shows them.
-COMMANDS = (run, info, bench, explain, explore)
+COMMANDS = (run, info, trace, bench, explain, explore)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
