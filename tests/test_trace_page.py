@@ -163,7 +163,7 @@ def test_a_hung_job_is_shown_as_far_as_it_came(start, script):
     assert "interrupted" in errors
     (hang,) = json.loads(output)["unfinished"]
     assert (hang["rank"], hang["operation"], hang["sequence"], hang["missing"]) == (0, "all_reduce", 2, [1])
-    assert hang["place"].endswith("program.py:9")
+    assert hang["place"].endswith("program.py:8")
 
 
 def test_what_cannot_be_recorded_is_told(start, script, tmp_path):
