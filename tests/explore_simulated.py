@@ -54,7 +54,7 @@ class Order:
     """In what order a program runs, where, and what goes wrong: all by a number."""
 
     number: int
-    ranks: int
+    program: Program
 
     @property
     def transport(self) -> str:
@@ -66,7 +66,9 @@ class Order:
             return ()
         # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life.
         kinds = [kind for kind in FAULTS if (self.transport, kind) != ("nccl", "silence")]
-        return tuple(drawn_faults(*kinds)(random.Random(self.number), self.ranks))
+        if self.program.loop == "none":  # there is no task that could be cancelled
+            kinds = [kind for kind in kinds if kind != "cancel"]
+        return tuple(drawn_faults(*kinds)(random.Random(self.number), self.program.ranks)) if kinds else ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class Order:
             "faults": self.faults,
             "schedule": PCT() if self.number % 2 else RandomWalk(),
             "again": self.number % 4 == 2,
+            "check": "full" if self.number % 5 == 3 else "local",
             "statements": STATEMENTS,
             "real_seconds": REAL_SECONDS,
         }
@@ -82,7 +85,7 @@ class Order:
 
 def wrong(program: Program, number: int) -> list[str]:
     """What is wrong with the program in the order of this number."""
-    order = Order(number, program.ranks)
+    order = Order(number, program)
     if not _NOT_CARRIED.get(order.transport, set()).isdisjoint(call.payload for call in program.calls):
         return []
     if order.transport == "nccl" and program.one_sided:
@@ -106,6 +109,7 @@ class Exploration:
         self._most = most
         self.programs = self.schedules = 0
         self.found: list[str] = []
+        self._seen: set[Program] = set()  # of the present round
 
     @property
     def over(self) -> bool:
@@ -115,6 +119,7 @@ class Exploration:
         """Programs on these many ranks in turn, 50 from each seed, of which the first is ``number``."""
         while not self.over:
             for size in ranks:
+                self._seen.clear()
                 _round(self, size, number)
                 number += 1
                 if time.monotonic() - self._told > _TOLD_EVERY_SECONDS:
@@ -127,10 +132,12 @@ class Exploration:
         )
 
     def look_at(self, program: Program) -> None:
-        if self.over:
+        if self.over or program in self._seen:
             return
+        self._seen.add(program)
+        first = self.programs * SCHEDULES
         self.programs += 1
-        for number in range(self.programs, self.programs + SCHEDULES):
+        for number in range(first, first + SCHEDULES):
             if self.over:
                 return
             self.schedules += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,39 +36,70 @@ class SimulatedRank:
 
 #: Faults after which calls may fail; after others each must come to what it must.
 _HURT = (Cancel, Interrupt, Kill, StoreLost)
+#: What ranks are told of one that has died or left, and where it may still be thought to be there.
+_LOST = (ac.PeerLostError, ac.PeerRefusedError, ac.AbortedError, ac.NotInitializedError)
 
 
 def complaints(
     program: Program, seed: int, faults: Sequence[Fault] = (), **options: Any
 ) -> tuple[list[str], Report]:
     """What is wrong, by all ranks, and what became of the simulation."""
-    signs: set[str] = set()
-    hurt = any(isinstance(fault, _HURT) for fault in faults)
+    signs: tuple[set[str], ...] = (set(), set())  # of each world
+    hurt = _hurt_by(faults)
     program = unwaited(program) if hurt else program
+    told: dict[int, list[Exception]] = {}
+
+    def lives(rank: int) -> Iterator[compositions_run.Run]:
+        """Of one world after the other."""
+        for life in range(2 if options.get("again") and not hurt else 1):
+            if life:
+                ac.finalize()
+                ac.initialize(timeout=20.0)
+            me: Any = SimulatedRank(rank, program.ranks, signs[life])
+            one = compositions_run.Run(me, program, hurt)
+            told[rank] = one.told
+            yield one
 
     async def main(rank: int) -> list[str]:
-        me: Any = SimulatedRank(rank, program.ranks, signs)
-        run = compositions_run.Run(me, program, hurt=hurt)
-        found = await run.whole()
-        if hurt or not options.get("again"):
-            return found
-        ac.finalize()
-        ac.initialize(timeout=20.0)
-        return found + await compositions_run.Run(me, program).whole()
+        return [found for one in lives(rank) for found in await one.whole()]
+
+    def blocking(rank: int) -> list[str]:
+        return [found for one in lives(rank) for found in one.blocking()]
 
     given = {name: value for name, value in options.items() if name != "again"} | {"timeout": 200.0}
-    report = simulate(main, world_size=program.ranks, seed=seed, loop=program.loop, faults=faults, **given)
+    report = simulate(
+        blocking if program.loop == "none" else main,
+        world_size=program.ranks,
+        seed=seed,
+        loop=program.loop,
+        faults=faults,
+        **given,
+    )
     found = [one for each in report.results.values() for one in each]
     found += [
         f"[crash] rank {rank}: {error!r}"
         for rank, error in report.errors.items()
-        if not (hurt and all(map(told, leaves(error))))
+        if not (hurt and all(isinstance(one, (*hurt, *_OWN)) for one in leaves(error)))
     ]
-    found += [one for rank, error in report.errors.items() for one in untrue(rank, error, report)]
+    raised = [(rank, error) for rank, errors in told.items() for error in errors]
+    found += [one for rank, error in [*report.errors.items(), *raised] for one in untrue(rank, error, report)]
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
     return found, report
+
+
+#: What the user of a rank has ended it with.
+_OWN: tuple[type[BaseException], ...] = (KeyboardInterrupt, *compositions_run.CANCELLED)
+
+
+def _hurt_by(faults: Sequence[Fault]) -> tuple[type[Exception], ...]:
+    """What may be raised because of them. Of a rank that is gone others hear before their time is over."""
+    if not any(isinstance(fault, _HURT) for fault in faults):
+        return ()
+    if any(isinstance(fault, StoreLost) for fault in faults):
+        return (ac.AsyncCollError,)
+    return _LOST
 
 
 def unwaited(program: Program) -> Program:
@@ -85,11 +116,6 @@ def unwaited(program: Program) -> Program:
 
 def _later(call: Call) -> Call:
     return replace(call, wait="later")
-
-
-def told(error: BaseException) -> bool:
-    """Whether it is one that a rank may get where another, or its user, has ended its work."""
-    return isinstance(error, (ac.AsyncCollError, KeyboardInterrupt, *compositions_run.CANCELLED))
 
 
 def untrue(rank: int, error: BaseException, report: Report) -> list[str]:

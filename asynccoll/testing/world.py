@@ -261,14 +261,19 @@ class World:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """A finalizer runs where the last reference goes, and nowhere else; no thread has a pool of others."""
+    """A finalizer runs where the last reference goes, and nowhere else; no thread has a pool of others.
+
+    Where a fault collects garbage after all, that of the simulation: not what there was before.
+    """
     collected, threads = gc.isenabled(), torch.get_num_threads()
     gc.disable()
+    gc.freeze()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        gc.unfreeze()
         if collected:
             gc.enable()
 
