@@ -46,8 +46,9 @@ with contextlib.suppress(ImportError):
     import trio
 
     CANCELLED = (*CANCELLED, trio.Cancelled)
-#: A program takes milliseconds.
+#: A program takes milliseconds; but a peer's refusal is looked for once a second.
 HANG_SECONDS = 10.0
+REFUSAL_SECONDS = 3.0
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Run:
     """One program on one rank."""
 
     def __init__(self, me: Rank, program: Program, hurt: tuple[type[Exception], ...] = ()) -> None:
-        """``hurt``: what may be raised, where a rank may die, or be cancelled; what is given must be right."""
+        """``hurt``: what may be raised where a rank dies or is cancelled; what is given must be right."""
         self.hurt = hurt
         self.ways: Ways = Threaded() if program.loop == "none" else Looped(program.loop)
         #: What was raised here that may be.
@@ -122,7 +123,9 @@ class Run:
 
     async def whole(self) -> list[str]:
         """Run it, look at all of it again, and see that the lanes are in step; in a task."""
-        with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else patient(HANG_SECONDS)) as limit:
+        refusable = sum(call.refusable for call in self.program.calls)
+        seconds = patient(HANG_SECONDS + REFUSAL_SECONDS * refusable)
+        with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else seconds) as limit:
             await self._whole()
         if limit.cancelled_caught:
             out = [record.label for record in self.records.values() if not record.outcome]

@@ -33,7 +33,7 @@ from simulated import complaints, script, unwaited
 SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
 TRANSPORTS = tuple(os.environ.get("TRANSPORTS", "gloo,mpi,gloo,horovod,gloo,xla,nccl").split(","))
 FAULTS = tuple(
-    os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect").split(",")
+    os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect,fail").split(",")
 )
 STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") if name)
 #: Seconds for making one smaller that failed.
@@ -119,12 +119,16 @@ class Exploration:
         """Programs on these many ranks in turn, 50 from each seed, of which the first is ``number``."""
         while not self.over:
             for size in ranks:
-                self._seen.clear()
-                _round(self, size, number)
+                self.round(size, number)
                 number += 1
                 if time.monotonic() - self._told > _TOLD_EVERY_SECONDS:
                     self._told = time.monotonic()
                     print(f"{self}; to go on from here: SEED={number}", flush=True)
+
+    def round(self, size: int, number: int) -> None:
+        """At most fifty programs on so many ranks, drawn from this seed."""
+        self._seen.clear()
+        _round(self, size, number)
 
     def __str__(self) -> str:
         return (

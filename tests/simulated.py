@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import asynccoll as ac
 import compositions_run
-from asynccoll.testing import Cancel, Fault, Interrupt, Kill, Report, StoreLost, simulate
+from asynccoll.testing import Cancel, Fail, Fault, Interrupt, Kill, Report, StoreLost, simulate
 from asynccoll.testing.report import leaves
 from compositions import Call, Program
 
@@ -35,7 +38,7 @@ class SimulatedRank:
 
 
 #: Faults after which calls may fail; after others each must come to what it must.
-_HURT = (Cancel, Interrupt, Kill, StoreLost)
+_HURT = (Cancel, Fail, Interrupt, Kill, StoreLost)
 #: What ranks are told of one that has died or left, and where it may still be thought to be there.
 _LOST = (ac.PeerLostError, ac.PeerRefusedError, ac.AbortedError, ac.NotInitializedError)
 
@@ -66,16 +69,19 @@ def complaints(
     def blocking(rank: int) -> list[str]:
         return [found for one in lives(rank) for found in one.blocking()]
 
+    noticed: list[str] = []
     given = {name: value for name, value in options.items() if name != "again"} | {"timeout": 200.0}
-    report = simulate(
-        blocking if program.loop == "none" else main,
-        world_size=program.ranks,
-        seed=seed,
-        loop=program.loop,
-        faults=faults,
-        **given,
-    )
-    found = [one for each in report.results.values() for one in each]
+    with patch.object(threading, "excepthook", lambda args: noticed.append(_thrown(args))):
+        report = simulate(
+            blocking if program.loop == "none" else main,
+            world_size=program.ranks,
+            seed=seed,
+            loop=program.loop,
+            faults=faults,
+            **given,
+        )
+    found = noticed
+    found += [one for each in report.results.values() for one in each]
     found += [
         f"[crash] rank {rank}: {error!r}"
         for rank, error in report.errors.items()
@@ -89,6 +95,12 @@ def complaints(
     return found, report
 
 
+def _thrown(args: Any) -> str:
+    """What a thread ended with that nobody waits for."""
+    told = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback, limit=-6)
+    return f"[thread] {''.join(told)}"
+
+
 #: What the user of a rank has ended it with.
 _OWN: tuple[type[BaseException], ...] = (KeyboardInterrupt, *compositions_run.CANCELLED)
 
@@ -99,6 +111,8 @@ def _hurt_by(faults: Sequence[Fault]) -> tuple[type[Exception], ...]:
         return ()
     if any(isinstance(fault, StoreLost) for fault in faults):
         return (ac.AsyncCollError,)
+    if any(isinstance(fault, Fail) for fault in faults):
+        return (ac.CollectiveError, RuntimeError)
     return _LOST
 
 

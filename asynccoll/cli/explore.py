@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--transport", default="gloo", metavar="NAME", help="gloo, mpi, horovod, xla or nccl")
     parser.add_argument(
         "--faults", default="", metavar="KIND,...", help="one of these for each seed: kill, silence, stop, "
-        "stall, delay, cancel, interrupt, store, collect"
+        "stall, delay, cancel, interrupt, store, collect, fail"
     )  # fmt: skip
     parser.add_argument(
         "--statements", action="append", default=[], metavar="MODULE",

@@ -255,6 +255,9 @@ class World:
         elif not self._main_threads[rank].ended:
             self._scheduler.interrupt(self._main_threads[rank], KeyboardInterrupt())
 
+    def fail(self, rank: int) -> None:
+        self._delivery.fail(rank)
+
     def lose_store(self) -> None:
         self._network.store_is_lost = True
 
