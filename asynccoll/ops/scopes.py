@@ -114,8 +114,8 @@ def close_lane(name: str, *, group: Any = None) -> None:
 
     Every member calls it as often, at the same place among its calls on that lane, in whose order it is; none
     waits for the others. What is in flight ends as ever; what a ``coalescing`` block has put off there is
-    sent first. The connections are closed once every member has called it. Closing a lane that this rank has not
-    used is fine.
+    sent first. The connections are closed once every member has called it. Closing a lane that this rank
+    has not used is fine.
 
     >>> for step in range(1000):
     ...     await ac.all_reduce(x, lane=f"step {step}")
