@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from asynccoll.trace.hooks import Finished, add_hook
 from asynccoll.trace.merged import Trace, gather, load
+from asynccoll.trace.spans import Span
 from asynccoll.trace.spooling import install
 from asynccoll.trace.timeline import Timeline, recording, span, step
 
-__all__ = ["Finished", "Timeline", "Trace", "add_hook", "gather", "load", "recording", "span", "step"]
+__all__ = [
+    "Finished",
+    "Span",
+    "Timeline",
+    "Trace",
+    "add_hook",
+    "gather",
+    "load",
+    "recording",
+    "span",
+    "step",
+]
 
 install()
