@@ -162,7 +162,7 @@ PROGRAMS := cli cli_ends cli_hosts compiled examples exit faults hosts launchers
 INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1
-quick: ## the inner loop: what is quick, on two ranks and asyncio; three minutes (or all of ARGS=tests/test_x.py)
+quick: ## the inner loop: what is quick, on two ranks and asyncio; three to four minutes (or all of ARGS=tests/test_x.py)
 	@$(TEST) $(if $(ARGS),,env $(TWO_RANKS)) python -m pytest -q $(or $(ARGS),$(AT_ONCE) $(INNER))
 
 lint: ## formatting, lint rules, and who may import whom
