@@ -97,7 +97,7 @@ def main() -> int:
                 equivalent += why is not None
                 missed += why is None
                 told = f"EQUIVALENT: {why}" if why else told
-            print(f"{mistake.file}, {mistake.what:.160}: {told}", flush=True)
+            print(f"{mistake.file}:{mistake.line}, {mistake.what:.160}: {told}", flush=True)
     counted = len(planted) - equivalent
     print(f"{counted - missed} of {counted} were found; {equivalent} make no difference")
     return 1 if missed > 0.05 * counted else 0
