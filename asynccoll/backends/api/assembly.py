@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,11 +32,22 @@ _GO = "go"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What each rank tells the others: its node, the node that its launcher says, what its user wishes."""
+    """What each rank tells the others: its node, the node that its launcher says, what its user wishes.
+
+    ``check`` and ``version`` must be the same on all of them (``settings``).
+    """
 
     host: str
     node: int | None = None
     by_node: bool | None = None
+    check: str = "local"
+    version: str = ""
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Member:
+        """What a rank has told, which may run another version of this library."""
+        known = {name: value for name, value in told.items() if name in cls.__slots__}
+        return cls(**{"host": "", "version": "an unknown one", **known})
 
 
 def assemble(
@@ -58,7 +70,7 @@ def assemble(
             f"{error}"
         ) from error
     part = dist.PrefixStore(world, assembly.store)
-    return part, [Member(**told) for told in json.loads(part.get("members"))]
+    return part, [Member.read(told) for told in json.loads(part.get("members"))]
 
 
 class _Assembly:

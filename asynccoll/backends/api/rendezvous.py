@@ -16,6 +16,7 @@ import torch.distributed as dist
 from asynccoll.backends.api.agent import is_agents, meet_under_one_agent
 from asynccoll.backends.api.assembly import Member, assemble
 from asynccoll.backends.api.request import Request
+from asynccoll.backends.api.settings import own_version, refuse_differences
 from asynccoll.backends.api.tcpstore import connect
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.node import node_name
@@ -48,15 +49,17 @@ def meet(request: Request, *, by_node: bool | None = None) -> Meeting:
 
     Raises:
         CollectiveTimeoutError: nobody serves the store, or a rank has not come, within the request's timeout.
-        LaunchEnvironmentError: nobody says where they meet.
-        InvalidArgumentError: ``init_method=`` does not work.
+        LaunchEnvironmentError: nobody says where they meet, or ranks run different versions of this library.
+        InvalidArgumentError: ``init_method=`` does not work, or ranks were told different things.
         PeerLostError: the process that serves the store has ended.
     """
     store, rank, world_size = _rendezvous(request)
     launch = request.launch
     told = launch is not None and launch.placed and _speaks_of(launch, rank, world_size)
-    me = Member(node_name(), launch.node_rank if told and launch is not None else None, by_node)
+    node = launch.node_rank if told and launch is not None else None
+    me = Member(node_name(), node, by_node, request.check, own_version())
     part, members = assemble(store, rank, world_size, me, request.timeout)
+    refuse_differences(part, rank, members)
     return Meeting(
         part,
         locate(launch, rank, world_size, members),

@@ -1,0 +1,79 @@
+"""Ranks that differ in what must be the same everywhere are refused where they meet, all of them, by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynccoll.backends.api.assembly import Member
+from patience import patient
+from worlds import free_port, rank_environment
+
+#: Joins the world with the settings of its own rank, and prints what it is told.
+PROGRAM = """
+import sys, json
+import asynccoll as ac
+rank, size = map(int, sys.argv[1:3])
+where, version, options = *sys.argv[3:5], json.loads(sys.argv[5])
+ac.__version__ = version or ac.__version__
+try:
+    ac.initialize("gloo", init_method=where, rank=rank, world_size=size, timeout=20, **options)
+except ac.AsyncCollError as error:
+    print(type(error).__name__, error)
+else:
+    print("joined", ac.all_reduce(1).wait())
+"""
+
+
+def joined(where: str, options: list[str], versions: tuple[str, ...] = ("", "", "")) -> list[str]:
+    """What each of so many ranks was told."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(len(options)), where, versions[rank], said],
+            env=rank_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, said in enumerate(options)
+    ]
+    try:
+        return [one.communicate(timeout=patient(30))[0].strip() for one in running]
+    finally:
+        for one in running:
+            one.kill()
+
+
+@pytest.fixture(params=["tcp", "file"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A way to meet."""
+    return f"file://{tmp_path}/meet" if request.param == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+
+def test_ranks_that_differ_in_check(where: str) -> None:
+    """Each is told which ranks said what."""
+    for said in joined(where, ["{}", '{"check": "full"}', "{}"]):
+        assert said.startswith("InvalidArgumentError"), said
+        assert "check=: 'local' on ranks 0, 2; 'full' on rank 1" in said
+        assert "ASYNCCOLL_CHECK" in said
+
+
+def test_ranks_of_different_versions() -> None:
+    """Before anything else that they may differ in."""
+    options = ["{}", "{}", '{"check": "off"}']
+    for said in joined(f"tcp://127.0.0.1:{free_port()}", options, ("", "", "9.9")):
+        assert said.startswith("LaunchEnvironmentError"), said
+        assert "9.9 on rank 2" in said
+        assert " on ranks 0, 1" in said
+
+
+def test_ranks_that_are_alike(where: str) -> None:
+    assert joined(where, ['{"check": "off"}'] * 3) == ["joined 3"] * 3
+
+
+def test_what_an_unknown_version_tells_is_read() -> None:
+    """With things that this one does not know, and without some that it does."""
+    read = Member.read({"host": "there", "colour": "red"})
+    assert (read.host, read.version) == ("there", "an unknown one")
