@@ -16,9 +16,11 @@ import torch
 
 import asynccoll as ac
 import worlds
+from asynccoll import host
 from asynccoll.flight import Call, Flight, Progress
 from asynccoll.health.accounts import Account
 from asynccoll.health.blame import Awaited, blame
+from asynccoll.health.stalls import stall_seconds
 from asynccoll.testing import Kill, Stop, simulate
 from patience import patient
 from ranks import Rank
@@ -287,3 +289,63 @@ def test_who_is_late_is_named(backend: str, size: int, runner: str, how: str) ->
             }
             assert why[how] in text
         assert seconds < 1.5 + patient(1.0)
+
+
+# While it waits
+
+
+async def asked(me: Rank) -> tuple[tuple[int, ...], str]:
+    await me.get(ac.all_reduce(torch.ones(2)))
+    if me.rank == 1:
+        me.see("asked")
+        await me.get(ac.barrier())
+        return (), ""
+    work = ac.barrier()
+    found = ac.who_is_missing(work)
+    me.show("asked")
+    await me.get(work)
+    assert ac.who_is_missing(work).ranks == ()
+    return found.ranks, str(found)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
+def test_who_is_missing(backend: str) -> None:
+    with worlds.fresh(backend, 2) as world:
+        results = world.run(asked, timeout=patient(20))
+    ranks, text = results[0]
+    assert ranks == (1,), text
+    assert "has not called barrier #2 on lane 'default'; its last call was all_reduce #1" in text
+
+
+def test_who_waits_for_long_is_warned_once(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    """In the words of the timeout that will come, long before it does."""
+
+    def main(rank: int) -> None:
+        ac.all_reduce(torch.ones(2)).wait()
+        if rank == 1:
+            host.sleep(9.0)
+        ac.all_reduce(torch.ones(2)).wait()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ASYNCCOLL_STALL_WARNING", "4")
+        report = simulate(main, world_size=2, seed=SEED, loop="none")
+    assert not report.errors
+    expected = re.compile(
+        r"rank 0 has waited for [45] s for all_reduce #2 on .*: rank 1 \(host simulated, pid 1001\) has not "
+        r"called all_reduce #2 on lane 'default'; its last call was all_reduce #1"
+    )
+    assert len(expected.findall(caplog.text)) == 1
+    assert len(expected.findall(capsys.readouterr().err)) == 1
+
+
+@pytest.mark.parametrize("said", ["-1", "soon", "nan"])
+def test_when_to_warn_is_a_number_of_seconds(said: str) -> None:
+    with pytest.raises(ac.InvalidArgumentError, match="ASYNCCOLL_STALL_WARNING must be a number of seconds"):
+        stall_seconds(environ={"ASYNCCOLL_STALL_WARNING": said})
+
+
+def test_when_to_warn_is_thirty_seconds_or_what_is_given() -> None:
+    assert stall_seconds(environ={}) == 30.0
+    assert stall_seconds(environ={"ASYNCCOLL_STALL_WARNING": "0"}) == 0.0
+    assert stall_seconds(2.5, environ={"ASYNCCOLL_STALL_WARNING": "7"}) == 2.5

@@ -24,6 +24,7 @@ from asynccoll.errors import (
     InvalidArgumentError,
     NotInitializedError,
 )
+from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import exits as exiting
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, torch_group
@@ -150,6 +151,7 @@ def initialize(
     world_size: int | None = None,
     timeout: float = 1800.0,
     check: str | None = None,
+    stall_warning: float | None = None,
     **backend_options: Any,
 ) -> None:
     """Join the world; every rank calls it, and from then on collectives go to the others.
@@ -171,6 +173,9 @@ def initialize(
         check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
             ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
+        stall_warning: seconds after which a call that is waited for is warned of, once, on stderr and by the
+            logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never. 30, unless the
+            environment variable ``ASYNCCOLL_STALL_WARNING`` says otherwise.
         backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
             ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
 
@@ -181,6 +186,7 @@ def initialize(
         CollectiveTimeoutError: the other ranks did not come.
     """
     mode = _check_mode(check)
+    stall = stall_seconds(stall_warning)
     if not timeout > 0:
         raise InvalidArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
     with process.lock:
@@ -200,6 +206,7 @@ def initialize(
         check=mode,
         options=backend_options,
     )
+    context.stall_seconds = stall
     context.begin()
     with process.lock:
         if context.thread_rank:

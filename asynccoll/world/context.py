@@ -22,6 +22,7 @@ from asynccoll.health.accounts import Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
+from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.store import Clients
 from asynccoll.plan.spec import Policy
@@ -102,6 +103,7 @@ class Context:
         self._lock = host.Lock()
         self._aborting: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
+        self.stall_seconds = stall_seconds()
         self.watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
         self.refusals = Refusals(shared, self.rank)
@@ -367,6 +369,10 @@ class Context:
             accounts = self.liveness.accounts(others)
             lost = self.liveness.lost(tuple(accounts), routine=True)
         return blame(awaited, accounts, lost, self.liveness.describe)
+
+    def tell_of_stall(self, operation: Operation) -> None:
+        """Somebody has waited for it for ``stall_seconds``."""
+        warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
 
     def pass_on(self, lane: Lane) -> None:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
