@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 
 import pytest
 import torch
@@ -181,6 +182,42 @@ async def hooked(me: Rank) -> None:
 
 def test_a_hook_is_told_of_what_is_over(pair: World, runner: str) -> None:
     pair.run(hooked, runner=runner)
+
+
+def test_opentelemetry_gets_a_span_and_metrics_of_each_operation():
+    """By its own SDK, where that is installed: pip install opentelemetry-sdk."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install opentelemetry-sdk")
+    from opentelemetry import metrics, trace
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans, reader, provider = InMemorySpanExporter(), InMemoryMetricReader(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+    metrics.set_meter_provider(MeterProvider([reader]))
+    remove = ac.trace.opentelemetry()
+    ac.all_reduce(torch.ones(8), lane="side").wait()
+    remove()
+    ac.all_reduce(torch.ones(8)).wait()
+    (span,) = spans.get_finished_spans()
+    assert (span.name, span.attributes["asynccoll.lane"], span.attributes["asynccoll.bytes"]) == (
+        "all_reduce",
+        "side",
+        32,
+    )
+    assert 0 <= span.end_time - span.start_time < 10**10
+    (scope,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
+    found = {one.name: one.data.data_points[0] for one in scope.metrics}
+    assert found["asynccoll.operation.size"].sum == 32
+    assert found["asynccoll.operation.duration"].count == 1
+
+
+def test_opentelemetry_that_is_missing_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ac.BackendNotFoundError, match=r"pip install 'asynccoll\[otel\]'"):
+        ac.trace.opentelemetry()
 
 
 def test_a_hook_that_raises_changes_nothing(caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from asynccoll.cli.common import Commands
+from asynccoll.cli.output import print_json
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["add"]
@@ -21,6 +22,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of equally many ranks, default 1")
     parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, xla for xla-tpu, else cpu")
     parser.add_argument("--check", action="store_true", help="with check='full'")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(carry_out=_explain)
 
 
@@ -39,7 +41,19 @@ def _explain(given: argparse.Namespace) -> int:
         check=given.check,
         nodes=_at_least_one(given.nodes, "a number of nodes of"),
     )
-    print(plan)
+    if given.json:
+        print_json(
+            {
+                "operation": plan.op.value,
+                "backend": plan.backend,
+                "native": plan.native,
+                "via": plan.via,
+                "wire": plan.wire.name.lower(),
+                "why": list(plan.why),
+            }
+        )
+    else:
+        print(plan)
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from asynccoll.trace.hooks import Finished, add_hook
 from asynccoll.trace.merged import Trace, gather, load
+from asynccoll.trace.otel import opentelemetry
 from asynccoll.trace.spans import Span
 from asynccoll.trace.spooling import install
 from asynccoll.trace.timeline import Timeline, recording, span, step
@@ -20,6 +21,7 @@ __all__ = [
     "add_hook",
     "gather",
     "load",
+    "opentelemetry",
     "recording",
     "span",
     "step",
