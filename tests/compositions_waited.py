@@ -152,10 +152,11 @@ class Looped:
                 case 0:
                     await ac.wait_all(works)
                 case 1:
-                    await _all_completed(works)
+                    await _all_completed(works, TIMEOUTS[call.seed // 3 % len(TIMEOUTS)])
                 case _:
                     for work in reversed(works):
-                        await work
+                        with contextlib.suppress(Exception):
+                            await work
 
 
 class Threaded:
@@ -235,9 +236,16 @@ async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, wor
                 work.wait(1e-5)
 
 
-async def _all_completed(works: Sequence[Any]) -> None:
-    async for work in ac.as_completed(works):
-        work.exception()
+async def _all_completed(works: Sequence[Any], seconds: float) -> None:
+    """One by one; where that takes longer than so many seconds, all of them again, for twice as long."""
+    while True:
+        try:
+            async for work in ac.as_completed(works, timeout=seconds):
+                work.exception()
+        except ac.CollectiveTimeoutError:
+            seconds *= 2
+        else:
+            return
 
 
 def _one(complain: Complain, record: Record, results: Sequence[Any]) -> Any:

@@ -203,4 +203,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "waiting/suspending.py",
         "other truth in _hold: 'return True' -> 'return False'",
     ): "its one caller then asks the operation itself whether it is done; only the estimate does not learn",
+    (
+        "waiting/loops.py",
+        "other comparison in on_asyncio: 'loop is None' -> '(loop is not None)'",
+    ): "an await on asyncio then goes the longer way to the same end; off asyncio trio has been imported",
+    (
+        "transport/progress.py",
+        "other comparison in left: 'now < self._rests' -> '(now <= self._rests)'",
+    ): "differs at one instant, by a rest of no length",
+    (
+        "transport/progress.py",
+        "other comparison in nap: 'one.left(now) <= 0' -> '(one.left(now) < 0)'",
+    ): "differs at one instant, after which the next look is one nap later",
 }

@@ -39,8 +39,15 @@ class SimulatedRank:
 
 #: Faults after which calls may fail; after others each must come to what it must.
 _HURT = (Cancel, Fail, Interrupt, Kill, StoreLost)
-#: What ranks are told of one that has died or left, and where it may still be thought to be there.
-_LOST = (ac.PeerLostError, ac.PeerRefusedError, ac.AbortedError, ac.NotInitializedError)
+#: What ranks are told of one that has died or left. The others may then make different calls, where one has
+#: lost a call that another has not, and wait for each other until their time is over.
+_LOST = (
+    ac.PeerLostError,
+    ac.PeerRefusedError,
+    ac.AbortedError,
+    ac.NotInitializedError,
+    ac.CollectiveTimeoutError,
+)
 
 
 def complaints(
@@ -106,7 +113,7 @@ _OWN: tuple[type[BaseException], ...] = (KeyboardInterrupt, *compositions_run.CA
 
 
 def _hurt_by(faults: Sequence[Fault]) -> tuple[type[Exception], ...]:
-    """What may be raised because of them. Of a rank that is gone others hear before their time is over."""
+    """What may be raised because of them."""
     if not any(isinstance(fault, _HURT) for fault in faults):
         return ()
     if any(isinstance(fault, StoreLost) for fault in faults):
