@@ -245,6 +245,49 @@ def test_waits_of_sharded_layers_that_are_done_again(size: int) -> None:
         torch.testing.assert_close(state, states, rtol=0.0, atol=1e-12)
 
 
+@SIZES
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_steps_that_are_cut_short(kind: str, size: int) -> None:
+    """Done again, the closure is not called again; not done again, the next step is another one."""
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            mean_loss(model, size, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = helped(kind, model)
+        calls = []
+        for step in range(4):
+            here = rank == step % size
+
+            def closure(step: int = step) -> Tensor:
+                calls.append(step)
+                optimizer.zero_grad()
+                lost = loss(model, rank, step)
+                lost.backward()
+                return lost
+
+            if step % 2:
+                assert (await cut_short(lambda: optimizer.step(closure), here)).numel() == 1
+                continue
+            closure()
+            await optimizer.reduced()
+            with anyio.move_on_after(0 if here else 100):
+                await optimizer.step()  # where the ranks ask each other
+        assert calls == [0, 1, 2, 3]
+        await cut_short(optimizer.reduced, False)  # completes the last one
+        await finished(optimizer)
+        return flat(model)
+
+    as_alone(rank_does, size, alone())
+
+
 def test_two_tasks_in_one_optimizer_are_told() -> None:
     """Their collectives would mix in another order on every rank."""
 
@@ -502,6 +545,79 @@ def test_parameters_that_share_memory_are_refused() -> None:
     run(rank_does, 2)
 
 
+class Listed(nn.Module):
+    """Parameters in a list, which has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((6,), 0.1 * (1 + index)).double() for index in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.tanh(x * weight).sum(1) for weight in self.weights], dim=1)
+
+
+@SIZES
+def test_parameters_in_a_list(size: int) -> None:
+    """The module that has the list waits for them."""
+
+    async def rank_does(rank: int) -> Tensor:
+        model = Listed()
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            await optimizer.step()
+        await optimizer.aclose()
+        return flat(model)
+
+    model = Listed()
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_loss(model, size, step).backward()
+        optimizer.step()
+    as_alone(rank_does, size, flat(model))
+
+
+def test_parameters_that_are_frozen_later_or_have_no_shape() -> None:
+    """Momentum would move what is frozen; a lazy module has nothing to share out."""
+
+    async def rank_does(rank: int) -> None:
+        model = model_of()
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model[0].weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        loss(model, rank, 0).backward()
+        with raising(ac.InvalidArgumentError, "'0.weight'", "was trained", "freeze it before"):
+            await optimizer.step()
+        lazy = nn.Sequential(nn.LazyLinear(3))
+        for helper in (
+            lambda: ac.overlap_gradients(lazy),
+            lambda: ac.overlap.shard_optimizer(lazy, sgd(lazy)),
+        ):
+            with raising(ac.InvalidArgumentError, "lazy", "run one forward"):
+                helper()
+
+    run(rank_does, 2)
+
+
+def test_the_state_of_frozen_parameters_is_kept() -> None:
+    """In that of the whole optimizer, as torch's own keeps it."""
+
+    async def rank_does(rank: int) -> tuple[Any, Any]:
+        model = model_of()
+        optimizer = adamw(model)
+        mean_loss(model, 2, 0).backward()
+        optimizer.step()
+        model[0].requires_grad_(False)  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        want = copy.deepcopy(optimizer.state_dict()["state"])
+        async with ac.overlap.shard_optimizer(model, optimizer, **SMALL) as sharded:
+            return (await sharded.full_state_dict())["state"], want
+
+    for got, want in run(rank_does, 2).values():
+        torch.testing.assert_close(got, want)
+
+
 # ---------------------------------------------------------------- layers
 
 
@@ -671,13 +787,11 @@ def test_a_scaler_is_handed_to_the_step(kind: str) -> None:
                 scaler.step(optimizer)
             await optimizer.step(scaler=scaler)
             scaler.update()
-        if kind == "shard_optimizer":
-            scaler.scale(loss(model, rank, 9)).backward()
-            scaler.unscale_(optimizer)
-            with raising(ac.InvalidArgumentError, "unscale_(scaler)"):
-                await optimizer.step(scaler=scaler)
-            await optimizer.reduced()
-            optimizer.skip()
+        scaler.scale(loss(model, rank, 9)).backward()
+        scaler.unscale_(optimizer)
+        with raising(ac.InvalidArgumentError, "unscale_(scaler)"):
+            await optimizer.step(scaler=scaler)
+        await optimizer.reduced()
         await finished(optimizer)
         return flat(model)
 

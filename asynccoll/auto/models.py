@@ -27,7 +27,7 @@ from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
-from asynccoll.overlap.accepted import ddp_models, scaler_told
+from asynccoll.overlap.accepted import check_not_unscaled, ddp_models, scaler_told
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.overlap.lanes import numbered
 from asynccoll.overlap.steps import Resumable, Steps, run
@@ -203,7 +203,8 @@ class AsyncOptimizer:
     ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` or
     ``async with`` block) takes the hooks away. To read gradients before the step, as clipping does,
     ``await optimizer.reduced()``. That is a step of all ranks: those without data take part. After one the
-    ranks ask each other, in ``step``, whether any has run another backward since.
+    ranks ask each other, in ``step``, whether any has run another backward since. With a gradient scaler:
+    ``await optimizer.unscale_(scaler)`` if you clip, ``await optimizer.step(scaler=scaler)``.
     """
 
     def __init__(self, optimizer: Optimizer, gradients: GradientReducer, agreement: dict[str, Any]) -> None:
@@ -211,7 +212,8 @@ class AsyncOptimizer:
         self.wrapped = optimizer
         self.gradients = gradients
         self._agreement = agreement
-        self._sequences = Resumable(f"this optimizer ({type(optimizer).__name__}, awaited)")
+        whose = f"this optimizer ({type(optimizer).__name__}, awaited)"
+        self._sequences = Resumable(whose, lambda: gradients.news)
 
     def __repr__(self) -> str:
         return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
@@ -231,7 +233,7 @@ class AsyncOptimizer:
             UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
                 would have to be awaited. ``ac.auto_optim`` takes those.
         """
-        return await run(self._sequences.steps(("step",), lambda: self._step(closure, scaler)))
+        return await run(self._sequences.steps(("step", closure), lambda: self._step(closure, scaler)))
 
     def _step(self, closure: Callable[[], Any] | None, scaler: Any) -> Steps[Any]:
         loss = None
@@ -239,6 +241,7 @@ class AsyncOptimizer:
             _refuse_many_closures(self.wrapped)
             with torch.enable_grad():
                 loss = closure()
+        check_not_unscaled(self, scaler)
         yield from self._reduce()
         if scaler is None:
             self.wrapped.step()
@@ -250,6 +253,16 @@ class AsyncOptimizer:
     async def reduced(self) -> None:
         """Wait until the gradients are the average of all ranks', as often on every rank."""
         await run(self._sequences.steps(("reduced",), self._reduce))
+
+    async def unscale_(self, scaler: Any) -> None:
+        """``scaler.unscale_`` of the averaged gradients, for clipping before ``step(scaler=scaler)``."""
+        await self.reduced()
+        scaler.unscale_(self.wrapped)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros."""
+        self.gradients.news += 1
+        self.wrapped.zero_grad(set_to_none)
 
     def _reduce(self) -> Steps[None]:
         if (yield from self.gradients.needed(**self._agreement)):

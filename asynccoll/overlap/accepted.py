@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory.aliasing import has_memory, may_overlap
@@ -18,7 +19,9 @@ from asynccoll.runtime.process import get_rank, get_world_size
 
 __all__ = [
     "check_arguments",
+    "check_initialized",
     "check_not_ddp",
+    "check_not_unscaled",
     "check_reduce_dtype",
     "check_unaliased",
     "ddp_models",
@@ -42,6 +45,14 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
             "DistributedDataParallel, which auto_model wraps models in, reduces the gradients of its model "
             "itself: use the model without it (ac.overlap.broadcast_parameters has all ranks start alike), "
             "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
+        )
+
+
+def check_initialized(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters of lazy modules that have no shape yet."""
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise InvalidArgumentError(
+            "a parameter of a lazy module has no shape yet: run one forward with an example first"
         )
 
 
@@ -105,6 +116,16 @@ def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"the parameters {first!r} and {second!r} share memory (by .data = ...) without being "
                 "one, which nothing keeps so: tie them as one parameter (a.weight = b.weight)"
             )
+
+
+def check_not_unscaled(optimizer: object, scaler: Any) -> None:
+    """Refuse a scaler that has unscaled ``optimizer`` itself, which knows of what that wraps alone."""
+    own = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    if own.get("found_inf_per_device"):  # what unscale_ leaves there
+        raise InvalidArgumentError(
+            "scaler.unscale_(optimizer) has not waited for the gradients, and step would unscale them again: "
+            "say `await optimizer.unscale_(scaler)` instead, and `await optimizer.step(scaler=scaler)`"
+        )
 
 
 def scaler_told(optimizer: str) -> str:

@@ -33,6 +33,7 @@ from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_arguments,
+    check_initialized,
     check_not_ddp,
     check_reduce_dtype,
     group_size,
@@ -108,6 +109,7 @@ class GradientReducer:
     ) -> None:
         self._source = source_of(model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
+        check_initialized(parameters)
         check_not_ddp(model, parameters)
         check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
         check_reduce_dtype(reduce_dtype)
@@ -130,6 +132,8 @@ class GradientReducer:
         self._works: list[Work[torch.Tensor]] = []
         self._refreshed: list[Work[None]] = []  # what is waited for besides the buckets
         self._syncing = True
+        #: how often gradients have come, or were zeroed by an optimizer of ours: what tells steps apart
+        self.news = 0
         self._begun = False  # whether a gradient is in its bucket, or has left
         self._gathered = False  # whether backward has run under no_sync since the last reduction
         #: reductions since the last step, where somebody says ``stepped``; as many on every rank
@@ -259,6 +263,7 @@ class GradientReducer:
     def _arrived(self, bucket: Bucket, index: int) -> None:
         """A gradient is complete: on whichever thread runs backward."""
         with self._lock:
+            self.news += 1
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if self._begun and (again or not self._syncing):
                 bucket.told(index)

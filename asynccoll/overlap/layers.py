@@ -132,6 +132,7 @@ class ShardedLayers(nn.Module):
         return self._gathered(self._layers[::-1])
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
+        self._sequences.check_complete("a loop over the layers")
         self._loop = Pass(layers, partial(_start, self._call, self._scattering), self._again).starts()
         return prefetch(self._loop, ahead=self._ahead)
 

@@ -30,7 +30,13 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
-from asynccoll.overlap.accepted import check_not_ddp, check_unaliased, scaler_told
+from asynccoll.overlap.accepted import (
+    check_initialized,
+    check_not_ddp,
+    check_not_unscaled,
+    check_unaliased,
+    scaler_told,
+)
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
@@ -81,8 +87,11 @@ class ShardedOptimizer:
         if options.get("broadcast_buffers") is True:
             options["broadcast_buffers"] = model
         self.gradients = ShardReducer(self._groups, init_sync=False, **options)
-        self._sequences = Resumable(f"this optimizer ({type(optimizer).__name__}, sharded)")
-        self._frozen = {names[id(x)]: x for x in self._parameters if not x.requires_grad}
+        gradients = self.gradients
+        self._sequences = Resumable(
+            f"this optimizer ({type(optimizer).__name__}, sharded)", lambda: gradients.news
+        )
+        self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._agreed = False  # on whether a gradient overflowed
         self._tail: dict[str, Any] = {
             "group": options.get("group"),
@@ -97,6 +106,7 @@ class ShardedOptimizer:
 
     def _take_over(self, states: dict[Any, State]) -> None:
         """Give the optimizer this rank's parts in place of the parameters and of their ``states``."""
+        self._of_frozen = {x: state for x, state in states.items() if not x.requires_grad}
         parts: defaultdict[Any, State] = defaultdict(dict)
         for index, given in enumerate(self.wrapped.param_groups):
             buckets = self.gradients.of_group(index)
@@ -119,11 +129,11 @@ class ShardedOptimizer:
 
     async def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Update this rank's part once its gradients are there, and start sending it."""
-        return await run(self._resumed(("step",), lambda: self._step(closure, scaler)))
+        return await run(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
 
     def wait_step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """The same without an event loop."""
-        return run_blocking(self._resumed(("step",), lambda: self._step(closure, scaler)))
+        return run_blocking(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
 
     def _resumed(self, name: tuple[Any, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
         """The sequence of waits of a method and its arguments, or the rest of it."""
@@ -134,8 +144,7 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if scaler is not None:
-            self._check_scaler(scaler)
+        check_not_unscaled(self, scaler)
         yield from self._reduce()
         if scaler is None:
             self.wrapped.step()
@@ -163,13 +172,14 @@ class ShardedOptimizer:
         yield from self.gradients.gathered()  # what no forward has waited for
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that came after the sharding: no rank would train them."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
+        """Refuse what has changed since the sharding: no rank would train it, or all that is frozen."""
+        for name, (parameter, trained) in self._named.items():
+            if parameter.requires_grad is not trained:
+                was, change = ("frozen", "unfreeze") if parameter.requires_grad else ("trained", "freeze")
                 raise InvalidArgumentError(
-                    f"the parameter {name!r} was frozen when the optimizer was sharded, and requires a "
-                    "gradient now: unfreeze it before sharding, or shard a new optimizer (full_state_dict() "
-                    "and load_full_state_dict() carry the state over)"
+                    f"the parameter {name!r} was {was} when the optimizer was sharded, which its flat parts "
+                    f"cannot follow: {change} it before sharding, or close() this optimizer and shard a new "
+                    "one (full_state_dict() and load_full_state_dict() carry the state over)"
                 )
         for bucket in self.gradients.buckets:
             converted = bucket.converted()
@@ -221,6 +231,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, or make them zeros."""
+        self.gradients.news += 1
         for bucket in self.gradients.buckets:
             for parameter in bucket.parameters:
                 if set_to_none:
@@ -265,18 +276,10 @@ class ShardedOptimizer:
         run_blocking(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
-        self._check_scaler(scaler)
+        check_not_unscaled(self, scaler)
         yield from self._reduce()
         yield from self._agree()
         scaler.unscale_(self.wrapped)
-
-    def _check_scaler(self, scaler: Any) -> None:
-        own = getattr(scaler, "_per_optimizer_states", {}).get(id(self), {})
-        if own.get("found_inf_per_device"):  # what unscale_ leaves there
-            raise InvalidArgumentError(
-                "scaler.unscale_(optimizer) has scaled this rank's part of the gradients alone: say "
-                "`await optimizer.unscale_(scaler)` instead, and `await optimizer.step(scaler=scaler)`"
-            )
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -308,7 +311,7 @@ class ShardedOptimizer:
 
     def _full_state_dict(self) -> Steps[dict[str, Any]]:
         numbers = {id(x): number for number, x in enumerate(self._parameters)}
-        states: dict[int, State] = {}
+        states = {numbers[id(x)]: dict(state) for x, state in self._of_frozen.items()}
         for bucket in self.gradients.buckets:
             part = self.wrapped.state.get(bucket.shard)
             if part:
@@ -405,7 +408,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
     Raises:
         InvalidArgumentError: the optimizer is not elementwise, or has parameters that are not the
             model's; as ``ac.overlap_gradients``. From backward, if a parameter took part that nobody has
-            waited for. From ``step``, if a parameter was added or unfrozen meanwhile.
+            waited for. From ``step``, if a parameter was added, frozen or unfrozen meanwhile.
 
     Source: Rajbhandari et al., 2020; ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
@@ -417,6 +420,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
 
 def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Refuse what cannot be shared out; the names of the model's parameters."""
+    check_initialized(model.parameters())
     check_not_ddp(model, model.parameters())
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, given in enumerate(optimizer.param_groups):

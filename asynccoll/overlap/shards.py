@@ -254,10 +254,8 @@ def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[
     """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
     where = {id(x): (bucket.arrival, i) for bucket in buckets for i, x in enumerate(bucket.parameters)}
     for module in model.modules():
-        # Attention reads the weight of its output projection, whose own forward it never calls.
-        reads = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
         own: dict[Arrival, list[int]] = {}
-        for arrival, index in (where[id(x)] for x in reads if id(x) in where):
+        for arrival, index in (where[id(x)] for x in _read_by(module) if id(x) in where):
             own.setdefault(arrival, []).append(index)
         if own:
             wait = _Waiting(own)
@@ -265,6 +263,15 @@ def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[
             yield module.register_forward_pre_hook(wait, prepend=True)
             yield module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
             yield module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that the forward of ``module`` reads without calling the forward of another."""
+    # Attention reads the weight of its output projection, whose own forward it never calls.
+    yield from module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield from child.parameters()
 
 
 class _Waiting:

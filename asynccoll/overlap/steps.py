@@ -63,17 +63,21 @@ class Resumable:
 
     Other ranks go through the whole of a sequence of which this one's wait was cancelled or timed out, so
     this one has to as well, once. Asked for it again, the rest of it is run, and its result is the caller's.
-    Asked for another one, the rest is run first, as on a rank where nothing was cut short.
+    Asked for another one, the rest is run first, as on a rank where nothing was cut short. ``news`` changes
+    when something has come to the object that makes the same call another one: new gradients, say.
     """
 
-    def __init__(self, whose: str) -> None:
+    def __init__(self, whose: str, news: Callable[[], object] = lambda: None) -> None:
         self._whose = whose
+        self._news = news
+        self._left_at = news()
         self._left: deque[_Sequence] = deque()
 
     def steps(self, name: tuple[Any, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
         """The sequence of that method and its arguments, from where it was left or from the start."""
         self._check_idle()
-        if not self._left or self._left[-1].name != name:
+        resumed = self._left and self._left[-1].name == name and self._left_at == self._news()
+        if not resumed:
             self._left.append(_Sequence(name, begin()))
         return (yield from self.rest())  # type: ignore[no-any-return]  # of the last one, which is of that name
 
@@ -85,6 +89,7 @@ class Resumable:
             try:
                 result = yield from first.rest()
             finally:
+                self._left_at = self._news()
                 if first.over:
                     self._left.popleft()
         return result
