@@ -223,7 +223,7 @@ def differing(got: list[Tensor], want: list[Tensor]) -> list[str]:
     return [
         f"parameter {index} by {(x - y).abs().max():.3g}"
         for index, (x, y) in enumerate(zip(got, want, strict=True))
-        if x.numel() and not torch.allclose(x, y, rtol=0, atol=loose.get(x.dtype, 1e-6))
+        if x.numel() and not torch.allclose(x, y, rtol=1e-9, atol=loose.get(x.dtype, 1e-6))
     ]
 
 
