@@ -103,9 +103,13 @@ class Helper:
         """A backward that raises on one rank when most gradients have left, and the way on."""
         trained = [x for x in self.model.parameters() if x.requires_grad]
         loss = self.loss(x) * self.scale
-        with contextlib.ExitStack() as failing, raising(ZeroDivisionError) if here else contextlib.nullcontext():
+        with (
+            contextlib.ExitStack() as failing,
+            raising(ZeroDivisionError) if here else contextlib.nullcontext(),
+        ):
             if here:  # of the first layer, or of the second: ranks may leave one out
-                for first in trained[:3:2] if isinstance(self.model, Dropping) else trained[:1]:
+                may_drop = isinstance(self.model, Dropping)
+                for first in trained[:3:2] if may_drop else trained[:1]:
                     failing.enter_context(first.register_hook(_raise))
             loss.backward()
         await self.recovered()
