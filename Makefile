@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions explore planted training nightly quick lint types docs bench \
+.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions explore determined planted training nightly quick lint types docs bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -134,8 +134,11 @@ compositions: ## draw programs that combine what there is, look whether they are
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		python $(CURDIR)/tests/explore_compositions.py $(SECONDS) $(SIZES)
 
-explore: ## the same in simulated worlds, in many orders of threads each (SECONDS=3600, SIZES=2,3)
-	@$(TEST) python $(CURDIR)/tests/explore_simulated.py $(SECONDS) $(SIZES)
+explore: ## the same in simulated worlds, in many orders each (SECONDS=3600, SIZES=2,3, STATE=FILE: go on from there)
+	@$(TEST) env STATE=$(STATE) python $(CURDIR)/tests/explore_simulated.py $(SECONDS) $(SIZES)
+
+determined: ## the same seed, the same digest: PROGRAMS=10000 drawn ones, with faults, in two processes
+	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/determined.py $(or $(PROGRAMS),10000)
 
 planted: ## plant mistakes into the library, one after the other: how soon does `make explore` find each? (SECONDS each)
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/planted.py $(SECONDS) $(ARGS)
@@ -152,14 +155,14 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@for one in $(EVERYWHERE); do \
 		$(MAKE) --no-print-directory compositions BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
-	@$(MAKE) --no-print-directory explore training soak
+	@$(MAKE) --no-print-directory explore determined training soak
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends cli_hosts compiled examples exit faults hosts launchers meeting nodes notebook packaging parallel slurm spawn sync_launch
 INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1
-quick: ## the inner loop: what is quick, on two ranks and asyncio; three minutes (or all of ARGS=tests/test_x.py)
+quick: ## the inner loop: what is quick, on two ranks and asyncio; three to four minutes (or all of ARGS=tests/test_x.py)
 	@$(TEST) $(if $(ARGS),,env $(TWO_RANKS)) python -m pytest -q $(or $(ARGS),$(AT_ONCE) $(INNER))
 
 lint: ## formatting, lint rules, and who may import whom

@@ -41,6 +41,7 @@ from asynccoll.errors import (
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
 from asynccoll.modes.isolation import isolated
+from asynccoll.ops.asking import who_is_missing
 from asynccoll.ops.coalescing import coalescing
 from asynccoll.ops.collectives import (
     all_gather,
@@ -169,6 +170,7 @@ __all__ = (
     "spawn",
     "trace",
     "wait_all",
+    "who_is_missing",
 )
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = [
     "AbortedError",
@@ -106,7 +107,23 @@ class WorkNotDoneError(AsyncCollError, RuntimeError):
 
 
 class CollectiveError(AsyncCollError, RuntimeError):
-    """An operation that was accepted has failed."""
+    """An operation that was accepted has failed.
+
+    ``ranks`` are the global ranks it failed because of, as far as they are known; ``operation`` and ``lane``
+    are its name and its lane's, "" where no single one is meant.
+    """
+
+    def __init__(
+        self, message: str, ranks: tuple[int, ...] = (), *, operation: str = "", lane: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.operation = operation
+        self.lane = lane
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        told = {"ranks": self.ranks, "operation": self.operation, "lane": self.lane}
+        return type(self), (str(self),), told
 
 
 class ForkedProcessError(NotInitializedError, CollectiveError):
@@ -117,7 +134,11 @@ class ForkedProcessError(NotInitializedError, CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """The operation is not ready within its time; it may still be in flight."""
+    """The operation is not ready within its time; it may still be in flight.
+
+    ``ranks`` are those that have not called it, or cannot go on (stopped, gone): the text says which, what
+    each called last, and what it does now.
+    """
 
 
 class CollectiveMismatchError(CollectiveError):
@@ -130,13 +151,6 @@ class PeerRefusedError(CollectiveError):
 
 class PeerLostError(CollectiveError):
     """A rank of the group is gone. ``ranks`` holds the global ranks known to be lost."""
-
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-
-    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
 
 
 class AbortedError(CollectiveError):

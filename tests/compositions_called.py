@@ -9,6 +9,7 @@ import asynccoll as ac
 import compositions_expected as expected
 from compositions import Call
 from compositions_compared import Record
+from compositions_waited import TIMEOUTS
 
 
 def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
@@ -87,6 +88,8 @@ def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
         said |= {"compression": "fp16"}
     if call.dim:
         said["dim"] = call.dim
+    if call.wait == "deadline":
+        said["timeout"] = TIMEOUTS[call.seed % len(TIMEOUTS)]
     if call.payload == "uneven":
         said |= _uneven(call, members.index(record.rank), len(members))
     return said

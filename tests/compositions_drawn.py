@@ -53,12 +53,21 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 }
 #: Plain ones are drawn more often than those with a name of their own.
 _PAYLOADS = (*("tensor", "tracked", "tree", "tree of tensors") * 3, *OPERATIONS)
-_BLOCKS = [*MODES, "scope", "scope", "lane", "shared lane", "shared scope"]
+_BLOCKS = [*MODES, "scope", "scope", "lane", "closed lane", "shared lane", "shared scope"]
+#: What several threads may enter: a scope object belongs to the tasks of one.
+_BLOCKS_IN_THREADS = [block for block in _BLOCKS if block != "shared scope"]
 #: In which one call is made, in a task of its own.
 _CHILDREN = ["child", "isolated"]
 _WAITS = [
     *("now", "now", "later", "twice", "both", "thread", "result", "host", "dropped"),
     *("future", "callback", "completed", "late", "cancelled", "scope cancelled"),
+    *("plain thread", "threads", "two futures", "concurrent", "exception", "cut short", "deadline"),
+    *("gathered", "gathered"),
+]
+#: Those that a plain thread has.
+_WAITS_IN_THREADS = [
+    *("now", "now", "later", "twice", "both", "thread", "result", "dropped", "callback", "late", "threads"),
+    *("concurrent", "exception", "cut short", "deadline", "gathered"),
 ]
 _PREPARED = frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"})
 
@@ -101,7 +110,7 @@ def _reductions(payload: str, dtype: str, form: str) -> list[str]:
 
 
 @st.composite
-def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool = True) -> Call:
+def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool, loop: str) -> Call:
     """One call of a task of such a program."""
     payload = draw(st.sampled_from([one for one in _PAYLOADS if messages or one != "message"]))
     known = OPERATIONS[payload]
@@ -117,8 +126,9 @@ def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool = True)
         layouts += ["transposed", "strided", "offset"]
     group = draw(st.sampled_from(_groups(ranks)))
     size = len(group) or ranks
-    held = start in ("alone", "task group")
-    waits = [*_WAITS, "blocking"] if alone else _WAITS
+    threaded = start == "threads" or loop == "none"
+    held = start in ("alone", "task group", "threads")
+    waits = _WAITS_IN_THREADS if threaded else [*_WAITS, "blocking"] if alone else _WAITS
     call = Call(
         operation=operation,
         payload=payload,
@@ -128,7 +138,7 @@ def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool = True)
         layout=draw(st.sampled_from(layouts)),
         dim=draw(st.integers(0, 1)) if strided and operation in _ALONG else 0,
         coalesced=start != "crossed" and draw(st.integers(0, 3)) == 0,
-        around=draw(_arounds()) if start != "crossed" else (),
+        around=draw(_arounds(threaded, closes=not group)) if start != "crossed" else (),
         wait=draw(st.sampled_from(waits)),
         waited_in=draw(st.sampled_from(["", "", *MODES])) if held else "",
         pauses=draw(st.integers(0, 2)),
@@ -140,6 +150,8 @@ def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool = True)
         call = replace(call, form="in place twice")
     if call.wait == "scope cancelled" and call.coalesced:
         call = replace(call, wait="twice")
+    if call.wait == "deadline" and (call.coalesced or payload == "message"):
+        call = replace(call, wait="cut short")
     if call.wait.endswith("cancelled") and (size == 1 or call.refusable):
         call = replace(call, wait="later")
     if size == 1 and payload == "message":
@@ -150,9 +162,12 @@ def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool = True)
 
 
 @st.composite
-def _arounds(draw: Any) -> tuple[str, ...]:
-    blocks = draw(st.lists(st.sampled_from(_BLOCKS), max_size=2))
-    if draw(st.integers(0, 5)) == 0:
+def _arounds(draw: Any, threaded: bool, closes: bool) -> tuple[str, ...]:
+    """``closes``: all ranks make the call, and so may close its lane after it."""
+    known = _BLOCKS_IN_THREADS if threaded else _BLOCKS
+    known = known if closes else [block for block in known if block != "closed lane"]
+    blocks = draw(st.lists(st.sampled_from(known), max_size=2))
+    if not threaded and draw(st.integers(0, 5)) == 0:
         blocks.insert(draw(st.integers(0, len(blocks))), draw(st.sampled_from(_CHILDREN)))
     return tuple(blocks)
 
@@ -167,16 +182,21 @@ def _groups(ranks: int) -> list[tuple[int, ...]]:
 @st.composite
 def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
     """A program of two to eight calls by one to three tasks; messages between two ranks among them."""
-    starts = ["alone", "task group", "task group", "lanes"] + (["crossed"] if ranks > 1 else [])
+    loop = draw(st.sampled_from(["asyncio", "asyncio", "asyncio", "trio", "trio", "none"]))
+    starts = ["alone", "threads"]
+    if loop != "none":
+        starts += ["alone", "task group", "task group", "task group", "lanes", "lanes"]
+        starts += ["crossed"] if ranks > 1 else []
     start = draw(st.sampled_from(starts))
     count = 1 if start == "alone" else 2 if start == "crossed" else draw(st.integers(1, 3))
     most = 8 // count
-    held = start in ("alone", "task group")
+    held = start in ("alone", "task group", "threads")
+    known = _BLOCKS_IN_THREADS if start == "threads" or loop == "none" else _BLOCKS
+    blocks = [block for block in known if block != "closed lane" and (held or block not in MODES)]
     tasks = []
     for _ in range(count):
-        one = calls(ranks, start, count == 1, messages)
+        one = calls(ranks, start, start == "alone", messages, loop)
         own = draw(st.lists(one, min_size=2 if count == 1 else 1, max_size=most))
-        blocks = _BLOCKS if held else [block for block in _BLOCKS if block not in MODES]
         around = draw(st.lists(st.sampled_from(blocks), max_size=2)) if start != "crossed" else []
         tasks.append(Task(tuple(own), tuple(around)))
     if start == "crossed":
@@ -187,7 +207,7 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
         start=start,
         inherited=tuple(draw(st.lists(st.sampled_from(MODES), max_size=1))) if start == "task group" else (),
         turned=draw(st.booleans()),
-        loop=draw(st.sampled_from(["asyncio", "asyncio", "trio"])),
+        loop=loop,
     )
     if program.one_sided:
         program = replace(program, tasks=tuple(map(_calmer, program.tasks)))

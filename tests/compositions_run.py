@@ -27,12 +27,14 @@ from anyio.lowlevel import checkpoint
 import asynccoll as ac
 import compositions_expected as expected
 import oracle
+from asynccoll import host
 from asynccoll.ops.scopes import current_lane
 from asynccoll.testing.report import leaves
 from compositions import MODES, Call, Program, Task, from_json
 from compositions_called import issue
 from compositions_compared import Record, backward, compare, raised, unchanged
 from compositions_modes import ENTER, Modes, modes_now
+from compositions_waited import Looped, Threaded, Ways, driven
 from patience import patient
 from ranks import Place, Rank
 
@@ -44,8 +46,9 @@ with contextlib.suppress(ImportError):
     import trio
 
     CANCELLED = (*CANCELLED, trio.Cancelled)
-#: A program takes milliseconds.
+#: A program takes milliseconds; but a peer's refusal is looked for once a second.
 HANG_SECONDS = 10.0
+REFUSAL_SECONDS = 3.0
 
 
 @dataclass
@@ -53,6 +56,7 @@ class State:
     """A task, and what its modes and its lane have to be."""
 
     name: str
+    ways: Ways
     modes: Modes = field(default_factory=Modes)
     lanes: list[str] = field(default_factory=lambda: ["default"])
     #: The works of each open scope.
@@ -67,9 +71,12 @@ class State:
 class Run:
     """One program on one rank."""
 
-    def __init__(self, me: Rank, program: Program, *, hurt: bool = False) -> None:
-        """``hurt``: a rank may die, or be cancelled, so that calls may fail; what is given must be right."""
+    def __init__(self, me: Rank, program: Program, hurt: tuple[type[Exception], ...] = ()) -> None:
+        """``hurt``: what may be raised where a rank dies or is cancelled; what is given must be right."""
         self.hurt = hurt
+        self.ways: Ways = Threaded() if program.loop == "none" else Looped(program.loop)
+        #: What was raised here that may be.
+        self.told: list[Exception] = []
         self.me = me
         self.program = program
         self.complaints: list[str] = []
@@ -95,15 +102,19 @@ class Run:
         if self.program.start == "crossed" and task_index == 1:
             case.must_raise = (ac.LaneOrderError,)
         if self.hurt:
-            case.may_raise = (*case.may_raise, ac.AsyncCollError)
+            case.may_raise = (*case.may_raise, *self.hurt)
         if self.program.one_sided or taken_along:
             case.may_raise = (*case.may_raise, ac.PeerRefusedError)
         label = f"task {task_index} call {index}: {call.operation} of {call.payload}"
         self.records[task_index, index] = Record(label, case, oracle.snapshot(case.x), self.me.rank)
 
+    def _raised(self, record: Record, error: Exception) -> None:
+        self.told.append(error)
+        raised(self.complain, record, error)
+
     def _is_told(self, error: BaseException) -> bool:
         """Whether it is only of a rank that is hurt."""
-        return self.hurt and all(isinstance(one, (ac.AsyncCollError, *CANCELLED)) for one in leaves(error))
+        return bool(self.hurt) and all(isinstance(one, (*self.hurt, *CANCELLED)) for one in leaves(error))
 
     def complain(self, kind: str, text: str) -> None:
         self.complaints.append(f"[{kind}] rank {self.me.rank}: {text}")
@@ -111,28 +122,38 @@ class Run:
     # The tasks
 
     async def whole(self) -> list[str]:
-        """Run it, look at all of it again, and see that the lanes are in step."""
-        with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else patient(HANG_SECONDS)) as limit:
-            try:
-                await self._tasks()
-                await self._afterwards()
-            except Exception as error:
-                if self._is_told(error):
-                    raise
-                self.complain("crash", traceback.format_exc(limit=-8))
+        """Run it, look at all of it again, and see that the lanes are in step; in a task."""
+        refusable = sum(call.refusable for call in self.program.calls)
+        seconds = patient(HANG_SECONDS + REFUSAL_SECONDS * refusable)
+        with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else seconds) as limit:
+            await self._whole()
         if limit.cancelled_caught:
             out = [record.label for record in self.records.values() if not record.outcome]
             self.complain("hang", f"not done: {out}")
+        return self.complaints
+
+    def blocking(self) -> list[str]:
+        """The same in a plain thread."""
+        driven(self._whole())
+        return self.complaints
+
+    async def _whole(self) -> None:
+        try:
+            await self._tasks()
+            await self._afterwards()
+        except Exception as error:
+            if self._is_told(error):
+                raise
+            self.complain("crash", traceback.format_exc(limit=-8))
         if modes_now() != Modes():
             self.complain("modes", f"{modes_now()} are left behind")
-        return self.complaints
 
     async def _tasks(self) -> None:
         program = self.program
         indexed = list(enumerate(program.tasks))
         if program.turned and self.me.rank % 2:
             indexed.reverse()
-        state = State("main")
+        state = State("main", self.ways)
         match program.start:
             case "alone":
                 await self._task(state, 0, program.tasks[0])
@@ -142,7 +163,7 @@ class Run:
                         for name in program.inherited:
                             stack.enter_context(self._mode(state, name))
                         for index, task in indexed:
-                            child = State(f"t{index}", state.modes, [f"default/t{index}"])
+                            child = State(f"t{index}", self.ways, state.modes, [f"default/t{index}"])
                             tasks.start_soon(self._task, child, index, task, name=f"t{index}")
                     self._check(state, "after starting")
                 self._check(state, "after the task group")
@@ -152,13 +173,30 @@ class Run:
                         plain.start_soon(self._on_own_lane, index, task)
             case "crossed":
                 async with anyio.create_task_group() as plain:
-                    plain.start_soon(self._task, State("t0"), 0, program.tasks[0])
+                    plain.start_soon(self._task, State("t0", self.ways), 0, program.tasks[0])
                     await self.begun.wait()
-                    plain.start_soon(self._task, State("t1"), 1, program.tasks[1])
+                    plain.start_soon(self._task, State("t1", self.ways), 1, program.tasks[1])
+            case "threads":
+                errors: list[Exception] = []
+                threads = [
+                    host.Thread(target=self._in_thread, args=(index, task, errors), daemon=True)
+                    for index, task in indexed
+                ]
+                for thread in threads:
+                    thread.start()
+                await self.ways.until(lambda: not any(thread.is_alive() for thread in threads))
+                for error in errors:
+                    raise error
 
-    async def _on_own_lane(self, index: int, task: Task) -> None:
+    async def _on_own_lane(self, index: int, task: Task, ways: Ways | None = None) -> None:
         with ac.lane(f"own{index}"):
-            await self._task(State(f"t{index}", lanes=[f"own{index}"]), index, task)
+            await self._task(State(f"t{index}", ways or self.ways, lanes=[f"own{index}"]), index, task)
+
+    def _in_thread(self, index: int, task: Task, errors: list[Exception]) -> None:
+        try:
+            driven(self._on_own_lane(index, task, Threaded()))
+        except Exception as error:  # for whoever waits for the thread
+            errors.append(error)
 
     async def _task(self, state: State, index: int, task: Task) -> None:
         try:
@@ -169,9 +207,10 @@ class Run:
                 raise
             self.complain("crash", f"{state.name}: {traceback.format_exc(limit=-8)}")
         self._check(state, "at the end")
-        if index == 1:
-            self.ended.set()
-        self.begun.set()
+        if self.program.start == "crossed":
+            if index == 1:
+                self.ended.set()
+            self.begun.set()
 
     async def _task_inside(self, state: State, index: int, task: Task) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -198,13 +237,20 @@ class Run:
             if not any(call.refusable for _, call in calls):
                 raise
         for call, record in state.later:
-            if call.coalesced and call.wait not in ("later", "dropped") and not record.outcome:
+            if call.coalesced and call.wait not in ("later", "dropped", "gathered") and not record.outcome:
                 await self._wait(state, call, record)
 
     async def _wait_for_the_rest(self, state: State) -> None:
+        together = [
+            (call, record) for call, record in state.later if call.wait == "gathered" and not record.outcome
+        ]
+        if together:
+            await state.ways.results(together[0][0], [record for _, record in together])
         for call, record in state.later:
             if call.wait == "dropped":
                 continue
+            if call.wait == "gathered" and not record.work.done() and not self.hurt:
+                self.complain("not done", f"{record.label} was waited for, with others")
             await self._wait(state, call, record, again=bool(record.outcome))
 
     # Blocks
@@ -230,7 +276,7 @@ class Run:
         inside: list[Any] = []
         state.scopes.append(inside)
         try:
-            async with block:
+            async with state.ways.scoped(block):
                 yield
         except ac.PeerRefusedError:  # of a call that nobody else waited for
             if not any(call.refusable for call in self.program.calls):
@@ -247,6 +293,10 @@ class Run:
             await stack.enter_async_context(self._scope(state, ac.scope()))
         elif name == "shared scope":
             await stack.enter_async_context(self._scope(state, self.shared_scope))
+        elif name == "closed lane":
+            own = f"closed {state.name}"
+            stack.callback(ac.close_lane, own)
+            stack.enter_context(self._lane(state, own, ac.lane(own)))
         elif name == "shared lane":
             stack.enter_context(self._lane(state, "shared", self.shared))
         else:
@@ -265,7 +315,7 @@ class Run:
 
     async def _pause(self, state: State, call: Call, where: str) -> None:
         for _ in range(call.pauses):
-            await checkpoint()
+            await state.ways.checkpoint()
             self._check(state, where)
 
     async def _call(self, state: State, index: int, number: int, call: Call) -> None:
@@ -315,7 +365,7 @@ class Run:
                 else:
                     record.work = self._issue(state, call, record)
             except Exception as error:
-                raised(self.complain, record, error)
+                self._raised(record, error)
                 return
             if f"lane {self._lane_of(state)!r}" not in (told := repr(record.work)) and "lane" in told:
                 self.complain("lane", f"{record.label} went to {told}, not to {self._lane_of(state)!r}")
@@ -323,7 +373,7 @@ class Run:
             inside.append(record.work)
         if call.wait == "dropped":
             record.work.detach()
-        if call.wait in ("later", "dropped") or (call.coalesced and call.wait != "now"):
+        if call.wait in ("later", "dropped", "gathered") or (call.coalesced and call.wait != "now"):
             state.later.append((call, record))
             return
         await self._wait(state, call, record)
@@ -353,8 +403,7 @@ class Run:
         if not call.wait.endswith("cancelled") or call.coalesced:
             return
         if not self._is_cancelled(call):
-            while not self.me.shown(self._sign(record)):
-                await anyio.sleep(0.001)
+            await self.ways.until(lambda: self.me.shown(self._sign(record)))
 
     async def _cancelled(self, call: Call, record: Record) -> None:
         if call.coalesced or not self._is_cancelled(call):
@@ -427,9 +476,9 @@ class Run:
             if call.waited_in:
                 stack.enter_context(self._mode(state, call.waited_in))
             try:
-                result = await self._result(call, record)
+                result = await self._result(state, call, record)
             except Exception as error:
-                raised(self.complain, record, error)
+                self._raised(record, error)
                 return
             self._check(state, "after waiting")
         if again and result is not record.result:
@@ -437,63 +486,13 @@ class Run:
         record.result, record.outcome = result, "value"
         compare(self.complain, record, "at once")
 
-    async def _result(self, call: Call, record: Record) -> Any:
-        work = record.work
+    async def _result(self, state: State, call: Call, record: Record) -> Any:
         match call.wait:
             case "cancelled":
                 await self._cancelled(call, record)
             case "scope cancelled":
                 self.me.show(self._sign(record))
-            case "thread":
-                return await anyio.to_thread.run_sync(work.wait)
-            case "blocking":
-                return work.wait()
-            case "result":
-                while not work.done():
-                    await checkpoint()
-                return work.result()
-            case "host":
-                return await work.on_host()
-            case "future" if self.program.loop == "asyncio":
-                return await work.as_future()
-            case "callback":
-                return await self._called_back(work)
-            case "completed":
-                async for done in ac.as_completed([work]):
-                    return done.result()
-            case "late":
-                with contextlib.suppress(ac.CollectiveTimeoutError):
-                    return work.wait(1e-5)
-            case "both":
-                return await self._both(record)
-        return await work
-
-    async def _called_back(self, work: Any) -> Any:
-        heard: list[Any] = []
-        work.add_done_callback(heard.append)
-        while not heard:
-            await checkpoint()
-        return heard[0].result()
-
-    async def _both(self, record: Record) -> Any:
-        """Two tasks wait for it, and get one object."""
-        results: list[Any] = []
-        errors: list[Exception] = []
-
-        async def waiter() -> None:
-            try:
-                results.append(await record.work)
-            except Exception as error:
-                errors.append(error)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(waiter)
-            tasks.start_soon(waiter)
-        if errors:
-            raise errors[0]
-        if results[0] is not results[1]:
-            self.complain("twice", f"{record.label}: two objects for two tasks")
-        return results[0]
+        return await state.ways.result(call, record, self.complain)
 
     # When all is over
 
@@ -513,8 +512,9 @@ class Run:
         """Whether no rank has complained: gradients travel, and where one has none the others would hang."""
         self.me.show(f"{'bad' if self.complaints else 'well'} {self.me.rank}")
         everybody = range(self.me.size)
-        while not all(self.me.shown(f"well {rank}") or self.me.shown(f"bad {rank}") for rank in everybody):
-            await anyio.sleep(0.001)
+        await self.ways.until(
+            lambda: all(self.me.shown(f"well {rank}") or self.me.shown(f"bad {rank}") for rank in everybody)
+        )
         return all(self.me.shown(f"well {rank}") for rank in everybody)
 
     async def _in_step(self) -> None:
@@ -532,8 +532,8 @@ class Run:
         members = group or tuple(range(self.me.size))
         sign = f"{name} {group} {attempt}".replace("/", " of ")
         try:
-            got = await ac.all_reduce(
-                torch.tensor([self.me.rank + attempt]), lane=name, group=list(group) or None
+            got = await self.ways.got(
+                ac.all_reduce(torch.tensor([self.me.rank + attempt]), lane=name, group=list(group) or None)
             )
         except ac.PeerRefusedError:
             self.me.show(f"{sign} refused {self.me.rank}")
@@ -542,8 +542,9 @@ class Run:
             if got.tolist() != [want := sum(members) + attempt * len(members)]:
                 self.complain("out of step", f"{name} of {members}: {got.tolist()}, not {[want]}")
         said = [f"{sign} {what}" for what in ("refused", "there")]
-        while not all(any(self.me.shown(f"{one} {rank}") for one in said) for rank in members):
-            await anyio.sleep(0.001)
+        await self.ways.until(
+            lambda: all(any(self.me.shown(f"{one} {rank}") for one in said) for rank in members)
+        )
         return all(self.me.shown(f"{said[1]} {rank}") for rank in members)
 
 
@@ -555,7 +556,10 @@ def run(me: Rank, text: str) -> list[str]:
     program = from_json(text)
     for group in sorted({call.group for call in program.calls if call.group}):
         me.prepare(group)
-    whole = partial(anyio.run, Run(me, program).whole, backend=program.loop)
+    one = Run(me, program)
+    whole: Callable[[], list[str]] = partial(anyio.run, one.whole, backend=program.loop)
+    if program.loop == "none":
+        whole = one.blocking
     complaints: list[str] = []
     inside = contextvars.copy_context()
     thread = threading.Thread(target=lambda: complaints.extend(inside.run(whole)), daemon=True)

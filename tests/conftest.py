@@ -12,6 +12,7 @@ from patience import patient
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ASYNCCOLL_STALL_WARNING", "0")  # tests wait for what never comes
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings

@@ -4,11 +4,13 @@
 one). ``SCHEDULES`` orders of each program are tried, on the transports in ``TRANSPORTS`` in turn, every third
 with a fault of those in ``FAULTS``, every fourth in two worlds one after the other. ``STATEMENTS`` are
 modules before whose statements others may go on, too. ``JOBS`` processes do it at once. What is found is
-made smaller, and said as a script that replays it.
+made smaller, and said as a script that replays it. ``STATE`` is a file in which stands how far it is, and
+from which it goes on; ``MOST`` ends it after so many schedules.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -18,12 +20,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import asynccoll as ac
-from asynccoll.testing import PCT, Fault, RandomWalk, drawn_faults
+from asynccoll.testing import PCT, Fault, RandomWalk, Report, drawn_faults
 from compositions import Program
 from compositions_drawn import OPERATIONS, programs
 from compositions_reduced import reduced
@@ -33,7 +36,7 @@ from simulated import complaints, script, unwaited
 SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
 TRANSPORTS = tuple(os.environ.get("TRANSPORTS", "gloo,mpi,gloo,horovod,gloo,xla,nccl").split(","))
 FAULTS = tuple(
-    os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect").split(",")
+    os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect,fail").split(",")
 )
 STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") if name)
 #: Seconds for making one smaller that failed.
@@ -54,7 +57,7 @@ class Order:
     """In what order a program runs, where, and what goes wrong: all by a number."""
 
     number: int
-    ranks: int
+    program: Program
 
     @property
     def transport(self) -> str:
@@ -66,7 +69,9 @@ class Order:
             return ()
         # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life.
         kinds = [kind for kind in FAULTS if (self.transport, kind) != ("nccl", "silence")]
-        return tuple(drawn_faults(*kinds)(random.Random(self.number), self.ranks))
+        if self.program.loop == "none":  # there is no task that could be cancelled
+            kinds = [kind for kind in kinds if kind != "cancel"]
+        return tuple(drawn_faults(*kinds)(random.Random(self.number), self.program.ranks)) if kinds else ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,22 +80,33 @@ class Order:
             "faults": self.faults,
             "schedule": PCT() if self.number % 2 else RandomWalk(),
             "again": self.number % 4 == 2,
+            "check": "full" if self.number % 5 == 3 else "local",
             "statements": STATEMENTS,
             "real_seconds": REAL_SECONDS,
         }
 
+    def run(self) -> tuple[list[str], Report]:
+        """What is wrong, and what became of the simulation."""
+        program = self.program
+        if self.transport == "nccl":  # who waits for a device holds its thread: nobody is cancelled meanwhile
+            program = unwaited(program)
+        return complaints(program, self.number, **self.options)
+
+
+def is_carried(program: Program, transport: str) -> bool:
+    """Whether all of the program can be run there."""
+    if transport == "nccl" and program.one_sided:
+        return False  # what a refusal leaves on a device has tests of its own, on a stand-in (test_streams)
+    return _NOT_CARRIED.get(transport, set()).isdisjoint(call.payload for call in program.calls)
+
 
 def wrong(program: Program, number: int) -> list[str]:
     """What is wrong with the program in the order of this number."""
-    order = Order(number, program.ranks)
-    if not _NOT_CARRIED.get(order.transport, set()).isdisjoint(call.payload for call in program.calls):
+    order = Order(number, program)
+    if not is_carried(program, order.transport):
         return []
-    if order.transport == "nccl" and program.one_sided:
-        return []  # what a refusal leaves on a device has tests of its own, on a stand-in (test_streams)
-    if order.transport == "nccl":  # who waits for its device holds its thread: nobody is cancelled meanwhile
-        program = unwaited(program)
     try:
-        found, _ = complaints(program, number, **order.options)
+        found, _ = order.run()
     except TimeoutError as error:
         return [f"[hang] {error}"]
     return [f"{one}\n  ({order.transport}, {order.faults})" for one in found]
@@ -111,15 +127,39 @@ class Exploration:
     def over(self) -> bool:
         return bool(self.found) or self.schedules >= self._most or time.monotonic() > self.deadline
 
-    def explore(self, ranks: Sequence[int], number: int) -> None:
-        """Programs on these many ranks in turn, 50 from each seed, of which the first is ``number``."""
+    def keep(self, state: Path, number: int) -> None:
+        """Note down how far it is: a round begins, with the seed ``number``."""
+        beside = state.with_suffix(".new")
+        kept = {"programs": self.programs, "schedules": self.schedules, "number": number}
+        beside.write_text(json.dumps(kept | {"seconds": time.monotonic() - self.begun}))
+        beside.replace(state)  # at once, or not at all: it may be ended at any moment
+
+    def resume(self, state: Path) -> int:
+        """Go on from what was noted down there; the next seed."""
+        kept: dict[str, Any] = json.loads(state.read_text())
+        self.programs, self.schedules = kept["programs"], kept["schedules"]
+        self.begun -= kept["seconds"]
+        return int(kept["number"])
+
+    def explore(self, ranks: Sequence[int], number: int, state: Path | None = None) -> None:
+        """Programs on these many ranks in turn, 50 from each seed, of which the first is ``number``.
+
+        How far it is stands in ``state`` after each seed, if there is such a file to be.
+        """
         while not self.over:
             for size in ranks:
-                _round(self, size, number)
+                self.round(size, number)
                 number += 1
+                if state is not None and not self.over:
+                    self.keep(state, number)
                 if time.monotonic() - self._told > _TOLD_EVERY_SECONDS:
                     self._told = time.monotonic()
                     print(f"{self}; to go on from here: SEED={number}", flush=True)
+
+    def round(self, size: int, number: int) -> None:
+        """At most fifty programs on so many ranks, drawn from this seed."""
+        for program in drawn(size, number):
+            self.look_at(program)
 
     def __str__(self) -> str:
         return (
@@ -129,8 +169,9 @@ class Exploration:
     def look_at(self, program: Program) -> None:
         if self.over:
             return
+        first = self.programs * SCHEDULES
         self.programs += 1
-        for number in range(self.programs, self.programs + SCHEDULES):
+        for number in range(first, first + SCHEDULES):
             if self.over:
                 return
             self.schedules += 1
@@ -159,8 +200,12 @@ def main() -> int:
         return _at_once(jobs, number)
     ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 3, 2, 3, 5]
     print(f"seed {number}", flush=True)
-    exploration = Exploration(float(seconds))
-    exploration.explore(ranks, number)
+    exploration = Exploration(float(seconds), float(os.environ.get("MOST", "inf")))
+    state = Path(os.environ["STATE"]) if os.environ.get("STATE") else None
+    if state is not None and state.exists():
+        number = exploration.resume(state)
+        print(f"{exploration} before; it goes on with seed {number}", flush=True)
+    exploration.explore(ranks, number, state)
     print(exploration, flush=True)
     if not exploration.found:
         print("nothing was found")
@@ -175,7 +220,10 @@ def _at_once(jobs: int, number: int) -> int:
     return max([one.wait() for one in running])
 
 
-def _round(exploration: Exploration, size: int, number: int) -> None:
+def drawn(size: int, number: int) -> list[Program]:
+    """At most fifty programs on so many ranks, each once, from this seed."""
+    found: dict[Program, None] = {}
+
     @seed(number)
     @settings(
         max_examples=50,
@@ -186,9 +234,10 @@ def _round(exploration: Exploration, size: int, number: int) -> None:
     )
     @given(programs(size))
     def one(program: Program) -> None:
-        exploration.look_at(program)
+        found[program] = None
 
     one()
+    return list(found)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,16 @@ import ast
 import copy
 import random
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import asynccoll
+__all__ = ["EQUIVALENT", "LIBRARY", "SEEDED", "Mistake", "mechanical"]
 
-__all__ = ["SEEDED", "Mistake", "mechanical"]
-
-LIBRARY = Path(asynccoll.__file__).parent
+#: Found without being imported: who plants mistakes imports a copy.
+_SPEC = find_spec("asynccoll")
+assert _SPEC is not None and _SPEC.origin is not None
+LIBRARY = Path(_SPEC.origin).parent
 
 #: Where concurrency is: what is mistaken elsewhere, other tests find.
 FILES = (
@@ -43,6 +45,8 @@ class Mistake(NamedTuple):
     file: str
     what: str
     text: str
+    #: where it was found; it is known by what it is, for lines move
+    line: int = 0
 
 
 def _replaced(file: str, right: str, wrong: str) -> Mistake:
@@ -106,11 +110,12 @@ def _all_of(file: str) -> Iterator[Mistake]:
             continue
         for node in ast.walk(function):
             if isinstance(node, (ast.If, ast.While, ast.IfExp)):
-                yield _with(file, text, node.test, "turned condition", f"(not ({ast.unparse(node.test)}))")
+                wrong = f"(not ({ast.unparse(node.test)}))"
+                yield _with(file, text, node.test, f"turned condition in {function.name}", wrong)
             for kind, change in _KINDS.items():
                 changed = copy.copy(node)
-                if (wrong := change(changed)) is not None:
-                    yield _with(file, text, node, kind, wrong)
+                if (mistaken := change(changed)) is not None:
+                    yield _with(file, text, node, f"{kind} in {function.name}", mistaken)
 
 
 def _with(file: str, text: str, node: ast.AST, kind: str, wrong: str) -> Mistake:
@@ -119,9 +124,7 @@ def _with(file: str, text: str, node: ast.AST, kind: str, wrong: str) -> Mistake
     start, end = _place(lines, node)
     right = text[start:end]
     assert isinstance(node, (ast.stmt, ast.expr))
-    return Mistake(
-        file, f"line {node.lineno}, {kind}: {right!r} -> {wrong!r}", text[:start] + wrong + text[end:]
-    )
+    return Mistake(file, f"{kind}: {right!r} -> {wrong!r}", text[:start] + wrong + text[end:], node.lineno)
 
 
 def _place(lines: list[str], node: ast.AST) -> tuple[int, int]:
@@ -191,4 +194,25 @@ _KINDS: dict[str, Callable[[ast.AST], str | None]] = {
     "other comparison": _other_comparison,
     "other truth": _other_truth,
     "one off": _other_count,
+}
+
+
+#: Those that make no difference to what any program gets, and why.
+EQUIVALENT: dict[tuple[str, str], str] = {
+    (
+        "waiting/suspending.py",
+        "other truth in _hold: 'return True' -> 'return False'",
+    ): "its one caller then asks the operation itself whether it is done; only the estimate does not learn",
+    (
+        "waiting/loops.py",
+        "other comparison in on_asyncio: 'loop is None' -> '(loop is not None)'",
+    ): "an await on asyncio then goes the longer way to the same end; off asyncio trio has been imported",
+    (
+        "transport/progress.py",
+        "other comparison in left: 'now < self._rests' -> '(now <= self._rests)'",
+    ): "differs at one instant, by a rest of no length",
+    (
+        "transport/progress.py",
+        "other comparison in nap: 'one.left(now) <= 0' -> '(one.left(now) < 0)'",
+    ): "differs at one instant, after which the next look is one nap later",
 }

@@ -1,23 +1,33 @@
 """Plants one mistake after the other into a copy of the library, and tells how soon simulated worlds find it.
 
-``python tests/planted.py SECONDS [COUNT [SEED]]``: so long for each; those that were thought of, or ``COUNT``
-mechanical ones. ``JOBS`` at a time. What is not found is to be argued, or to be drawn by programs.
+``python tests/planted.py SECONDS [COUNT [SEED]]``: so long for each at most; those that were thought of, or
+``COUNT`` mechanical ones. ``SCHEDULES_EACH`` is the most that are tried, ``JOBS`` are looked for at a time.
+What is not found is to be argued (``mistakes.EQUIVALENT``), or to be drawn by programs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
-from mistakes import LIBRARY, SEEDED, Mistake, mechanical
+from mistakes import EQUIVALENT, LIBRARY, SEEDED, Mistake, mechanical
 
 HERE = Path(__file__).parent
+#: What the simulated worlds stand on, but for the library: imported once, and then there in every child.
+STAND_ON = ("torch", "torch.distributed", "hypothesis", "anyio", "trio", "numpy", "outcome", "sniffio")
+MOST_SCHEDULES = int(os.environ.get("SCHEDULES_EACH", "100000"))
+#: So much longer than it may take: what never comes back hangs where no simulation can see it.
+STUCK_SECONDS = 60.0
 
 
 def found(mistake: Mistake, seconds: float) -> str:
@@ -26,48 +36,71 @@ def found(mistake: Mistake, seconds: float) -> str:
         copied = Path(directory) / "asynccoll"
         shutil.copytree(LIBRARY, copied, ignore=shutil.ignore_patterns("__pycache__"))
         (copied / mistake.file).write_text(mistake.text)
-        told = [_looked(directory, seconds / 2, statements) for statements in ("", _module(mistake.file))]
-    return next((one for one in told if not one.startswith("not found")), told[-1])
+        told = Path(directory) / "told"
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                told.write_text(_explored(directory, _module(mistake.file), seconds))
+            os._exit(0)
+        return _outcome(child, told, time.monotonic() + seconds + STUCK_SECONDS)
 
 
 def _module(file: str) -> str:
     return f"asynccoll.{file.removesuffix('.py').replace('/', '.')}"
 
 
-def _looked(directory: str, seconds: float, statements: str) -> str:
-    """Within these seconds, with points before statements or without."""
-    search = os.pathsep.join([directory, str(HERE)])
-    environ = os.environ | {"PYTHONPATH": search, "REDUCING": "0", "SEED": "1", "JOBS": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "explore_simulated.py"), str(seconds), "2,3"],
-            env=environ | {"STATEMENTS": statements},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10 * seconds + 120,
-        )
-    except subprocess.TimeoutExpired:
-        return "stuck"
-    if done.returncode not in (0, 1) or "schedules of" not in done.stdout:
-        return f"crash: {done.stderr.strip().splitlines()[-1:]}"
-    at = re.search(r"^=== (.*)$", done.stdout, re.MULTILINE)
-    return at[1] if at else f"not found: {done.stdout.splitlines()[-2]}"
+def _outcome(child: int, told: Path, deadline: float) -> str:
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "stuck"
+        time.sleep(0.05)
+    return told.read_text() if told.exists() else "crash"
+
+
+def _explored(directory: str, module: str, seconds: float) -> str:
+    """In a child: of the library in this directory; every other round has points before its statements."""
+    sys.path[:0] = [directory, str(HERE)]
+    os.environ |= {"REDUCING": "0"}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            explorer = import_module("explore_simulated")
+            explorer.REAL_SECONDS = 10.0
+            exploration = explorer.Exploration(seconds, MOST_SCHEDULES)
+            number = 1
+            while not exploration.over:
+                explorer.STATEMENTS = (module,) if number % 2 else ()
+                exploration.round(2 + number % 2, number)
+                number += 1
+        except BaseException as error:
+            return f"crash: {error!r:.200}"
+    at = re.search(r"^=== (.*)\n(.*)", output.getvalue(), re.MULTILINE)
+    return f"{at[1]}: {at[2]:.100}" if at else f"not found: {exploration}"
 
 
 def main() -> int:
-    """Plant them all; fails if less than 95 % are found."""
+    """Plant them all; fails if less than 95 % of those that matter are found."""
     seconds, *drawn = sys.argv[1:]
+    for name in STAND_ON:
+        import_module(name)
     planted = mechanical(*map(int, [*drawn, "1"][:2])) if drawn else SEEDED()
-    missed = 0
+    missed = equivalent = 0
     with ThreadPoolExecutor(int(os.environ.get("JOBS", "1"))) as pool:
-        for mistake, told in zip(
+        for mistake, said in zip(
             planted, pool.map(lambda one: found(one, float(seconds)), planted), strict=True
         ):
-            missed += told.startswith("not found")
-            print(f"{mistake.file}, {mistake.what:.160}: {told}", flush=True)
-    print(f"{len(planted) - missed} of {len(planted)} were found")
-    return 1 if missed > 0.05 * len(planted) else 0
+            told = said
+            if told.startswith("not found"):
+                why = EQUIVALENT.get((mistake.file, mistake.what))
+                equivalent += why is not None
+                missed += why is None
+                told = f"EQUIVALENT: {why}" if why else told
+            print(f"{mistake.file}:{mistake.line}, {mistake.what:.160}: {told}", flush=True)
+    counted = len(planted) - equivalent
+    print(f"{counted - missed} of {counted} were found; {equivalent} make no difference")
+    return 1 if missed > 0.05 * counted else 0
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import asynccoll as ac
 import compositions_run
-from asynccoll.testing import Cancel, Fault, Interrupt, Kill, Report, StoreLost, simulate
+from asynccoll.testing import Cancel, Fail, Fault, Interrupt, Kill, Report, StoreLost, simulate
 from asynccoll.testing.report import leaves
 from compositions import Call, Program
 
@@ -35,40 +38,89 @@ class SimulatedRank:
 
 
 #: Faults after which calls may fail; after others each must come to what it must.
-_HURT = (Cancel, Interrupt, Kill, StoreLost)
+_HURT = (Cancel, Fail, Interrupt, Kill, StoreLost)
+#: What ranks are told of one that has died or left. The others may then make different calls, where one has
+#: lost a call that another has not, and wait for each other until their time is over.
+_LOST = (
+    ac.PeerLostError,
+    ac.PeerRefusedError,
+    ac.AbortedError,
+    ac.NotInitializedError,
+    ac.CollectiveTimeoutError,
+)
 
 
 def complaints(
     program: Program, seed: int, faults: Sequence[Fault] = (), **options: Any
 ) -> tuple[list[str], Report]:
     """What is wrong, by all ranks, and what became of the simulation."""
-    signs: set[str] = set()
-    hurt = any(isinstance(fault, _HURT) for fault in faults)
+    signs: tuple[set[str], ...] = (set(), set())  # of each world
+    hurt = _hurt_by(faults)
     program = unwaited(program) if hurt else program
+    told: dict[int, list[Exception]] = {}
+
+    def lives(rank: int) -> Iterator[compositions_run.Run]:
+        """Of one world after the other."""
+        for life in range(2 if options.get("again") and not hurt else 1):
+            if life:
+                ac.finalize()
+                ac.initialize(timeout=20.0)
+            me: Any = SimulatedRank(rank, program.ranks, signs[life])
+            one = compositions_run.Run(me, program, hurt)
+            told[rank] = one.told
+            yield one
 
     async def main(rank: int) -> list[str]:
-        me: Any = SimulatedRank(rank, program.ranks, signs)
-        run = compositions_run.Run(me, program, hurt=hurt)
-        found = await run.whole()
-        if hurt or not options.get("again"):
-            return found
-        ac.finalize()
-        ac.initialize(timeout=20.0)
-        return found + await compositions_run.Run(me, program).whole()
+        return [found for one in lives(rank) for found in await one.whole()]
 
+    def blocking(rank: int) -> list[str]:
+        return [found for one in lives(rank) for found in one.blocking()]
+
+    noticed: list[str] = []
     given = {name: value for name, value in options.items() if name != "again"} | {"timeout": 200.0}
-    report = simulate(main, world_size=program.ranks, seed=seed, loop=program.loop, faults=faults, **given)
-    found = [one for each in report.results.values() for one in each]
+    with patch.object(threading, "excepthook", lambda args: noticed.append(_thrown(args))):
+        report = simulate(
+            blocking if program.loop == "none" else main,
+            world_size=program.ranks,
+            seed=seed,
+            loop=program.loop,
+            faults=faults,
+            **given,
+        )
+    found = noticed
+    found += [one for each in report.results.values() for one in each]
     found += [
         f"[crash] rank {rank}: {error!r}"
         for rank, error in report.errors.items()
-        if not (hurt and all(map(told, leaves(error))))
+        if not (hurt and all(isinstance(one, (*hurt, *_OWN)) for one in leaves(error)))
     ]
-    found += [one for rank, error in report.errors.items() for one in untrue(rank, error, report)]
+    raised = [(rank, error) for rank, errors in told.items() for error in errors]
+    found += [one for rank, error in [*report.errors.items(), *raised] for one in untrue(rank, error, report)]
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
     return found, report
+
+
+def _thrown(args: Any) -> str:
+    """What a thread ended with that nobody waits for."""
+    told = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback, limit=-6)
+    return f"[thread] {''.join(told)}"
+
+
+#: What the user of a rank has ended it with.
+_OWN: tuple[type[BaseException], ...] = (KeyboardInterrupt, *compositions_run.CANCELLED)
+
+
+def _hurt_by(faults: Sequence[Fault]) -> tuple[type[Exception], ...]:
+    """What may be raised because of them."""
+    if not any(isinstance(fault, _HURT) for fault in faults):
+        return ()
+    if any(isinstance(fault, StoreLost) for fault in faults):
+        return (ac.AsyncCollError,)
+    if any(isinstance(fault, Fail) for fault in faults):
+        return (ac.CollectiveError, RuntimeError)
+    return _LOST
 
 
 def unwaited(program: Program) -> Program:
@@ -85,11 +137,6 @@ def unwaited(program: Program) -> Program:
 
 def _later(call: Call) -> Call:
     return replace(call, wait="later")
-
-
-def told(error: BaseException) -> bool:
-    """Whether it is one that a rank may get where another, or its user, has ended its work."""
-    return isinstance(error, (ac.AsyncCollError, KeyboardInterrupt, *compositions_run.CANCELLED))
 
 
 def untrue(rank: int, error: BaseException, report: Report) -> list[str]:

@@ -145,8 +145,8 @@ ADDITIONS = {
     "command": Addition(
         {
             "cli/entry.py": (
-                ("from asynccoll.cli import explain, explore, info, run", "from asynccoll.cli import hello"),
-                ("COMMANDS = (run, info, explain, explore)", "COMMANDS += (hello,)"),
+                ("from asynccoll import __version__", "from asynccoll.cli import hello"),
+                ("COMMANDS = (", "COMMANDS += (hello,)"),
             )
         },
         COMMAND,
@@ -165,7 +165,8 @@ def copy_with(addition: Addition, home: Path) -> Path:
     for path, rows in addition.rows.items():
         lines = (copy / path).read_text().splitlines()
         for before, row in rows:
-            lines.insert(lines.index(before) + 1, row)
+            (at,) = (number for number, line in enumerate(lines) if line.startswith(before))
+            lines.insert(at + 1, row)
         (copy / path).write_text("\n".join(lines) + "\n")
     return copy
 

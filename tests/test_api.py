@@ -38,6 +38,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "initialize": (
         ("backend=None",),
         {
+            "stall_warning=None",
             "init_method=None",
             "store=None",
             "rank=None",

@@ -204,7 +204,7 @@ def test_the_comparison_does_not_block_the_call(checked: World, runner: str) -> 
 
 FROM_ENVIRONMENT = """
     import torch, asynccoll as ac
-    ac.initialize("gloo", timeout=20)
+    ac.initialize("gloo")
     x = torch.ones(4 if ac.get_rank() == 0 else 8)
     try:
         ac.all_reduce(x).wait()

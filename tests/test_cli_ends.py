@@ -304,3 +304,18 @@ def test_the_leaves_of_an_exception_group_are_told(tmp_path, start, script):
     code, _, errors = start("run", "-n", 2, "--monitor-interval", 1, "program.py").wait()
     assert code == 1
     assert "rank 0 failed too: OSError: a; KeyError: 'b' (in ExceptionGroup: of a nursery" in errors
+
+
+def test_an_exception_that_cannot_be_told_is_shown_as_python_does(start, script):
+    script("""
+        class Shy(Exception):
+            def __str__(self):
+                raise RuntimeError("of the text")
+
+        raise Shy
+    """)
+    code, _, errors = start("run", "-n", 1, "program.py").wait()
+    assert code == 1
+    assert errors.count("Shy: <exception str() failed>") == 1
+    assert "RuntimeError" not in errors
+    assert "child.py" not in errors

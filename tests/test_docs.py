@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 import textwrap
@@ -120,7 +121,8 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The words of every command line that a page tells to type."""
     for text in blocks(page, "console", "bash"):
         for line in text.replace("\\\n", " ").splitlines():
-            yield shlex.split(line.removeprefix("$ "), comments=True)
+            typed = shlex.split(line.removeprefix("$ "), comments=True)
+            yield list(itertools.takewhile(lambda word: word not in (">", "|"), typed))
     for span in spans(page):
         if span.startswith("make ") or re.match(r"python (tools|benchmarks|examples)/", span):
             yield span.split()

@@ -124,7 +124,7 @@ BY_ADDRESS = """
     import torch.distributed as dist
     import asynccoll as ac
     before = os.environ.get("GLOO_SOCKET_IFNAME")
-    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=30)
+    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2)
     assert (ac.get_nnodes(), ac.get_node_rank(), ac.get_local_rank()) == (2, ac.get_rank(), 0)
     total = [ac.all_reduce(1).wait(), ac.all_gather("é" * 70_000, lane="second").wait() == ["é" * 70_000] * 2]
     x = torch.ones(3)
@@ -156,7 +156,7 @@ LATE = """
     import asynccoll as ac
     from asynccoll.health import watchdog as watch
     watch.PATIENCE_SECONDS = 0.1  # after which the others ask whether it is still there
-    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=30)
+    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2)
     total = [ac.all_reduce(1).wait()]
     for late in (0, 1):
         time.sleep(1.0 if ac.get_rank() == late else 0.0)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynccoll.health import liveness
+from asynccoll.health.accounts import Peer
 from asynccoll.health.liveness import Liveness
 
 RANK = 1
@@ -25,7 +26,7 @@ def asker(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Rank 0, which knows the address of rank 1."""
     monkeypatch.setattr(liveness, "PROBE_SECONDS", 0.1)
     one = Liveness(None, 0)
-    one._peers[RANK] = ("127.0.0.1", listening.getsockname()[1], "here", 1)
+    one._peers[RANK] = Peer("127.0.0.1", listening.getsockname()[1], "here", 1)
     yield one
     one.close()
 

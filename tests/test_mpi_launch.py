@@ -110,6 +110,18 @@ def test_without_mpiexec_it_is_a_world_of_one(tmp_path: Path) -> None:
     assert ended.out.strip() == "mpi (0, 1, 0, 1, 1) 1"
 
 
+@pytest.mark.skipif(mpiexec.find().family != "openmpi", reason="Open MPI brings prterun, MPICH does not")
+def test_ranks_that_are_told_by_pmix_alone_are_refused(tmp_path: Path) -> None:
+    """As those of prterun, which tells only its own library of how many there are."""
+    source = WHO.replace("initialize()", "initialize('gloo')")
+    prterun = str(Path(mpiexec.find().path).with_name("prterun"))
+    options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-n", "2"]
+    ended = call([prterun, *options, sys.executable, write(tmp_path, source)])
+    assert ended.code != 0
+    assert "LaunchEnvironmentError: PMIx started this process (PMIX_RANK='" in ended.err, ended.said
+    assert ended.out == ""
+
+
 RAISES = """
     import asynccoll as ac
     ac.initialize()

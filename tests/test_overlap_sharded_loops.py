@@ -92,6 +92,29 @@ def test_a_hook_that_reads_before_ours(pair: World) -> None:
     pair.run(read_too_early, runner="asyncio")
 
 
+async def compiled(me: Rank) -> None:
+    ours, twin = normed(lambda layer: layer), normed(lambda layer: layer)
+    whole = sgd(twin.parameters())
+    async with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
+        forward = torch.compile(ours, backend="eager")
+        for turn in range(3):
+            optimizer.zero_grad()
+            forward(batch(me.rank, turn)).square().mean().backward()
+            await optimizer.step()
+            with torch.no_grad():
+                seen = forward(batch(0, 9))  # nothing but its forward waits for the parameters
+            whole.zero_grad()
+            on_all_data(twin, me.size, turn)
+            whole.step()
+            assert close(seen, twin(batch(0, 9)).detach())
+    same(ours, twin)
+
+
+def test_a_compiled_model(pair: World) -> None:
+    """Its graph, too, reads the parameters of the last step."""
+    pair.run(compiled, runner="asyncio")
+
+
 def forget(how: str, optimizer: ac.overlap.ShardedOptimizer, model: nn.Module) -> None:
     if how == "skip":
         optimizer.skip()

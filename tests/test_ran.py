@@ -78,3 +78,5 @@ def test_what_ran_is_told_by_backend(tmp_path: Path) -> None:
     assert told["nccl"][:2] == ["not", "run:"]
     assert "skipped     1: no such thing (pip install it)" in rows
     assert "skipped     1: a whole file" in rows
+    again = [row for row in rows if "second time" in row]
+    assert again == ["passed the second time only: test_some.py::test_twice (horovod)"]

@@ -21,6 +21,7 @@ from asynccoll import host
 from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
+from determined import differing
 
 SCHEDULES = [RandomWalk(), PCT()]
 
@@ -91,6 +92,11 @@ def test_the_same_seed_is_the_same_simulation() -> None:
     assert first == digests(20)
     assert other.stdout.split() == first
     assert len(set(first)) == 20
+
+
+def test_drawn_programs_are_the_same_in_another_process() -> None:
+    """With faults, and beside each other; `make determined` compares ten thousand."""
+    assert differing(50, 20261124) == (50, [])
 
 
 def test_time_is_simulated() -> None:

@@ -41,6 +41,20 @@ def test_who_comes_late_is_told_who_left_first() -> None:
     explore(told_who_left, seeds=range(60), world_size=5, faults=stopped).check()
 
 
+async def closed_in_a_block(rank: int) -> None:
+    """What was put off on the lane is sent before the lane is closed."""
+    with ac.coalescing():
+        work = ac.all_reduce(torch.ones(3), lane="brief")
+        ac.close_lane("brief")
+        again = ac.all_reduce(torch.ones(2), lane="brief")
+    assert (await work).tolist() == [3.0] * 3
+    assert (await again).tolist() == [3.0] * 2
+
+
+def test_a_lane_is_closed_inside_a_coalescing_block() -> None:
+    explore(closed_in_a_block, seeds=range(40), world_size=3, shrink_seconds=0).check()
+
+
 def stopped(chance: object, world_size: int) -> list[Stop]:
     """One rank that is late by seconds."""
     return [Stop(world_size - 1, seconds=3.0, after_call=1)]

@@ -16,7 +16,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll.runtime.process import current
-from asynccoll.trace import timeline as timeline_module
+from asynccoll.trace import recorder as recorder_module
 from asynccoll.trace import words
 from asynccoll.trace.spans import Span, covered, intersection, stack
 from ranks import Rank, raising
@@ -57,7 +57,7 @@ async def unfinished(me: Rank) -> None:
             work = ac.all_reduce(torch.ones(4))
         (span,) = timeline.spans
         assert span.end is None, "rank 1 has not come yet"
-        assert math.isfinite(timeline.hidden_fraction())
+        assert math.isnan(timeline.hidden_fraction()), "nothing is marked"
         timeline.plot(me._signs / "open.png")
         timeline.to_chrome(me._signs / "open.json")
         event = json.loads((me._signs / "open.json").read_text())["traceEvents"][-1]
@@ -199,11 +199,13 @@ def test_tracks_never_overlap() -> None:
 
 
 def test_the_hidden_fraction() -> None:
-    """Of the time with something in flight, the share under a span of compute."""
+    """Of the time with something in flight, the share under a span of compute; unknown without any."""
     timeline = ac.trace.Timeline()
     assert math.isnan(timeline.hidden_fraction())
     _add(timeline, "all_reduce", 0.0, 4.0, is_operation=True)
     _add(timeline, "all_reduce", 1.0, 3.0, is_operation=True)
+    assert math.isnan(timeline.hidden_fraction())
+    _add(timeline, "optimizer", 5.0, 6.0)
     assert timeline.hidden_fraction() == 0.0
     _add(timeline, "backward", 0.5, 2.5)
     _add(timeline, "optimizer", 4.0, 5.0)
@@ -215,11 +217,12 @@ def _add(
 ) -> None:
     """A span of known times."""
     row = "default" if is_operation else "training"
-    entry = timeline_module._Entry(name, row, timeline._began + start, operation=is_operation)
-    entry.end = timeline._began + end
+    recorder = timeline.recorder
+    entry = recorder_module._Entry(name, row, recorder.began + start, operation=is_operation)
+    entry.end = recorder.began + end
     entry.size_bytes = size
-    timeline._entries.append(entry)
-    timeline._ended = max(timeline._ended or 0.0, entry.end)
+    recorder.entries.append(entry)
+    recorder.ended = max(recorder.ended or 0.0, entry.end)
 
 
 @pytest.fixture
@@ -271,6 +274,15 @@ def test_plot(timeline: Any, tmp_path: Path) -> None:
     png = timeline.plot(tmp_path / "timeline.png", title="mine").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) < 200_000
+
+
+def test_plot_of_nothing_marked(tmp_path: Path) -> None:
+    """It says so, and not that nothing is hidden."""
+    made = ac.trace.Timeline(0, 2)
+    _add(made, "all_reduce", 0.0, 1.0, is_operation=True)
+    svg = made.plot(tmp_path / "bare.svg").read_text()
+    assert "Rank 0 of 2: nothing is marked as compute" in svg
+    assert "%" not in svg.split("Rank 0 of 2")[1][:80]
 
 
 def test_plot_of_hundreds_in_flight(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ PINNED = [
     Program("plain", "cut short", "prepare", "SGD"),
     Program("plain", "plain", "average_parameters", "SGD", second="tied"),
     Program("plain", "plain", "InFlight", "SGD", second="tied", at_once=True),
+    Program("plain", "uneven", "shard_optimizer", "AdamW"),
+    Program("plain", "cut short on some", "shard_optimizer", "Adam foreach"),
+    Program("LayerDrop", "plain", "shard_layers, two sets", "SGD"),
+    Program("plain", "touched", "shard_optimizer", "SGD"),
+    Program("plain", "halved", "overlap_gradients(op='sum')", "SGD"),
 ]
 
 

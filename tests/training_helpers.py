@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,12 +60,32 @@ class Helper:
     async def reduced(self) -> None:
         """After each backward, and before gradients are read."""
 
+    async def last_reduced(self) -> None:
+        """Before a step that does not reduce them by itself."""
+        await self.reduced()
+
     async def cut_short(self) -> None:
         """The same, given up on some ranks at once, and waited for again."""
         await patiently(self.reduced)
 
     async def step(self, step: Callable[[], Any]) -> None:
         step()
+
+    async def saved(self, waits: Waits) -> None:
+        """Save the whole state, where the helper has only a part of it, and load it again; `waits` waits."""
+
+    def trained(self) -> list[Tensor]:
+        """The tensors that have the gradients."""
+        return list(self.model.parameters())
+
+    def halve(self, replaced: bool) -> None:
+        """Half of the gradients that are reduced: in place, or as other tensors."""
+        for parameter in self.trained():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5 if replaced else parameter.grad.mul_(0.5)
+
+    async def touch(self, x: Tensor) -> None:
+        """Write to gradients where that is refused, and find the way on: the step is to begin anew."""
 
     async def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -80,10 +101,16 @@ class Helper:
 
     async def interrupted(self, x: Tensor, here: bool) -> None:
         """A backward that raises on one rank when most gradients have left, and the way on."""
-        first = next(x for x in self.model.parameters() if x.requires_grad)
-        failing = first.register_hook(_raise) if here else contextlib.nullcontext()
+        trained = [x for x in self.model.parameters() if x.requires_grad]
         loss = self.loss(x) * self.scale
-        with failing, raising(ZeroDivisionError) if here else contextlib.nullcontext():
+        with (
+            contextlib.ExitStack() as failing,
+            raising(ZeroDivisionError) if here else contextlib.nullcontext(),
+        ):
+            if here:  # of the first layer, or of the second: ranks may leave one out
+                may_drop = isinstance(self.model, Dropping)
+                for first in trained[:3:2] if may_drop else trained[:1]:
+                    failing.enter_context(first.register_hook(_raise))
             loss.backward()
         await self.recovered()
 
@@ -105,16 +132,29 @@ class Helper:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
+#: Waits for what a function begins, in one attempt or in two.
+Waits = Callable[[Callable[[], Any]], Any]
+
+
 def _raise(_: Tensor) -> None:
     raise ZeroDivisionError("of this rank alone")
 
 
-async def patiently(wait: Callable[[], Any]) -> None:
+async def patiently(wait: Callable[[], Any]) -> Any:
     """Wait, give up as soon as that takes a moment, and wait again."""
     with anyio.move_on_after(0) as limit:
-        await wait()
-    if limit.cancelled_caught:
-        await wait()
+        return await wait()
+    assert limit.cancelled_caught
+    return await wait()
+
+
+async def touched_on_the_way(helper: Helper) -> None:
+    """Gradients that are written to while they are being sent are refused."""
+    for parameter in helper.trained():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    with raising(ac.InvalidArgumentError, "between backward and the await"):
+        await helper.reduced()
 
 
 class Alone(Helper):
@@ -135,6 +175,11 @@ class Overlapped(Helper):
     async def reduced(self) -> None:
         await self.gradients
 
+    async def touch(self, x: Tensor) -> None:
+        """Before the await."""
+        (self.loss(x) * self.scale).backward()
+        await touched_on_the_way(self)
+
     async def closed(self) -> None:
         self.gradients.close()
 
@@ -145,6 +190,19 @@ class Summed(Overlapped):
     @property
     def scale(self) -> float:  # type: ignore[override]
         return 1 / ac.get_world_size()
+
+    def halve(self, replaced: bool) -> None:
+        """Other tensors are refused by the next backward."""
+        if replaced and ac.get_world_size() > 1:
+            kept = [parameter.grad for parameter in self.trained()]
+            super().halve(replaced)
+            found = [x for x in self.trained() if x.grad is not None and x.grad.any()]
+            if found:
+                with raising(ac.InvalidArgumentError, "op='sum'"):
+                    found[0].sum().backward()
+            for parameter, gradient in zip(self.trained(), kept, strict=True):
+                parameter.grad = gradient
+        super().halve(replaced=False)
 
 
 class Bounded(Overlapped):
@@ -202,10 +260,22 @@ class Awaited(Helper):
     async def reduced(self) -> None:
         await self.own.reduced()
 
+    async def last_reduced(self) -> None:
+        pass
+
+    async def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        await self.own.unscale_(scaler)
+
     async def step(self, step: Callable[[], Any]) -> None:
-        await self.own.reduced()
-        step()
-        self.own.gradients.stepped()
+        await self.own.step()
+
+    async def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        await self.own.step(scaler=scaler)
+
+    async def touch(self, x: Tensor) -> None:
+        """Before the await."""
+        (self.loss(x) * self.scale).backward()
+        await touched_on_the_way(self)
 
     async def closed(self) -> None:
         self.own.close()
@@ -267,6 +337,28 @@ class Sharded(Helper):
     async def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         await self.own.step(scaler=scaler)
 
+    async def last_reduced(self) -> None:
+        pass
+
+    def trained(self) -> list[Tensor]:
+        return [part for group in self.own.wrapped.param_groups for part in group["params"]]
+
+    def halve(self, replaced: bool) -> None:
+        super().halve(replaced=False)
+
+    async def touch(self, x: Tensor) -> None:
+        """Of the parameters themselves, whose gradients are elsewhere by now."""
+        (self.loss(x) * self.scale).backward()
+        await self.own.reduced()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        with raising(ac.InvalidArgumentError, "after it had been reduced"):
+            await self.own.reduced()
+
+    async def saved(self, waits: Waits) -> None:
+        self.own.load_full_state_dict(await waits(self.own.full_state_dict))
+
     async def closed(self) -> None:
         await self.own.aclose()
 
@@ -299,11 +391,28 @@ class Layered(Helper):
                 self.parts.append(nn.Sequential(layer))
             else:
                 self.parts[-1].append(layer)  # type: ignore[operator]
-        self.layers = ac.overlap.shard_layers(self.parts, lane=lane, **self.options)
+        self.layers, *self.others = self.shared_out(lane)
         taken = inspect.signature(type(optimizer)).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        own = type(optimizer)(self.layers.parameters(), **options)
+        own = type(optimizer)([part for layers in self.sets for part in layers.parameters()], **options)
         super().__init__(model, own, lane)
+
+    def shared_out(self, lane: str) -> list[ac.overlap.ShardedLayers]:
+        return [ac.overlap.shard_layers(self.parts, lane=lane, **self.options)]
+
+    @property
+    def sets(self) -> list[ac.overlap.ShardedLayers]:
+        return [self.layers, *self.others]
+
+    def trained(self) -> list[Tensor]:
+        return [part for layers in self.sets for part in layers.parameters()]
+
+    async def saved(self, waits: Waits) -> None:
+        for layers in self.sets:
+            layers.load_full_state_dict(await waits(layers.full_state_dict))
+        if not self.others:
+            state = await waits(lambda: self.layers.full_optimizer_state(self.optimizer))
+            self.layers.load_full_optimizer_state(self.optimizer, state)
 
     async def clip(self, max_norm: float) -> None:
         await self.layers.clip_grad_norm_(max_norm)
@@ -314,7 +423,7 @@ class Layered(Helper):
 
     def loss(self, x: Tensor) -> Tensor:
         rank = x.rank  # type: ignore[attr-defined]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(itertools.chain(*self.sets)):
             if isinstance(self.model, Dropping):
                 x = x if self.model.drops(index, rank) else self._through(layer, x).tanh()
             else:
@@ -350,14 +459,24 @@ class Layered(Helper):
     async def closed(self) -> None:
         if len(self.parts) > 1 and len({shard.numel() for shard in self.layers.parameters()}) == 1:
             await self._crossed()
-        whole = await self.layers.full_state_dict()
-        for index, part in enumerate(self.parts):
-            for name, parameter in part.named_parameters():
-                parameter.data = whole[f"{index}.{name}"]
+        parts = iter(self.parts)
+        for layers in self.sets:
+            whole = await layers.full_state_dict()
+            for index, part in enumerate(itertools.islice(parts, len(layers))):
+                for name, parameter in part.named_parameters():
+                    parameter.data = whole[f"{index}.{name}"]
 
 
 class Resharded(Layered):
     options: ClassVar[dict[str, Any]] = {"reshard_after_forward": True, "ahead": 2}
+
+
+class InTwoSets(Layered):
+    """An encoder's layers and a decoder's, without a lane of their own."""
+
+    def shared_out(self, lane: str) -> list[ac.overlap.ShardedLayers]:
+        half = len(self.parts) // 2
+        return [ac.overlap.shard_layers(parts) for parts in (self.parts[:half], self.parts[half:])]
 
 
 class ByHand(Helper):
@@ -444,6 +563,7 @@ HELPERS: dict[str, type[Helper]] = {
     "shard_optimizer, dropped": Dropped,
     "shard_layers": Layered,
     "shard_layers(reshard_after_forward)": Resharded,
+    "shard_layers, two sets": InTwoSets,
     "InFlight": ByHand,
     "prepare": Prepared,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import asynccoll as ac
-from training_helpers import Helper
+from training_helpers import Helper, Waits, patiently
 
 
 @dataclass
@@ -52,6 +52,11 @@ class Run:
 
     async def step(self) -> None:
         await self.helper.step(self.helper.optimizer.step)
+
+    def waits(self, step: int) -> Waits:
+        """How this rank waits in that step: some ranks give up at once and wait again."""
+        cut = self.helper.is_rank and ac.get_rank() == step % self.size
+        return patiently if cut else lambda wait: wait()
 
 
 def _there(found: list[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
@@ -180,6 +185,46 @@ async def cut_short(run: Run, step: int) -> None:
     await run.step()
 
 
+async def uneven(run: Run, step: int) -> None:
+    """Several batches for a step, of which some ranks have fewer; all reduce after each but the last."""
+    for part in range(3):
+        await run.backward(step, part)
+        if part < 2:
+            await run.helper.reduced()
+    await run.helper.last_reduced()
+    await run.step()
+
+
+async def cut_short_on_some(run: Run, step: int) -> None:
+    """Waits for what follows the gradients are cancelled on some ranks, and done again; so is saving."""
+    waits = run.waits(step)
+    await run.backward(step)
+    await run.helper.cut_short()
+    await waits(lambda: run.helper.clip(0.01))
+    await waits(run.step)
+    await run.helper.saved(waits)
+
+
+async def halved(run: Run, step: int) -> None:
+    """Gradients that are reduced are changed before more are added."""
+    await run.backward(step, 0)
+    await run.helper.reduced()
+    run.helper.halve(replaced=step == 1)
+    await run.backward(step, 1)
+    await run.helper.reduced()
+    await run.step()
+
+
+async def touched(run: Run, step: int) -> None:
+    """Gradients are changed where that is refused, and the step begins anew."""
+    if run.helper.is_rank and run.size > 1:
+        (x,) = run.batch(step, 5)
+        assert x is not None
+        await run.helper.touch(x)
+        run.helper.optimizer.zero_grad()
+    await plain(run, step)
+
+
 async def interrupted(run: Run, step: int) -> None:
     """A backward that raises on the last rank, whose step begins anew on all."""
     if run.helper.recovers:
@@ -283,6 +328,10 @@ LOOPS: dict[str, Callable[[Run, int], Awaitable[None]]] = {
     "clipped, skipped": skipped_after_clipping,
     "no_sync between": unsynced_between,
     "cut short": cut_short,
+    "cut short on some": cut_short_on_some,
+    "uneven": uneven,
+    "halved": halved,
+    "touched": touched,
     "interrupted": interrupted,
     "graph of gradients": graphed,
     "gradient penalty": penalized,

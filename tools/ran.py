@@ -36,13 +36,15 @@ def read(directory: Path) -> list[dict[str, Any]]:
         for line in file.read_text().splitlines():
             record = json.loads(line)
             key = json.dumps([record["backend"], record["run"], record["test"]])
-            record["seconds"] += tests[key]["seconds"] if key in tests else 0.0
+            before = tests.get(key, {"seconds": 0.0, "outcome": "", "again": False})
+            record["seconds"] += before["seconds"]
+            record["again"] = before["again"] or before["outcome"] == "failed"
             tests[key] = record
     return list(tests.values())
 
 
 def table(tests: list[dict[str, Any]]) -> str:
-    """What came of them, by backend, and why some were skipped."""
+    """What came of them, by backend, why some were skipped, and which passed the second time only."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     seconds: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -60,6 +62,11 @@ def table(tests: list[dict[str, Any]]) -> str:
         else:
             lines.append(f"{backend:16}  not run: {BACKENDS.get(backend, 'all of it was skipped')}")
     lines += [f"skipped {count:5}: {reason}" for reason, count in sorted(reasons.items())]
+    lines += [
+        f"passed the second time only: {test['test']} ({test['backend']})"
+        for test in tests
+        if test["again"] and test["outcome"] == "passed"
+    ]
     return "\n".join(lines)
 
 

@@ -39,6 +39,7 @@ PACKAGES = (
     Package("munge", ("munged",), "the authentication of that cluster"),
     Package("iproute2", ("ip", "tc"), "two network namespaces that stand for two hosts"),
     Package("util-linux", ("unshare",), "host names of their own for these"),
+    Package("chromium", ("chromium",), "a browser without a window, in which the page of a trace is opened"),
 )
 
 #: Where the daemons are, which is not on everybody's path.
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         say(f"not installed (that takes root and Debian), so these tests skip: {command(packages)}")
         return 0
-    say(f"{command(packages)}: about 10 MB; remove them again as you like")
+    say(f"{command(packages)}: about 10 MB, with chromium 150; remove them again as you like")
     if why := _install(packages):
         say(f"apt-get could not, so these tests skip: {why}")
     return 0

@@ -14,10 +14,9 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,10 +25,12 @@ from torch.optim import Optimizer
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
-from asynccoll.overlap.accepted import ddp_models
+from asynccoll.overlap.accepted import check_not_unscaled, ddp_models, scaler_told
 from asynccoll.overlap.backward import BackwardReducer
-from asynccoll.runtime.process import current
+from asynccoll.overlap.lanes import numbered
+from asynccoll.overlap.steps import Resumable, Steps, run
 
 __all__ = [
     "AsyncOptimizer",
@@ -43,8 +44,6 @@ __all__ = [
 #: What ``auto_optim`` takes where backward averages; names of parameters are for Horovod's messages alone.
 _OPTIONS = frozenset(inspect.signature(overlap_gradients).parameters)
 _NAMES = "named_parameters"
-#: How many optimizers have been given a lane, in each context: all ranks make them in one order.
-_lanes_given: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
 
@@ -157,7 +156,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
     """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
-    kwargs = {"lane": _next_lane("auto_optim"), **kwargs}
+    kwargs = {"lane": numbered("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,13 +182,6 @@ def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
     vars(optimizer).update(methods, skip_synchronize=nullcontext)
 
 
-def _next_lane(kind: str) -> str:
-    """A lane for one more optimizer: the same on every rank that makes its optimizers in the same order."""
-    given = _lanes_given.setdefault(current(), Counter())
-    given[kind] += 1
-    return f"{kind} {given[kind]}"
-
-
 def _parameters_of(optimizer: Optimizer) -> Callable[[], list[torch.Tensor]]:
     """What tells the parameters that the optimizer has by now (``add_param_group``), while there is one."""
     alive = weakref.ref(optimizer)
@@ -210,12 +202,18 @@ class AsyncOptimizer:
     ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``, ``state_dict``,
     ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` or
     ``async with`` block) takes the hooks away. To read gradients before the step, as clipping does,
-    ``await optimizer.reduced()``.
+    ``await optimizer.reduced()``. That is a step of all ranks: those without data take part. After one the
+    ranks ask each other, in ``step``, whether any has run another backward since. With a gradient scaler:
+    ``await optimizer.unscale_(scaler)`` if you clip, ``await optimizer.step(scaler=scaler)``.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: GradientReducer) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: GradientReducer, agreement: dict[str, Any]) -> None:
+        """``agreement``: where the ranks ask each other whether gradients are to be reduced once more."""
         self.wrapped = optimizer
         self.gradients = gradients
+        self._agreement = agreement
+        whose = f"this optimizer ({type(optimizer).__name__}, awaited)"
+        self._sequences = Resumable(whose, lambda: gradients.news)
 
     def __repr__(self) -> str:
         return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
@@ -225,29 +223,55 @@ class AsyncOptimizer:
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
-    async def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    async def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Update the parameters once the gradients of all ranks are averaged.
 
-        ``closure`` makes the gradients anew and returns the loss, which is returned.
+        ``closure`` makes the gradients anew and returns the loss, which is returned. With a gradient
+        ``scaler`` the step is skipped where gradients overflowed: on all ranks, as they have the same.
 
         Raises:
             UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
                 would have to be awaited. ``ac.auto_optim`` takes those.
         """
+        return await run(self._sequences.steps(("step", closure), lambda: self._step(closure, scaler)))
+
+    def _step(self, closure: Callable[[], Any] | None, scaler: Any) -> Steps[Any]:
         loss = None
         if closure is not None:
             _refuse_many_closures(self.wrapped)
             with torch.enable_grad():
                 loss = closure()
-        await self.reduced()
-        self.wrapped.step()
+        check_not_unscaled(self, scaler)
+        yield from self._reduce()
+        if scaler is None:
+            self.wrapped.step()
+        else:
+            scaler.step(self.wrapped)
         self.gradients.stepped()
         return loss
 
     async def reduced(self) -> None:
-        """Wait until the gradients are the average of all ranks'; ``step`` then need not."""
-        if self.gradients.is_due():
-            await self.gradients
+        """Wait until the gradients are the average of all ranks', as often on every rank."""
+        await run(self._sequences.steps(("reduced",), self._reduce))
+
+    async def unscale_(self, scaler: Any) -> None:
+        """``scaler.unscale_`` of the averaged gradients, for clipping before ``step(scaler=scaler)``."""
+        await self.reduced()
+        scaler.unscale_(self.wrapped)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros."""
+        self.gradients.news += 1
+        self.wrapped.zero_grad(set_to_none)
+
+    def _reduce(self) -> Steps[None]:
+        if (yield from self.gradients.needed(**self._agreement)):
+            yield self.gradients
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """What ``scaler.step`` asks for first: it would call ``step``, which has to be awaited."""
+        raise InvalidArgumentError(scaler_told("optimizer"))
 
     def no_sync(self) -> Any:
         """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
@@ -287,8 +311,12 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
             Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
     """
     _refuse_apex(optimizer)
-    kwargs = {"lane": _next_lane("async_optim"), **kwargs}
-    return AsyncOptimizer(optimizer, GradientReducer(_parameters_of(optimizer), **kwargs))
+    kwargs = {"lane": numbered("async_optim"), **kwargs}
+    gradients = GradientReducer(_parameters_of(optimizer), **kwargs)
+    agreement = {"lane": backward_lane(f"{kwargs['lane']}/agreed")}
+    return AsyncOptimizer(
+        optimizer, gradients, agreement | {name: kwargs.get(name) for name in ("group", "timeout")}
+    )
 
 
 def _refuse_many_closures(optimizer: Optimizer) -> None:

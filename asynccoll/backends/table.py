@@ -37,6 +37,7 @@ __all__ = [
     "check_usable",
     "create",
     "lazy",
+    "needs",
     "others",
     "starting",
     "usual_device",
@@ -71,7 +72,7 @@ _TABLE: dict[str, _Entry] = {
     "nccl": _Entry(
         _C10D,
         lambda: dist.is_nccl_available() and torch.cuda.is_available(),
-        "a torch built with CUDA and NCCL, and a GPU",
+        "a torch built with CUDA and NCCL, and a GPU: pip install torch on a machine with one",
         device="cuda",
     ),
     "mpi": _Entry(
@@ -111,6 +112,12 @@ def _registered() -> dict[str, _Entry]:
 def available() -> tuple[str, ...]:
     """The names of the backends whose parts are all here, sorted."""
     return tuple(sorted(name for name, entry in _registered().items() if entry.present()))
+
+
+def needs() -> dict[str, str]:
+    """Of each backend, what is missing for it here and what to type; empty where all its parts are here."""
+    table = _registered()
+    return {name: "" if (entry := table[name]).present() else entry.install for name in sorted(table)}
 
 
 def others() -> tuple[str, ...]:

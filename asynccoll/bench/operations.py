@@ -137,7 +137,7 @@ class Case:
 
     def _sent_by(self, rank: int) -> torch.Tensor:
         """Small whole numbers, so that every dtype holds their sums exactly."""
-        index = torch.arange(self.sent)
+        index = torch.arange(self.sent, device="cpu")
         if self.reduction == "prod" and self.operation.reduces:
             return 1 + (index % (self.ranks + 1) == rank).long()
         return (index + 3 * rank) % 5

@@ -1,6 +1,7 @@
-"""What ``asynccoll info`` tells: versions, backends, who started this process, devices.
+"""What ``asynccoll info`` tells: versions, who started this process, devices.
 
-Each line is collected by itself, so that one broken package does not hide the others.
+Each line is collected by itself, so that one broken package does not hide the others. Whether backends work
+is tried in ``trials``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from asynccoll.environment.detection import detect
 from asynccoll.environment.slurm import expand_with_scontrol
@@ -20,12 +21,11 @@ __all__ = ["collect"]
 _PACKAGES = ("torch", "anyio", "trio", "numpy", "mpi4py", "horovod", "torch_xla")
 
 
-def collect(own_version: str, backends: Callable[[], Iterable[str]]) -> dict[str, str]:
+def collect(own_version: str) -> dict[str, str]:
     """Everything, as short texts by name."""
     found = {"python": f"{platform.python_version()} on {platform.platform(terse=True)}"}
     found |= {"asynccoll": own_version} | {name: _version(name) for name in _PACKAGES}
     found |= {
-        "backends": _or_why_not(lambda: ", ".join(backends())),
         "launcher": _launcher(),
         "host": f"{socket.gethostname()}, {os.cpu_count()} CPUs",
         "memory": _memory(),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from asynccoll import __version__
-from asynccoll.cli import bench, explain, explore, info, run
+from asynccoll.cli import bench, explain, explore, info, run, top, trace
 from asynccoll.cli.common import USAGE_ERROR
 from asynccoll.errors import AsyncCollError
 
 __all__ = ["main"]
 
 #: In the order in which ``--help`` shows them.
-COMMANDS = (run, info, bench, explain, explore)
+COMMANDS = (run, info, top, trace, bench, explain, explore)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read our output has seen enough; nothing more may be flushed into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 

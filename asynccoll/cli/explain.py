@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from asynccoll.cli.common import Commands
+from asynccoll.cli.output import print_json
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["add"]
@@ -27,6 +28,7 @@ def add(commands: Commands) -> None:
         default=False,
         help="whether the ranks of a host share memory (ac.initialize(memory=...)); not by default",
     )
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(carry_out=_explain)
 
 
@@ -46,7 +48,19 @@ def _explain(given: argparse.Namespace) -> int:
         memory=given.memory,
         nodes=_at_least_one(given.nodes, "a number of nodes of"),
     )
-    print(plan)
+    if given.json:
+        print_json(
+            {
+                "operation": plan.op.value,
+                "backend": plan.backend,
+                "native": plan.native,
+                "via": plan.via,
+                "wire": plan.wire.name.lower(),
+                "why": list(plan.why),
+            }
+        )
+    else:
+        print(plan)
     return 0
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
+from asynccoll.cli.output import Bar, print_json
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--transport", default="gloo", metavar="NAME", help="gloo, mpi, horovod, xla or nccl")
     parser.add_argument(
         "--faults", default="", metavar="KIND,...", help="one of these for each seed: kill, silence, stop, "
-        "stall, delay, cancel, interrupt, store, collect"
+        "stall, delay, cancel, interrupt, store, collect, fail"
     )  # fmt: skip
     parser.add_argument(
         "--statements", action="append", default=[], metavar="MODULE",
         help="another thread may go on before each of its statements, too",
     )  # fmt: skip
     parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(carry_out=_explore)
 
 
@@ -55,7 +56,7 @@ def _explore(given: argparse.Namespace) -> int:
     if given.seeds < 1 or given.jobs < 0:
         raise InvalidArgumentError("--seeds must be at least 1, and --jobs at least 0")
     kinds = tuple(kind for kind in given.faults.split(",") if kind)
-    bar = _Bar(given.seeds)
+    bar = _Progress(given.seeds)
     found = explore_target(
         of_path(given.target),
         seeds=range(given.first, given.first + given.seeds),
@@ -69,30 +70,38 @@ def _explore(given: argparse.Namespace) -> int:
         statements=tuple(given.statements),
     )
     bar.clear()
+    if given.json:
+        print_json(
+            {
+                "schedules": found.schedules,
+                "seconds": found.seconds,
+                "wrong": found.wrong,
+                "world_size": found.world_size,
+                "seed": found.seed,
+                "faults": [str(fault) for fault in found.faults],
+                "script": found.script,
+            }
+        )
+        return 0 if found.wrong is None else 1
     print(found)
     if found.wrong is not None:
         print(f"\n{found.wrong}\n\n# Shows it again:\n\n{found.script}", end="")
     return 0 if found.wrong is None else 1
 
 
-class _Bar:
+class _Progress:
     """How far it is, where somebody looks."""
 
     def __init__(self, seeds: int) -> None:
         self._seeds = seeds
         self._shown = 0.0
-        self._looked_at = sys.stderr.isatty()
+        self._bar = Bar(seeds)
 
     def show(self, found: Exploration) -> None:
-        if self._looked_at and time.monotonic() - self._shown > _EVERY_SECONDS:
+        if time.monotonic() - self._shown > _EVERY_SECONDS:
             self._shown = time.monotonic()
-            done = found.schedules * 30 // self._seeds
             pace = found.schedules / max(found.seconds, 1e-9)
-            sys.stderr.write(
-                f"\r[{'#' * done}{' ' * (30 - done)}] {found.schedules:,} of {self._seeds:,}, {pace:.0f}/s "
-            )
-            sys.stderr.flush()
+            self._bar.show(found.schedules, f"{found.schedules:,} of {self._seeds:,}, {pace:.0f}/s")
 
     def clear(self) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
+        self._bar.clear()

@@ -1,30 +1,43 @@
-"""``asynccoll info``: versions, backends, launcher and devices."""
+"""``asynccoll info``: versions, launcher and devices; and of each backend whether it works here."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
-from asynccoll import __version__, available_backends
+from asynccoll import __version__
 from asynccoll.cli.common import Commands
+from asynccoll.cli.output import Table, print_json, print_table
 
 __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("info", help="versions, backends, launcher and devices")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser = commands.add_parser(
+        "info",
+        help="versions, launcher, devices, and which backends work here",
+        description="Each backend whose parts are here is tried: a world of one, in a process of its own.",
+    )
+    parser.add_argument("--no-try", action="store_true", help="only look which packages are there")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(carry_out=_info)
 
 
 def _info(given: argparse.Namespace) -> int:
     from asynccoll.cli.describe import collect
+    from asynccoll.cli.trials import look, try_all
 
-    found = collect(__version__, available_backends)
+    found = collect(__version__)
+    trials = look() if given.no_try else try_all()
     if given.json:
-        print(json.dumps(found, indent=2))
+        print_json({**found, "backends": {name: trial.to_dict() for name, trial in trials.items()}})
         return 0
-    width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:{width}}  {value}")
+    words = frozenset({"", " "})
+    print_table(Table(("", " "), list(found.items()), left=words))
+    print()
+    columns = ("backend", "works", "why not", "type")
+    table = Table(columns, left=frozenset(columns))
+    for name, trial in trials.items():
+        table.marked |= {len(table.rows)} if trial.works else set()
+        table.rows.append((name, "yes" if trial.works else "no", trial.why, trial.do))
+    print_table(table)
     return 0

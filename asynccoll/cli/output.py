@@ -57,6 +57,7 @@ def print_table(table: Table) -> None:
         title_justify="left",
         title_style="bold",
         header_style="bold",
+        show_header=any(name.strip() for name in table.columns),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -72,7 +73,8 @@ def print_table(table: Table) -> None:
 
 def plain_lines(table: Table) -> Iterable[str]:
     """The same as text, two spaces between columns."""
-    lines = [list(table.columns), *table.rows]
+    heads = [list(table.columns)] if any(name.strip() for name in table.columns) else []
+    lines = [*heads, *table.rows]
     widths = [max(len(line[k]) for line in lines) for k in range(len(table.columns))]
     if table.title:
         yield table.title

@@ -10,7 +10,7 @@ from asynccoll.cli.common import USAGE_ERROR, Commands
 from asynccoll.launch.engines import run
 from asynccoll.launch.request import RunRequest
 
-__all__ = ["add"]
+__all__ = ["HelpFormatter", "add", "add_options", "missing_program", "request"]
 
 #: torchrun's options by topic: names, what the value is (None: a switch), help.
 _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
@@ -58,7 +58,7 @@ a second one kills them.
 """
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the spellings with underscores, which torchrun knows too, out of the help."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -76,9 +76,15 @@ def add(commands: Commands) -> None:
         usage="asynccoll run [options] script.py [args ...]",
         description=_RUN_TEXT,
         epilog=_RUN_NOTES,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    add_options(parser)
+    parser.set_defaults(carry_out=_run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, the program, and its own arguments."""
     for title, options in _RUN_OPTIONS.items():
         group = parser.add_argument_group(title)
         for names, value, text in options:
@@ -92,21 +98,29 @@ def add(commands: Commands) -> None:
     group.add_argument("-m", "--module", action="store_true", help="it is a module, as python -m")
     group.add_argument("program", help="script or module")
     group.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
-    parser.set_defaults(carry_out=_run)
 
 
 def _run(given: argparse.Namespace) -> int:
+    wrong = missing_program(given)
+    return run(request(given)) if wrong is None else wrong
+
+
+def missing_program(given: argparse.Namespace) -> int | None:
+    """The exit code, said why, if there is nothing to run."""
     if not given.module and not given.no_python and not Path(given.program).exists():
         print(f"asynccoll run: there is no {given.program!r} to run", file=sys.stderr)
         return USAGE_ERROR
-    return run(
-        RunRequest(
-            given.program,
-            tuple(given.arguments),
-            module=given.module,
-            backend=given.backend,
-            options=_given_options(given),
-        )
+    return None
+
+
+def request(given: argparse.Namespace) -> RunRequest:
+    """What the command line asks for."""
+    return RunRequest(
+        given.program,
+        tuple(given.arguments),
+        module=given.module,
+        backend=given.backend,
+        options=_given_options(given),
     )
 
 

@@ -10,8 +10,20 @@ of another process of this host. Must not know what an operation does, nor who a
             print(call.lane, call.sequence, call.operation, call.place, call.state)
 """
 
-from asynccoll.flight.layout import NAME, RECORDS
+from asynccoll.flight.layout import NAME, RECORDS, lane_id
+from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read
 from asynccoll.flight.recorder import Recorder
 
-__all__ = ["NAME", "RECORDS", "Call", "Flight", "Progress", "Recorder", "read"]
+__all__ = [
+    "NAME",
+    "RECORDS",
+    "Call",
+    "Flight",
+    "Progress",
+    "Recorder",
+    "from_plain",
+    "lane_id",
+    "read",
+    "to_plain",
+]

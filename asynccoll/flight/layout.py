@@ -42,6 +42,7 @@ __all__ = [
     "WAITED",
     "WORDS",
     "joined",
+    "lane_id",
     "parted",
 ]
 
@@ -96,6 +97,12 @@ def joined(parts: Sequence[str]) -> bytes:
 def parted(text: bytes) -> list[str]:
     """The parts of a text."""
     return [part.decode(errors="replace") for part in text.split(_SEPARATOR)]
+
+
+def lane_id(group: str, key: str) -> tuple[str, str]:
+    """By which a lane is known in what is read."""
+    known_group, known_key = parted(joined((group, key)))
+    return known_group, known_key
 
 
 def _fitting(part: bytes, most: int) -> bytes:

@@ -4,8 +4,9 @@ Asks the store and the other hosts, and tells lanes. Must not know backends or c
 then raises is the world's word.
 """
 
+from asynccoll.health.blame import Blame
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.watchdog import Watch
 
-__all__ = ["Liveness", "Refusals", "Watch"]
+__all__ = ["Blame", "Liveness", "Refusals", "Watch"]

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.health.accounts import Account, Accounts, Peer
+from asynccoll.health.blame import last_words
 from asynccoll.host import lines, network
 from asynccoll.host.store import values
 
@@ -32,11 +36,16 @@ _AGAIN_SECONDS = 0.01
 class Liveness:
     """This rank's beacon, and the addresses of the others'."""
 
-    def __init__(self, clients: Clients | None, rank: int) -> None:
+    def __init__(
+        self, clients: Clients | None, rank: int, accounts: Accounts | None = None, *, one_host: bool = False
+    ) -> None:
+        """``one_host``: all ranks are known to be here, so that nobody else need reach this one."""
         self._clients = clients
         self._rank = rank
+        self._accounts = accounts
+        self._one_host = one_host
         self._beacon: lines.Line | None = None
-        self._peers: dict[int, tuple[str, int, str, int]] = {}
+        self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
         self._silent: dict[int, float] = {}  # since when
         self._asking = host.Lock()
@@ -44,10 +53,13 @@ class Liveness:
             self._publish(clients)
 
     def _publish(self, clients: Clients) -> None:
-        address = network.own_address(clients.host) or "127.0.0.1"
+        address = (None if self._one_host else network.own_address(clients.host)) or "127.0.0.1"
         self._beacon, port = lines.listen(address)
+        mine = Peer(address, port, host.gethostname(), host.getpid())
+        if self._accounts is not None:
+            mine = self._accounts.publish(address, port, secrets.token_hex(16))
         with clients.borrow() as store:
-            store.set(_key(self._rank), json.dumps([address, port, host.gethostname(), host.getpid()]))
+            store.set(_key(self._rank), json.dumps(asdict(mine)))
 
     def learn(self, ranks: tuple[int, ...]) -> None:
         """Read what ``ranks`` have published, while the store is there: rank 0 may take it with it."""
@@ -58,8 +70,9 @@ class Liveness:
             if not store.check([_key(rank) for rank in unknown]):
                 unknown = [rank for rank in unknown if store.check([_key(rank)])]
             for rank, said in zip(unknown, values(store, [_key(rank) for rank in unknown]), strict=True):
-                address, port, name, pid = json.loads(said)
-                self._peers[rank] = (address, port, name, pid)
+                peer = self._peers[rank] = Peer(**json.loads(said))
+                if self._accounts is not None:
+                    self._accounts.hold(rank, peer)
 
     def lost(
         self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
@@ -80,11 +93,11 @@ class Liveness:
                 return gone
             host.sleep(_AGAIN_SECONDS)
 
-    def _gone(self, peers: dict[int, tuple[str, int, str, int]], routine: bool) -> tuple[int, ...]:
+    def _gone(self, peers: dict[int, Peer], routine: bool) -> tuple[int, ...]:
         """Those whose connection has ended, or who do not answer a first one."""
         for rank in [rank for rank in peers if rank in self._lines and not lines.is_open(self._lines[rank])]:
             self._lines.pop(rank).close()
-        asked = {rank: peer[:2] for rank, peer in peers.items() if rank not in self._lines}
+        asked = {rank: (peer.address, peer.port) for rank, peer in peers.items() if rank not in self._lines}
         answered, silent = lines.connect(asked, PROBE_SECONDS)
         self._lines |= answered
         now = host.monotonic()
@@ -101,16 +114,31 @@ class Liveness:
         """``rank 2 (host n1, pid 71)``."""
         if rank not in self._peers:
             return f"rank {rank}"
-        _, _, name, pid = self._peers[rank]
-        return f"rank {rank} (host {name}, pid {pid})"
+        peer = self._peers[rank]
+        return f"rank {rank} (host {peer.host}, pid {peer.pid})"
+
+    def accounts(self, ranks: tuple[int, ...]) -> dict[int, Account]:
+        """What is known of those of ``ranks`` that have published where they are, asked now."""
+        self.learn(ranks)
+        peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+        return {} if self._accounts is None else self._accounts.of(peers)
+
+    def last_words(self, rank: int) -> str:
+        """Of a rank that is gone, as ``its last call was ...``; "" if that is not known."""
+        found = None if self._accounts is None else self._accounts.last_seen(rank)
+        return "" if found is None else last_words(found, host.monotonic())
 
     def disown(self) -> None:
         """In a forked child: a copy of the beacon would shine on after the rank has died."""
         self._asking = host.Lock()
+        if self._accounts is not None:
+            self._accounts.disown()
         self.close()
 
     def close(self) -> None:
         """Put the light out: from now on this rank counts as gone."""
+        if self._accounts is not None:
+            self._accounts.close()
         if self._beacon is not None:
             self._beacon.close()
             self._beacon = None

@@ -35,6 +35,11 @@ class Watched(Protocol):
     def has_peers(self) -> bool:
         """Whether there is anybody, and a store to hear of them."""
 
+    stall_seconds: float  # after which somebody is to be told; 0.0 is never
+
+    def tell_of_stall(self, operation: Any) -> None:
+        """It has been waited for that long."""
+
     @property
     def ends_alone(self) -> bool:
         """Whether a call may be over on one rank before its peers have made theirs."""
@@ -58,6 +63,7 @@ class Watch:
         # As keys, here and below: a set has its order from addresses.
         self._watched: dict[Operation, None] = {}
         self._lately: dict[Operation, None] = {}  # waited for since the last look, for however short a time
+        self._told: dict[Operation, None] = {}  # of which somebody was told that they are stuck
         self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # with nothing to look after; else it looks once a second by itself
@@ -110,12 +116,24 @@ class Watch:
                 late = host.monotonic() - PATIENCE_SECONDS
                 self._watched = dict.fromkeys(op for op in self._watched if not op.done())
                 asked_for, self._lately = self._watched | self._lately, {}
+                stalled = self._stalled(asked_for)
                 lanes = dict.fromkeys(op.lane for op in asked_for if op.started <= late and not op.done())
             if lanes or idle:
                 try:
                     self._ask_after(lanes)
                 except OSError:  # of descriptors there may be none just now: it is asked again in a second
                     _log.debug("asking after %s failed", lanes, exc_info=True)
+            for operation in stalled:
+                if not operation.done():
+                    self._world.tell_of_stall(operation)
+
+    def _stalled(self, waited_for: Iterable[Operation]) -> list[Operation]:
+        """Those that have become overdue; each is told of once. With the lock held."""
+        limit = self._world.stall_seconds
+        late = host.monotonic() - limit
+        stalled = [one for one in waited_for if limit and one.started <= late and one not in self._told]
+        self._told = dict.fromkeys(one for one in (*self._told, *stalled) if not one.done())
+        return stalled
 
     def _sleep(self) -> bool:
         """Until something waits here, or it is time to look although nothing does: whether it is that."""

@@ -10,11 +10,12 @@ from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller"]
+__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_users"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: torch calls back into this package (autograd, hooks); its frames are not the user's place either
 _TORCH = os.path.join("site-packages", "torch") + os.sep
+_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 #: These run jobs and tasks for others. Nobody calls from there, and a pool's threads are always in them.
 _RUNNERS = tuple(
     os.path.join(*parts)
@@ -90,6 +91,12 @@ def caller() -> Spot:
     if kind == _RUNNER:
         frame = inner
     return _new_spot((frame.f_code, frame.f_lasti))
+
+
+def is_users(file: str) -> bool:
+    """Whether ``file`` is of the user's program, or of a library that it uses."""
+    standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return not standard and (_kinds.get(file) or _kind(file)) == _USERS
 
 
 def _kind(file: str) -> int:

@@ -201,7 +201,11 @@ def record(path: Path, error: BaseException, *, shown: bool) -> None:
 
 def _told(error: BaseException) -> str:
     """The error in a line; a group by what is in it, since its own text tells nothing of the cause."""
-    own = f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # the error's own method has one
+        text = "<exception str() failed>"  # as Python prints it
+    own = f"{type(error).__name__}: {text}"
     inside = getattr(error, "exceptions", ())  # by its attribute: Python 3.10 has no such class
     if not (isinstance(inside, tuple) and inside and isinstance(inside[0], BaseException)):
         return own

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host import actors
 from asynccoll.modes.isolation import Steps
+from asynccoll.ops.coalescing import own_block
 from asynccoll.order.lane import BACKWARD, DEFAULT
 from asynccoll.runtime.process import current, existing
 from asynccoll.waiting.work import Members, scope_members
@@ -112,8 +113,9 @@ def close_lane(name: str, *, group: Any = None) -> None:
     """Give up the lane ``name`` of ``group``, with its connections and threads; its name may be used anew.
 
     Every member calls it as often, at the same place among its calls on that lane, in whose order it is; none
-    waits for the others. What is in flight ends as ever. The connections are closed once every member has
-    called it. Closing a lane that this rank has not used is fine.
+    waits for the others. What is in flight ends as ever; what a ``coalescing`` block has put off there is
+    sent first. The connections are closed once every member has called it. Closing a lane that this rank
+    has not used is fine.
 
     >>> for step in range(1000):
     ...     await ac.all_reduce(x, lane=f"step {step}")
@@ -127,7 +129,10 @@ def close_lane(name: str, *, group: Any = None) -> None:
             f"the lane {DEFAULT!r} lives as long as its group; close_lane takes another"
         )
     context = current()
-    (context.world if group is None else resolve_group(context, group)).close_lane(name)
+    closed = context.world if group is None else resolve_group(context, group)
+    if (block := own_block()) is not None and (opened := closed.opened.get(name)) is not None:
+        block.flush(opened)
+    closed.close_lane(name)
 
 
 class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`

@@ -63,11 +63,12 @@ class Refusal:
         """What becomes of the call at ``place``: this one, or one that was lost with it."""
         if place == self.place:
             return PeerRefusedError(
-                f"rank {self.rank} refused its side of call #{place} on {lane}: {self.why}"
+                f"rank {self.rank} refused its side of call #{place} on {lane}: {self.why}", (self.rank,)
             )
         return PeerRefusedError(
             f"call #{place} on {lane} was in flight behind #{self.place}, which rank {self.rank} refused "
-            f"({self.why}); issue it again"
+            f"({self.why}); issue it again",
+            (self.rank,),
         )
 
 

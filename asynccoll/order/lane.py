@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd import profiler
+
 from asynccoll import host
 from asynccoll.errors import (
     AbortedError,
@@ -24,6 +26,7 @@ from asynccoll.errors import (
     PeerLostError,
     collective_error,
 )
+from asynccoll.host import profiling
 from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.connection import Connection
@@ -154,7 +157,7 @@ class Lane:
                 queued = True
         if queued:
             self._start_queued()
-        if self.world.observers:
+        if self.world.observers or profiler._is_profiler_enabled:
             self._show(operation, size_bytes)
         return operation
 
@@ -198,7 +201,7 @@ class Lane:
             promise.offer()
         else:
             self._start_queued()
-        if self.world.observers:
+        if self.world.observers or profiler._is_profiler_enabled:
             self._show(operation, size_bytes)
         return operation
 
@@ -206,6 +209,8 @@ class Lane:
         """To who observes. Without the lock: who wants to hear of the end of a program takes it on itself."""
         for observe in self.world.observers:
             observe(operation, size_bytes)
+        if profiler._is_profiler_enabled:
+            operation.add_waker(profiling.begin(f"asynccoll.{operation.name} [{self.name}]"))
 
     def _is_free(self) -> bool:
         """Whether the next operation may be issued by its caller. With the lock held."""

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion
 
-__all__ = ["Members", "Subject", "World"]
+__all__ = ["Blame", "Members", "Subject", "World"]
+
+
+class Blame(Protocol):
+    """Who keeps an operation from ending; ``str()`` says why."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks."""
 
 
 class Subject(Protocol):
@@ -111,6 +119,9 @@ class World(Protocol):
 
     def diagnose(self, lane: Any, error: CollectiveError) -> CollectiveError:
         """The same failure with its culprit named."""
+
+    def blame(self, operation: Any) -> Blame:
+        """Which ranks keep an operation from ending, and what they do instead; asks them, within a bound."""
 
     def pass_on(self, lane: Any) -> None:
         """Let those who wait for this rank on the lane know that it has given up."""

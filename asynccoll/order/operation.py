@@ -58,6 +58,7 @@ class Order(Protocol):
     """The lane that an operation is on, as far as it needs to know."""
 
     name: str
+    key: str
     group: Members
     world: World
     epoch: int
@@ -227,5 +228,7 @@ class Operation:
 
     def _fails(self, error: CollectiveError) -> CollectiveError:
         self.failure = error
+        error.operation = error.operation or self.name  # the first of those that fail with it
+        error.lane = error.lane or self.lane.name
         self.lane.world.recorder.failed(self.ticket, str(error), host.monotonic())
         return error

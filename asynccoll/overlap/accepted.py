@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.memory.aliasing import has_memory, may_overlap
 from asynccoll.runtime.process import get_rank, get_world_size
 
 __all__ = [
     "check_arguments",
+    "check_initialized",
     "check_not_ddp",
+    "check_not_unscaled",
     "check_reduce_dtype",
+    "check_unaliased",
     "ddp_models",
     "group_size",
     "module_with_buffers",
+    "scaler_told",
     "source_of",
 ]
 
@@ -38,6 +45,14 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
             "DistributedDataParallel, which auto_model wraps models in, reduces the gradients of its model "
             "itself: use the model without it (ac.overlap.broadcast_parameters has all ranks start alike), "
             "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
+        )
+
+
+def check_initialized(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters of lazy modules that have no shape yet."""
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise InvalidArgumentError(
+            "a parameter of a lazy module has no shape yet: run one forward with an example first"
         )
 
 
@@ -74,12 +89,51 @@ def source_of(
     return lambda: parameters
 
 
-def module_with_buffers(model: object) -> torch.nn.Module:
+def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
+    """The module whose buffers are broadcast; ``given`` is ``broadcast_buffers``."""
+    if isinstance(given, torch.nn.Module):
+        return given
+    if not given:
+        return None
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
-            f"broadcast_buffers=True needs the module that has them, got {type(model).__name__}"
+            "broadcast_buffers=True needs the module that has the buffers, and here are its parameters "
+            "alone: say broadcast_buffers=model"
         )
     return model
+
+
+def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that share memory without being one: each would be given its own, or changed twice.
+
+    ``a.weight.data = b.weight.data`` does so; ``a.weight = b.weight`` is one parameter.
+    """
+    there = [(name, x.detach()) for name, x in named if x.numel() and has_memory(x)]
+    there.sort(key=lambda one: one[1].data_ptr())
+    for (first, x), (second, y) in pairwise(there):
+        if may_overlap(x, y):
+            raise InvalidArgumentError(
+                f"the parameters {first!r} and {second!r} share memory (by .data = ...) without being "
+                "one, which nothing keeps so: tie them as one parameter (a.weight = b.weight)"
+            )
+
+
+def check_not_unscaled(optimizer: object, scaler: Any) -> None:
+    """Refuse a scaler that has unscaled ``optimizer`` itself, which knows of what that wraps alone."""
+    own = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    if own.get("found_inf_per_device"):  # what unscale_ leaves there
+        raise InvalidArgumentError(
+            "scaler.unscale_(optimizer) has not waited for the gradients, and step would unscale them again: "
+            "say `await optimizer.unscale_(scaler)` instead, and `await optimizer.step(scaler=scaler)`"
+        )
+
+
+def scaler_told(optimizer: str) -> str:
+    """What to say to a scaler that would call ``step``."""
+    return (
+        f"scaler.step({optimizer}) would call step(), which has to be awaited, and not await it: say "
+        f"`await {optimizer}.step(scaler=scaler)` instead, then scaler.update()"
+    )
 
 
 def check_reduce_dtype(dtype: object) -> None:

@@ -22,12 +22,16 @@ from typing import Any
 
 import torch
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
+from asynccoll.overlap.accepted import check_unaliased
 from asynccoll.waiting.work import Work
 
 __all__ = ["ParameterAverager", "average_parameters"]
+
+#: The number of the last average, which no step has.
+_FINISH = 0
 
 
 class ParameterAverager:
@@ -54,6 +58,7 @@ class ParameterAverager:
         self._given = model if isinstance(model, torch.nn.Module) else list(model)
         self._parameters = self._trained()
         _check(self._parameters, every, delay)
+        check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
         self._every, self._delay = every, delay
         self._tail = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
         self._steps = 0
@@ -106,8 +111,17 @@ class ParameterAverager:
     def _begin(self) -> None:
         self._parameters = self._trained()
         self._copies = [parameter.detach().clone() for parameter in self._parameters]
-        self._work = all_reduce(self._copies, op="avg", **self._tail)
+        self._work = self._averaged(self._copies, self._steps)
         self._begun, self._due = self._steps, self._steps + self._delay
+
+    def _averaged(self, tensors: list[torch.Tensor], step: int) -> Work[list[torch.Tensor]]:
+        """The average of ``tensors``, and of the number of the step, at which all ranks have to be.
+
+        Its square is sent, too, whose average is the square of the average only if all have the same.
+        """
+        number = torch.tensor([step, step**2], dtype=torch.float64, device=tensors[0].device)
+        averages = all_reduce([number, *tensors], op="avg", **self._tail)
+        return averages.map(lambda found: _checked(found, step))
 
     def _take(self) -> Iterator[Work[Any]]:
         """Wait for the average and correct the parameters by it."""
@@ -140,7 +154,7 @@ class ParameterAverager:
             yield from self._take()
         if self._last is None:
             self._parameters = self._trained()
-            self._last = all_reduce([x.detach() for x in self._parameters], op="avg", **self._tail)
+            self._last = self._averaged([x.detach() for x in self._parameters], _FINISH)
         yield self._last
         average, self._last = self._last.result(), None
         for parameter, value in zip(self._parameters, average, strict=True):
@@ -175,6 +189,24 @@ def average_parameters(
         InvalidArgumentError: nothing to average; ``every`` or ``delay`` cannot be.
     """
     return ParameterAverager(model, every=every, delay=delay, group=group, lane=lane, timeout=timeout)
+
+
+def _checked(found: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+    """The averages, if all ranks began them at the same step."""
+    number, *averages = found
+    # Elsewhere reading a number waits for the device.
+    if number.device.type == "cpu" and _differ(number.tolist(), step):
+        here = "finish()" if step == _FINISH else f"step {step}"
+        raise CollectiveMismatchError(
+            f"this rank averages at {here}, and others at another step: every rank awaits equally often "
+            "before finish(), also one whose data has ended"
+        )
+    return averages
+
+
+def _differ(averages: list[float], step: int) -> bool:
+    """Whether the averages of a number and of its square are those of different numbers, beyond rounding."""
+    return abs(averages[0] - step) > 0.1 or abs(averages[1] - step**2) > 0.1
 
 
 def _check(parameters: list[torch.Tensor], every: int, delay: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.gradients import GradientReducer, living
-from asynccoll.runtime.process import get_world_size
 
 __all__ = ["BackwardReducer"]
 
@@ -47,7 +46,6 @@ class BackwardReducer(GradientReducer):
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], **options: Any) -> None:
         _take_over(parameters())
-        self._size = get_world_size(options.get("group"))
         super().__init__(parameters, **options)
         self._task = -1  # autograd's number of the backward whose end waits
         self._steps = 0
@@ -79,7 +77,9 @@ class BackwardReducer(GradientReducer):
 
         After a backward that reduced its gradients there is nothing to do.
         """
-        if not self._closed and self.is_due():
+        # A step that was skipped is told by nobody; but then what it would have used is gone.
+        forgotten = all(parameter.grad is None for parameter in self._source())
+        if not self._closed and (self.touched or not self.rounds or forgotten):
             self.wait()
 
     def stepped(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.memory.aliasing import same_memory
 
 __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 
@@ -30,8 +31,10 @@ class Bucket:
         self.parameters = parameters
         self.dtype = first.dtype
         self.flat = torch.zeros(count + tail, dtype=dtype or first.dtype, device=first.device)
-        self.views = self.cut(self.flat)
+        self.views = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
+        #: Gradients that are being sent, and their versions then.
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         #: Gradients that are the sum of all ranks' already (with op="sum"), and into how many parts they go.
         self._summed: list[torch.Tensor | None] = [None] * len(parameters)
         self.parts = 1
@@ -43,10 +46,15 @@ class Bucket:
         parts = torch.split(flat[: sum(sizes)], sizes)
         return [shaped(part, like) for part, like in zip(parts, self.parameters, strict=True)]
 
+    def _views(self) -> list[torch.Tensor]:
+        """The gradients' parts of the bucket, each with a version of its own, which counts writes to it."""
+        return [view.data for view in self.cut(self.flat)]
+
     def begin(self) -> None:
         """Expect every gradient anew."""
         self.waiting = len(self.parameters)
         self.has = [False] * self.waiting
+        self._sent.clear()
 
     def put(self, index: int, scale: float) -> None:
         """Take the gradient of the parameter at ``index``; from now on it lives here."""
@@ -61,6 +69,8 @@ class Bucket:
             parameter.grad = view
         else:
             self._laid_out(index, gradient)[1].copy_(gradient).mul_(scale)
+        assert parameter.grad is not None
+        self._sent[index] = parameter.grad, parameter.grad._version
         self.has[index] = True
         self.waiting -= 1
 
@@ -77,14 +87,37 @@ class Bucket:
             if gradient is self.views[index]:
                 gradient = gradient.clone()  # it is read in the old layout while the new one is written
             self._strides[index] = strides
-            self.views[index] = self.cut(self.flat)[index]
+            self.views[index] = self._views()[index]
         return gradient, self.views[index]
 
     def divide(self, index: int) -> None:
         """Leave this rank its part of what all ranks have summed before: it is about to be summed again."""
         summed, self._summed[index] = self._summed[index], None
-        if summed is not None and self.parameters[index].grad is summed:
-            summed.div_(self.parts)
+        gradient = self.parameters[index].grad
+        if summed is None or gradient is None:
+            return
+        if gradient is not summed and not same_memory(gradient, summed) and gradient.any():
+            self._summed[index] = summed
+            raise InvalidArgumentError(
+                f"the .grad of a parameter of shape {list(gradient.shape)} is another tensor than the one "
+                "that was summed over all ranks (op='sum'), and nobody can tell whether it is to be summed "
+                "again: change gradients in place (grad.mul_(...)), zero them, or use op='avg'"
+            )
+        gradient.div_(self.parts)
+
+    def told(self, index: int) -> None:
+        """That the gradient at ``index`` has changed while it was being sent is an error already."""
+        self._sent.pop(index, None)
+
+    def check_unwritten(self) -> None:
+        """Refuse gradients that somebody wrote to while they were being sent: ranks would differ in them."""
+        for index, (gradient, version) in self._sent.items():
+            now = self.parameters[index].grad
+            if now is not None and (now is not gradient or now._version != version):
+                raise InvalidArgumentError(
+                    f"the .grad of a parameter of shape {list(now.shape)} was changed between backward and "
+                    "the await, while it was being sent: await first, then clip, scale or replace gradients"
+                )
 
     def fill(self, scale: float) -> None:
         """Make it ready to leave: what backward has not brought is what had gathered before, or zeros."""

@@ -28,9 +28,13 @@ Tensors = dict[str, torch.Tensor]
 class Shard:
     """This rank's part of the parameters of one layer that have one dtype: a flat tensor and its plan."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], rank: int, size: int) -> None:
+    def __init__(
+        self, named: list[tuple[str, nn.Parameter]], rank: int, size: int, place: tuple[int, int]
+    ) -> None:
         first = named[0][1]
         self.rank, self.size = rank, size
+        #: the layer's number, and the shard's in it
+        self.place = place
         self.names = [name for name, _ in named]
         self.shapes = [parameter.shape for _, parameter in named]
         self.counts = [parameter.numel() for _, parameter in named]
@@ -59,14 +63,16 @@ class Shard:
 class Layer:
     """One module without its parameters, and the shards that they are in."""
 
-    def __init__(self, index: int, module: nn.Module, rank: int, size: int) -> None:
+    def __init__(self, index: int, module: nn.Module, rank: int, size: int, owner: int = 0) -> None:
+        """``owner``: a number of the layers together, where several of them are gathered on one lane."""
         self.index = index
+        self.owner = owner
         self.module = module
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for own_name, parameter in module.named_parameters():
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             kinds.setdefault(kind, []).append((own_name, parameter))
-        self.shards = [Shard(named, rank, size) for named in kinds.values()]
+        self.shards = [Shard(x, rank, size, (index, place)) for place, x in enumerate(kinds.values())]
         first = {id(parameter): own_name for own_name, parameter in module.named_parameters()}
         #: every name of a parameter, and the one that it goes by here: tied ones have several
         self.names = {name: first[id(x)] for name, x in module.named_parameters(remove_duplicate=False)}
@@ -83,7 +89,7 @@ class Layer:
 
         Otherwise parts of two layers of one shape could be put together.
         """
-        number = torch.tensor([self.index], device=self.shards[0].own.device)
+        number = torch.tensor([[self.owner, self.index]], device=self.shards[0].own.device)
         parts = {f"layer {self.name}": [number, *(shard.own.detach() for shard in self.shards)]}
         return all_gather(parts, **call).map(self._checked)
 
@@ -91,8 +97,12 @@ class Layer:
         ((numbers, *flats),) = found.values()
         # Elsewhere reading a number waits for the device.
         of_ranks = numbers.tolist() if numbers.device.type == "cpu" else []
-        if any(number != self.index for number in of_ranks):
-            told = ", ".join(f"rank {rank} layer {number}" for rank, number in enumerate(of_ranks))
+        if any(one != [self.owner, self.index] for one in of_ranks):
+            owners = {owner for owner, _ in of_ranks}
+            told = ", ".join(
+                f"rank {rank} layer {index}" + (f" of shard_layers number {owner}" if len(owners) > 1 else "")
+                for rank, (owner, index) in enumerate(of_ranks)
+            )
             raise CollectiveMismatchError(
                 f"the ranks (of the group) gathered different layers at once: {told}. Every rank has to run "
                 "the same loops over the layers; one whose loop ended early calls "
@@ -206,8 +216,16 @@ class Scattering:
             if not returning.send():
                 break
 
-    def now(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part, with a graph of its own, for a gradient that is to be differentiated again."""
+    def now(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient that is returned, or that keeps its graph."""
+        places = all_gather(torch.tensor([shard.place], device=gradient.device), **self._call).wait().tolist()
+        if any(place != places[0] for place in places):
+            told = ", ".join(f"rank {rank} layer {layer}" for rank, (layer, _) in enumerate(places))
+            raise CollectiveMismatchError(
+                f"the ranks (of the group) came to different layers in one backward: {told}. Where gradients "
+                "are returned (torch.autograd.grad) or keep their graph (create_graph=True), every rank has "
+                "to call each layer"
+            )
         part: torch.Tensor = reduce_scatter(gradient, **self._call).wait()
         return part
 
@@ -236,10 +254,20 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return ctx.scattering.now(grads[0]), None, None, None, None
+        # With create_graph=True, or in torch.autograd.grad.
+        if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
+            return ctx.scattering.now(ctx.shard, grads[0]), None, None, None, None
         ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
         return None, None, None, None, None
+
+
+def _is_returned(leaf: Any) -> bool:
+    """Whether the gradient that reaches ``leaf`` is returned by ``torch.autograd.grad``, not accumulated."""
+    try:
+        torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # which is how torch says so
+        return True
+    return False
 
 
 class Pass:

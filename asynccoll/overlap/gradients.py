@@ -33,6 +33,7 @@ from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_arguments,
+    check_initialized,
     check_not_ddp,
     check_reduce_dtype,
     group_size,
@@ -43,6 +44,7 @@ from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
+from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work, wait_all
@@ -103,10 +105,11 @@ class GradientReducer:
         max_in_flight_bytes: int | None = None,
         reduce_dtype: torch.dtype | None = None,
         init_sync: bool = True,
-        broadcast_buffers: bool = False,
+        broadcast_buffers: bool | torch.nn.Module = False,
     ) -> None:
         self._source = source_of(model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
+        check_initialized(parameters)
         check_not_ddp(model, parameters)
         check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
         check_reduce_dtype(reduce_dtype)
@@ -115,13 +118,13 @@ class GradientReducer:
         self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
         self._reduce_dtype = reduce_dtype
-        size = group_size(group)
-        self._scale = 1.0 / size if op == "avg" else 1.0
-        self._parts = size if op == "sum" else 1
+        self._size = group_size(group)
+        self._scale = 1.0 / self._size if op == "avg" else 1.0
+        self._parts = self._size if op == "sum" else 1
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         _check_unshared(*self._identity)
-        self._buffers = module_with_buffers(model) if broadcast_buffers else None
-        self._first_rank = first_rank(**self._tail()) if broadcast_buffers else 0
+        self._buffers = module_with_buffers(model, broadcast_buffers)
+        self._first_rank = first_rank(**self._tail()) if self._buffers is not None else 0
         if init_sync:
             start_alike(model if isinstance(model, torch.nn.Module) else self._source(), **self._tail())
         self._limits = (first_bucket_bytes, bucket_bytes)
@@ -129,9 +132,12 @@ class GradientReducer:
         self._works: list[Work[torch.Tensor]] = []
         self._refreshed: list[Work[None]] = []  # what is waited for besides the buckets
         self._syncing = True
+        #: how often gradients have come, or were zeroed by an optimizer of ours: what tells steps apart
+        self.news = 0
         self._begun = False  # whether a gradient is in its bucket, or has left
         self._gathered = False  # whether backward has run under no_sync since the last reduction
-        self._rounds = 0  # reductions since the last step, where somebody says ``stepped``
+        #: reductions since the last step, where somebody says ``stepped``; as many on every rank
+        self.rounds = 0
         self._lock = host.Lock()  # with several devices, several threads run one backward
         self._hooks: list[Any] = []
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
@@ -151,8 +157,11 @@ class GradientReducer:
             self._buckets.append(bucket)
             for index, parameter in enumerate(bucket.parameters):
                 self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))
-                if bucket.parts > 1:
-                    self._hooks += before_accumulation(parameter, partial(bucket.divide, index))
+                self._hooks += self._before(parameter, bucket, index)
+
+    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[Any]:
+        """Hooks for before backward adds to a gradient."""
+        return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.parts > 1 else ()
 
     def _join_new(self) -> None:
         """Have parameters that were added or unfrozen take part, from this step on."""
@@ -198,7 +207,7 @@ class GradientReducer:
             raise
         try:
             self._adopt()
-            self._rounds += 1
+            self.rounds += 1
         finally:
             self._begin(works)
 
@@ -214,6 +223,8 @@ class GradientReducer:
 
     def _adopt(self) -> None:
         for bucket in self._buckets:
+            bucket.check_unwritten()
+        for bucket in self._buckets:
             bucket.adopt()
 
     def _begin(self, ended: list[Work[torch.Tensor]]) -> None:
@@ -227,27 +238,35 @@ class GradientReducer:
 
     # For an optimizer
 
-    def is_due(self) -> bool:
-        """Whether a step has to await the gradients, on a rank that calls ``stepped`` after each.
+    @property
+    def touched(self) -> bool:
+        """Whether backward has run here since the last reduction."""
+        return self._begun or self._gathered
 
-        So it is unless they are reduced already, and nothing was added since.
+    def needed(self, **agreement: Any) -> Steps[bool]:
+        """Whether a step has to await the gradients: unless they are reduced, and no rank has added more.
+
+        A rank that has added nothing cannot know that no other has. So after a reduction the ranks ask each
+        other, by one small message on a lane (``agreement``: group, lane and timeout) that is not this one's:
+        on this one some ranks have sent their next buckets already, and others have not.
         """
-        if self._begun or self._gathered or not self._rounds:
-            return True
-        # A step that was skipped is told by nobody; but then what it would have used is gone.
-        return all(parameter.grad is None for parameter in self._source())
+        if not self.rounds or self._size == 1:
+            return not self.rounds or self.touched
+        return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
 
     def stepped(self) -> None:
         """The parameters have been updated with the gradients: what follows are those of the next step."""
-        self._rounds = 0
+        self.rounds = 0
 
     # During backward
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
         """A gradient is complete: on whichever thread runs backward."""
         with self._lock:
+            self.news += 1
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if self._begun and (again or not self._syncing):
+                bucket.told(index)
                 raise InvalidArgumentError(_SECOND_BACKWARD)
             if not self._syncing:
                 bucket.check(index)
@@ -319,7 +338,7 @@ def overlap_gradients(
     max_in_flight_bytes: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     init_sync: bool = True,
-    broadcast_buffers: bool = False,
+    broadcast_buffers: bool | torch.nn.Module = False,
 ) -> GradientReducer:
     """A ``GradientReducer`` for ``model``: backward sends its gradients, awaiting it ends the step.
 
@@ -346,7 +365,7 @@ def overlap_gradients(
             they have the same; this waits for the other ranks. ``False`` where that is done already, or
             where tasks make reducers in another order on each rank.
         broadcast_buffers: each await also gives all ranks the buffers of the first rank (running statistics),
-            as DDP does before each forward.
+            as DDP does before each forward. The module that has them, where ``model`` is only its parameters.
 
     Raises:
         InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size

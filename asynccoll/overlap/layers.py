@@ -13,22 +13,32 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import layerstates, norms
+from asynccoll.overlap.accepted import check_unaliased
 from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
+from asynccoll.overlap.lanes import number_of
 from asynccoll.overlap.prefetch import check_ahead, prefetch
-from asynccoll.overlap.steps import Steps, run, run_blocking
+from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 
 __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
+
+#: The lane of layers for which nobody has named one.
+_LANE = "layers"
+#: Layers of two that have one lane could be put together.
+_live: weakref.WeakKeyDictionary[ShardedLayers, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
 class ShardedLayers(nn.Module):
@@ -58,7 +68,13 @@ class ShardedLayers(nn.Module):
     """
 
     def __init__(
-        self, layers: Iterable[nn.Module], *, ahead: int, group: Any, lane: str, reshard_after_forward: bool
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        ahead: int,
+        group: Any,
+        lane: str | None,
+        reshard_after_forward: bool,
     ) -> None:
         super().__init__()
         check_ahead(ahead)
@@ -68,15 +84,23 @@ class ShardedLayers(nn.Module):
         modules = list(layers)
         _check_unshared(modules)
         # Not as submodules: their parameters are empty, and ours are the parts.
-        self._layers = [Layer(index, module, rank, size) for index, module in enumerate(modules)]
+        # Those without a lane of their own share one forward, where their number tells them apart; backward,
+        # whose order is autograd's, has one for each.
+        owner = 0 if lane is not None else number_of(_LANE)
+        of_backward = lane if lane is not None else f"{_LANE} {owner}"
+        self._identity = get_rank(), lane
+        _check_lane(*self._identity)
+        self._layers = [Layer(index, module, rank, size, owner) for index, module in enumerate(modules)]
         self.shards = nn.ParameterList([shard.own for layer in self._layers for shard in layer.shards])
         self._ahead = ahead
-        self._call: dict[str, Any] = {"group": group, "lane": lane}
-        self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(lane)}
-        again = {"group": group, "lane": backward_lane(f"{lane}/again")}
+        self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
+        self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(of_backward)}
+        again = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
         self._again = again if reshard_after_forward else None
         self._scattering = Scattering(self._backward)
         self._loop: Iterator[Callable[[], Work[Any]]] = iter(())
+        self._sequences = Resumable("these layers")
+        _live[self] = None
 
     def train(self, mode: bool = True) -> ShardedLayers:
         """Switch the layers to training or, with ``mode=False``, to evaluation."""
@@ -108,12 +132,15 @@ class ShardedLayers(nn.Module):
         return self._gathered(self._layers[::-1])
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
-        self._loop = Pass(layers, self._start, self._again).starts()
+        self._sequences.check_complete("a loop over the layers")
+        self._loop = Pass(layers, partial(_start, self._call, self._scattering), self._again).starts()
         return prefetch(self._loop, ahead=self._ahead)
 
-    def _start(self, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
-        loop.expect(layer)
-        return layer.gathered(**self._call).map(lambda flats: layer.filled(flats, loop, self._scattering))
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidArgumentError(
+            "layers that are shared out are this rank's parts, and cannot be copied or pickled: save `await "
+            "layers.full_state_dict()`, and load_full_state_dict it into layers that are shared out anew"
+        )
 
     async def finish_loop(self) -> None:
         """Gather the layers that a loop which ended early has left out, as the other ranks do."""
@@ -134,25 +161,27 @@ class ShardedLayers(nn.Module):
 
         Returns the norm before. If it is not finite, the gradients become NaN on every rank.
         """
-        return await run(self._clip(max_norm, norm_type))
+        return await run(self._clipped(max_norm, norm_type))
 
     def wait_clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The same without an event loop."""
-        return run_blocking(self._clip(max_norm, norm_type))
+        return run_blocking(self._clipped(max_norm, norm_type))
 
-    def _clip(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
-        return norms.clip(list(self.shards), max_norm, norm_type, **self._backward)
+    def _clipped(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
+        given = ("clip_grad_norm_", max_norm, norm_type)
+        shards = list(self.shards)
+        return self._sequences.steps(given, lambda: norms.clip(shards, max_norm, norm_type, **self._backward))
 
     async def unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)``; all ranks agree on whether one of them overflowed.
 
         Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
         """
-        await run(self._unscale(scaler, optimizer))
+        await run(self._sequences.steps(("unscale_",), lambda: self._unscale(scaler, optimizer)))
 
     def wait_unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """The same without an event loop."""
-        run_blocking(self._unscale(scaler, optimizer))
+        run_blocking(self._sequences.steps(("unscale_",), lambda: self._unscale(scaler, optimizer)))
 
     def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
         yield from norms.agree_on_overflow(list(self.shards), **self._backward)
@@ -165,11 +194,16 @@ class ShardedLayers(nn.Module):
 
         Named as those of an ``nn.ModuleList`` of the layers, which can load it.
         """
-        return await run(layerstates.parameters(self._layers, **self._call))
+        return await run(self._full_state_dict())
 
     def wait_full_state_dict(self) -> dict[str, torch.Tensor]:
         """The same without an event loop."""
-        return run_blocking(layerstates.parameters(self._layers, **self._call))
+        return run_blocking(self._full_state_dict())
+
+    def _full_state_dict(self) -> Steps[dict[str, torch.Tensor]]:
+        return self._sequences.steps(
+            ("full_state_dict",), lambda: layerstates.parameters(self._layers, **self._call)
+        )
 
     def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Take this rank's parts of the parameters of whole layers, and the buffers. Nothing is sent.
@@ -184,11 +218,17 @@ class ShardedLayers(nn.Module):
 
         The same on every rank; all of them call it together.
         """
-        return await run(layerstates.optimizer_state(self._layers, optimizer, **self._call))
+        return await run(self._full_optimizer_state(optimizer))
 
     def wait_full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The same without an event loop."""
-        return run_blocking(layerstates.optimizer_state(self._layers, optimizer, **self._call))
+        return run_blocking(self._full_optimizer_state(optimizer))
+
+    def _full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Steps[dict[str, Any]]:
+        return self._sequences.steps(
+            ("full_optimizer_state", id(optimizer)),
+            lambda: layerstates.optimizer_state(self._layers, optimizer, **self._call),
+        )
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Give ``optimizer`` this rank's part of what ``full_optimizer_state`` has saved. Nothing is sent."""
@@ -200,7 +240,7 @@ def shard_layers(
     *,
     ahead: int = 1,
     group: Any = None,
-    lane: str = "layers",
+    lane: str | None = None,
     reshard_after_forward: bool = False,
 ) -> ShardedLayers:
     """Share the parameters of ``layers`` out over the ranks; a loop over them fetches ahead.
@@ -220,17 +260,33 @@ def shard_layers(
     Args:
         layers: modules that share no parameters.
         ahead: how many layers are gathered while one is used.
-        group, lane: as in every operation; backward communicates on ``<lane>/backward``.
+        group: as in every operation.
+        lane: backward communicates on ``<lane>/backward``. Without one each object has its own there; ranks
+            make theirs in the same order.
         reshard_after_forward: do not keep a layer's full parameters for its backward, but gather them again
             there, on ``<lane>/again/backward``: less memory for half as much more communication.
 
     Raises:
-        InvalidArgumentError: two layers share a parameter; ``ahead`` cannot be; this rank is not in
-            ``group``.
+        InvalidArgumentError: two layers share a parameter, or its memory; ``ahead`` cannot be; this rank is
+            not in ``group``; other layers have this lane.
     """
     return ShardedLayers(
         layers, ahead=ahead, group=group, lane=lane, reshard_after_forward=reshard_after_forward
     )
+
+
+def _start(call: dict[str, Any], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
+    """Gather one layer of a loop."""
+    loop.expect(layer)
+    return layer.gathered(**call).map(lambda flats: layer.filled(flats, loop, scattering))
+
+
+def _check_lane(rank: int, lane: str | None) -> None:
+    if lane is not None and any(other._identity == (rank, lane) for other in list(_live)):
+        raise InvalidArgumentError(
+            f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
+            "between ranks: pass another lane, or none, and drop those others if they are needed no more"
+        )
 
 
 def _check_unshared(modules: list[nn.Module]) -> None:
@@ -247,3 +303,4 @@ def _check_unshared(modules: list[nn.Module]) -> None:
                     f"layers {other} and {index} share a parameter, which would become two: leave the tied "
                     "layers out, or make one layer of both"
                 )
+    check_unaliased(nn.ModuleList(modules).named_parameters())

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, count
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -30,14 +30,22 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
-from asynccoll.overlap.accepted import check_not_ddp
+from asynccoll.overlap.accepted import (
+    check_initialized,
+    check_not_ddp,
+    check_not_unscaled,
+    check_unaliased,
+    scaler_told,
+)
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, parts_of, whole_of
-from asynccoll.overlap.steps import Steps, run, run_blocking
+from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+T = TypeVar("T")
 
 
 class ShardedOptimizer:
@@ -76,9 +84,14 @@ class ShardedOptimizer:
         if options.pop("init_sync", True):
             tail = {"group": options.get("group"), "timeout": options.get("timeout")}
             start_alike(model, lane=backward_lane(lane), **tail)
+        if options.get("broadcast_buffers") is True:
+            options["broadcast_buffers"] = model
         self.gradients = ShardReducer(self._groups, init_sync=False, **options)
-        self._frozen = {names[id(x)]: x for x in self._parameters if not x.requires_grad}
-        self._reduced = False  # for the step that is to come
+        gradients = self.gradients
+        self._sequences = Resumable(
+            f"this optimizer ({type(optimizer).__name__}, sharded)", lambda: gradients.news
+        )
+        self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._agreed = False  # on whether a gradient overflowed
         self._tail: dict[str, Any] = {
             "group": options.get("group"),
@@ -93,6 +106,7 @@ class ShardedOptimizer:
 
     def _take_over(self, states: dict[Any, State]) -> None:
         """Give the optimizer this rank's parts in place of the parameters and of their ``states``."""
+        self._of_frozen = {x: state for x, state in states.items() if not x.requires_grad}
         parts: defaultdict[Any, State] = defaultdict(dict)
         for index, given in enumerate(self.wrapped.param_groups):
             buckets = self.gradients.of_group(index)
@@ -115,51 +129,57 @@ class ShardedOptimizer:
 
     async def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Update this rank's part once its gradients are there, and start sending it."""
-        return await run(self._step(closure, scaler))
+        return await run(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
 
     def wait_step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """The same without an event loop."""
-        return run_blocking(self._step(closure, scaler))
+        return run_blocking(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
+
+    def _resumed(self, name: tuple[Any, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
+        """The sequence of waits of a method and its arguments, or the rest of it."""
+        return self._sequences.steps(name, begin)
 
     def _step(self, closure: Callable[[], Any] | None, scaler: Any) -> Steps[Any]:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_not_unscaled(self, scaler)
         yield from self._reduce()
         if scaler is None:
             self.wrapped.step()
         else:
             yield from self._agree()
             scaler.step(self.wrapped)
-        self.gather()
+        self._gather()
         return loss
 
     async def reduced(self) -> None:
-        """Wait until this rank's part of the gradients is the average of all ranks'; once a step."""
-        await run(self._reduce())
+        """Wait until this rank's part of the gradients is that of the average; as often on every rank."""
+        await run(self._resumed(("reduced",), self._reduce))
 
     def wait_reduced(self) -> None:
         """The same without an event loop."""
-        run_blocking(self._reduce())
+        run_blocking(self._resumed(("reduced",), self._reduce))
 
     def _reduce(self) -> Steps[None]:
         self._check_parameters()
-        if self._reduced and not self.gradients.touched:
+        self.gradients.look_at_all()
+        if not (yield from self.gradients.needed(**self._tail)):
             return
-        self._reduced = self._agreed = False
+        self._agreed = False
         yield self.gradients
         yield from self.gradients.gathered()  # what no forward has waited for
-        self._reduced = True
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that came after the sharding: no rank would train them."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
+        """Refuse what has changed since the sharding: no rank would train it, or all that is frozen."""
+        for name, (parameter, trained) in self._named.items():
+            if parameter.requires_grad is not trained:
+                was, change = ("frozen", "unfreeze") if parameter.requires_grad else ("trained", "freeze")
                 raise InvalidArgumentError(
-                    f"the parameter {name!r} was frozen when the optimizer was sharded, and requires a "
-                    "gradient now: unfreeze it before sharding, or shard a new optimizer (full_state_dict() "
-                    "and load_full_state_dict() carry the state over)"
+                    f"the parameter {name!r} was {was} when the optimizer was sharded, which its flat parts "
+                    f"cannot follow: {change} it before sharding, or close() this optimizer and shard a new "
+                    "one (full_state_dict() and load_full_state_dict() carry the state over)"
                 )
         for bucket in self.gradients.buckets:
             converted = bucket.converted()
@@ -183,18 +203,23 @@ class ShardedOptimizer:
 
     def skip(self) -> None:
         """Leave this step out, after ``reduced()`` or ``clip_grad_norm_()``; the same on every rank."""
-        if not self._reduced:
+        if not self.gradients.rounds:
             raise InvalidArgumentError(
                 "skip() before the gradients were reduced: `await optimizer.reduced()` first, or other ranks "
                 "would wait for this one's"
             )
+        self._sequences.check_complete("skip()")
         self.zero_grad()
-        self._reduced = False
+        self.gradients.stepped()
 
     def gather(self) -> None:
         """Start sending this rank's part of the parameters, those of the first layers first."""
+        self._sequences.check_complete("gather()")
+        self._gather()
+
+    def _gather(self) -> None:
         self.gradients.gather(**self._tail)
-        self._reduced = False
+        self.gradients.stepped()
 
     async def gathered(self) -> None:
         """Wait until every parameter is that of the last step."""
@@ -206,6 +231,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, or make them zeros."""
+        self.gradients.news += 1
         for bucket in self.gradients.buckets:
             for parameter in bucket.parameters:
                 if set_to_none:
@@ -225,11 +251,15 @@ class ShardedOptimizer:
         Returns the norm before. If it is not finite, the gradients become NaN on every rank, so that a
         gradient scaler skips the step on all of them.
         """
-        return await run(self._clip(max_norm, norm_type))
+        return await run(self._clipped(max_norm, norm_type))
 
     def wait_clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The same without an event loop."""
-        return run_blocking(self._clip(max_norm, norm_type))
+        return run_blocking(self._clipped(max_norm, norm_type))
+
+    def _clipped(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
+        given = ("clip_grad_norm_", max_norm, norm_type)
+        return self._resumed(given, lambda: self._clip(max_norm, norm_type))
 
     def _clip(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
         yield from self._reduce()
@@ -239,16 +269,22 @@ class ShardedOptimizer:
 
     async def unscale_(self, scaler: Any) -> None:
         """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
-        await run(self._unscale(scaler))
+        await run(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
 
     def wait_unscale_(self, scaler: Any) -> None:
         """The same without an event loop."""
-        run_blocking(self._unscale(scaler))
+        run_blocking(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
+        check_not_unscaled(self, scaler)
         yield from self._reduce()
         yield from self._agree()
         scaler.unscale_(self.wrapped)
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """What ``scaler.step`` asks for first: it would call ``step``, which has to be awaited."""
+        raise InvalidArgumentError(scaler_told("optimizer"))
 
     def _agree(self) -> Steps[None]:
         if not self._agreed:
@@ -267,15 +303,15 @@ class ShardedOptimizer:
         As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
         ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on all.
         """
-        return await run(self._full_state_dict())
+        return await run(self._resumed(("full_state_dict",), self._full_state_dict))
 
     def wait_full_state_dict(self) -> dict[str, Any]:
         """The same without an event loop."""
-        return run_blocking(self._full_state_dict())
+        return run_blocking(self._resumed(("full_state_dict",), self._full_state_dict))
 
     def _full_state_dict(self) -> Steps[dict[str, Any]]:
         numbers = {id(x): number for number, x in enumerate(self._parameters)}
-        states: dict[int, State] = {}
+        states = {numbers[id(x)]: dict(state) for x, state in self._of_frozen.items()}
         for bucket in self.gradients.buckets:
             part = self.wrapped.state.get(bucket.shard)
             if part:
@@ -320,11 +356,13 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Take the hooks away, once the parameters are there."""
+        run_blocking(self._sequences.rest())
         self.wait_gathered()
         self._remove_hooks()
 
     async def aclose(self) -> None:
         """The same in an event loop."""
+        await run(self._sequences.rest())
         await self.gathered()
         self._remove_hooks()
 
@@ -370,7 +408,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
     Raises:
         InvalidArgumentError: the optimizer is not elementwise, or has parameters that are not the
             model's; as ``ac.overlap_gradients``. From backward, if a parameter took part that nobody has
-            waited for. From ``step``, if a parameter was added or unfrozen meanwhile.
+            waited for. From ``step``, if a parameter was added, frozen or unfrozen meanwhile.
 
     Source: Rajbhandari et al., 2020; ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
@@ -382,6 +420,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
 
 def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Refuse what cannot be shared out; the names of the model's parameters."""
+    check_initialized(model.parameters())
     check_not_ddp(model, model.parameters())
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, given in enumerate(optimizer.param_groups):
@@ -391,6 +430,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
                     f"parameter group {index} has one of shape {list(parameter.shape)} that is not the "
                     "model's, so no forward would wait for it: pass the module that has all of them"
                 )
+    check_unaliased(model.named_parameters())
     check_elementwise(optimizer)
     return known
 

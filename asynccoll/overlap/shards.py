@@ -6,15 +6,19 @@ Knows nothing of optimizers; that is ``sharded``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.hooks import before_accumulation
 from asynccoll.overlap.steps import Steps
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
@@ -66,15 +70,19 @@ class ShardBucket(Bucket):
     """Parameters and their gradients in flat memory that divides by the ranks, and this rank's part of it.
 
     Gradients gather over several reductions until they are zeroed, as they do in torch: what backward has
-    brought is local, and once it is reduced its memory, which ``.grad`` stays a view of, is zero again.
+    brought is local, and once it is reduced its memory, which ``.grad`` stays a view of, is zero again: the
+    negative zero, to which one adds as to the other, but for one element of each parameter. That tells memory
+    that somebody has zeroed since from memory that was written to in another way: scaled, turned, clipped.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
         super().__init__(parameters, tail=-sum(parameter.numel() for parameter in parameters) % size)
         self.rank, self.size = rank, size
-        self.views = [view.data for view in self.views]  # each with a version of its own
         self._versions = [view._version for view in self.views]
         self._zeroed = [True] * len(parameters)
+        ends = accumulate(parameter.numel() for parameter in parameters)
+        last = [end - 1 for end, x in zip(ends, parameters, strict=True) if x.numel() > 1]
+        self._positive = torch.tensor(last, dtype=torch.int64, device=self.flat.device)
         self.values = torch.zeros_like(self.flat)
         for parameter, view in zip(parameters, self.cut(self.values), strict=True):
             parameter.data = view.copy_(parameter.detach())
@@ -93,33 +101,46 @@ class ShardBucket(Bucket):
         """This rank's part of a tensor laid out as this one."""
         return flat.chunk(self.size)[self.rank]
 
-    def noted(self, index: int) -> None:
-        """Backward has added to the gradient at ``index``, which somebody may have zeroed before."""
-        self._look(index, additions=1)
-
-    def _look(self, index: int, additions: int) -> None:
-        """Note whether it was zeroed: it is None, another tensor, or was written to by more than backward."""
+    def look(self, index: int) -> None:
+        """Note whether somebody has zeroed the gradient at ``index``: it is None, another tensor, or zero."""
         view = self.views[index]
-        if self.parameters[index].grad is not view or view._version > self._versions[index] + additions:
+        if self.parameters[index].grad is not view:
+            self._zeroed[index] = True
+        elif view._version != self._versions[index] and not self._zeroed[index]:
+            if not _zeroed(view):
+                raise InvalidArgumentError(
+                    f"the .grad of a parameter of shape {list(view.shape)} was written to after it had been "
+                    "reduced, which does not reach what has gathered: that is in "
+                    "optimizer.wrapped.param_groups. Clip by `await optimizer.clip_grad_norm_(...)`; or zero "
+                    "the gradients"
+                )
             self._zeroed[index] = True
         self._versions[index] = view._version
+
+    def noted(self, index: int) -> None:
+        """Backward has added to the gradient at ``index``."""
+        if self.parameters[index].grad is not self.views[index]:
+            self._zeroed[index] = True
+        self._versions[index] = self.views[index]._version
 
     def put(self, index: int, scale: float) -> None:
         super().put(index, scale)
         self._versions[index] = self.views[index]._version
 
-    def fill(self, scale: float) -> None:
+    def look_at_all(self) -> None:
+        """The same of all those that backward has not added to since they were last reduced."""
         for index, has in enumerate(self.has):
             if not has:
-                self._look(index, additions=0)
+                self.look(index)
+
+    def fill(self, scale: float) -> None:
+        self.look_at_all()
         super().fill(scale)
 
     @property
     def touched(self) -> bool:
         """Whether gradients were zeroed since the last reduction."""
-        for index, has in enumerate(self.has):
-            if not has:
-                self._look(index, additions=0)
+        self.look_at_all()
         return any(self._zeroed)
 
     def target(self) -> torch.Tensor:
@@ -134,7 +155,7 @@ class ShardBucket(Bucket):
             self.shard.grad = self._incoming
         else:
             gathered.mul_(self._kept()).add_(self._incoming)
-        self.flat.zero_()
+        self.flat.fill_(-0.0).index_fill_(0, self._positive, 0.0)
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             parameter.grad = view
             self._versions[index] = view._version
@@ -170,6 +191,11 @@ class ShardReducer(GradientReducer):
         self.buckets = [ShardBucket(together, rank, size) for together in members]
         return self.buckets
 
+    def look_at_all(self) -> None:
+        """Note which gradients were zeroed, before any is sent; refuse others that were written to."""
+        for bucket in self.buckets:
+            bucket.look_at_all()
+
     def of_group(self, index: int) -> list[ShardBucket]:
         """The buckets of the group of that index."""
         return [bucket for bucket in self.buckets if self._of[id(bucket.parameters[0])] == index]
@@ -177,7 +203,15 @@ class ShardReducer(GradientReducer):
     @property
     def touched(self) -> bool:
         """Whether anything has come to the gradients since they were last reduced, or was taken away."""
-        return bool(self._works) or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
+        return (
+            super().touched
+            or bool(self._works)
+            or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
+        )
+
+    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[Any]:
+        assert isinstance(bucket, ShardBucket)
+        return before_accumulation(parameter, partial(bucket.look, index))
 
     def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
         assert isinstance(bucket, ShardBucket)
@@ -187,13 +221,13 @@ class ShardReducer(GradientReducer):
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
         assert isinstance(bucket, ShardBucket)
+        bucket.noted(index)
         if index in bucket.arrival.stale:
             raise InvalidArgumentError(
                 f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
                 "it had come back from the last step. The forward of the module that it belongs to waits for "
                 "it, and was not called: call the module, or `await optimizer.gathered()` after the step"
             )
-        bucket.noted(index)
         super()._arrived(bucket, index)
 
     # The parameters' way back
@@ -210,27 +244,73 @@ class ShardReducer(GradientReducer):
             yield from bucket.arrival.steps()
 
 
+def _zeroed(x: torch.Tensor) -> bool:
+    """Whether somebody has zeroed ``x``, whose elements were negative zeros."""
+    real = torch.view_as_real(x) if x.is_complex() else x
+    return not bool(((real != 0) | real.signbit()).any())
+
+
 def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[Any]:
     """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
     where = {id(x): (bucket.arrival, i) for bucket in buckets for i, x in enumerate(bucket.parameters)}
     for module in model.modules():
-        # Attention reads the weight of its output projection, whose own forward it never calls.
-        reads = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
         own: dict[Arrival, list[int]] = {}
-        for arrival, index in (where[id(x)] for x in reads if id(x) in where):
+        for arrival, index in (where[id(x)] for x in _read_by(module) if id(x) in where):
             own.setdefault(arrival, []).append(index)
         if own:
-            wait = _waiting(own)
+            wait = _Waiting(own)
             # Before the hooks that read parameters, such as those of weight_norm and spectral_norm.
             yield module.register_forward_pre_hook(wait, prepend=True)
             yield module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
             yield module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
 
 
-def _waiting(own: dict[Arrival, list[int]]) -> Callable[..., None]:
-    def wait(*_: Any) -> None:
-        for arrival, indices in own.items():
-            if arrival.stale:
-                arrival.wait(indices)
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that the forward of ``module`` reads without calling the forward of another."""
+    # Attention reads the weight of its output projection, whose own forward it never calls.
+    yield from module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield from child.parameters()
 
-    return wait
+
+class _Waiting:
+    """The hook of one module: waits for the parameters that are ``own`` to it.
+
+    A copy of the module, or what is unpickled, has parameters of its own, and a hook that waits for nothing.
+    """
+
+    def __init__(self, own: dict[Arrival, list[int]]) -> None:
+        self._own = own
+
+    def __call__(self, *_: Any) -> None:
+        if is_compiling():
+            _wait_uncompiled(self._own)
+        else:
+            _wait_for(self._own)
+
+    def __reduce__(self) -> Any:
+        if any(arrival.stale for arrival in self._own):
+            raise InvalidArgumentError(
+                "the model is copied or pickled while its parameters are on their way from the last step: "
+                "`await optimizer.gathered()` first (or model.state_dict(), which waits)"
+            )
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """The hook of a copy."""
+
+
+def _wait_for(own: dict[Arrival, list[int]]) -> None:
+    for arrival, indices in own.items():
+        if arrival.stale:
+            arrival.wait(indices)
+
+
+#: In a graph of ``torch.compile`` nothing would be waited for after the first run: the graph is interrupted.
+_wait_uncompiled = torch._disable_dynamo(_wait_for)

@@ -24,6 +24,7 @@ from asynccoll.errors import (
     InvalidArgumentError,
     NotInitializedError,
 )
+from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import exits as exiting
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, torch_group
@@ -151,6 +152,7 @@ def initialize(
     world_size: int | None = None,
     timeout: float = 1800.0,
     check: str | None = None,
+    stall_warning: float | None = None,
     memory: bool | None = None,
     **backend_options: Any,
 ) -> None:
@@ -173,6 +175,9 @@ def initialize(
         check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
             ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
+        stall_warning: seconds after which a call that is waited for is warned of, once, on stderr and by the
+            logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never. 30, unless the
+            environment variable ``ASYNCCOLL_STALL_WARNING`` says otherwise.
         memory: True: ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
             objects, where the backend is gloo or has gloo beside it. False, the default while this is new: they
             go through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``) sets it where
@@ -187,6 +192,7 @@ def initialize(
         CollectiveTimeoutError: the other ranks did not come.
     """
     mode = _check_mode(check)
+    stall = stall_seconds(stall_warning)
     if not timeout > 0:
         raise InvalidArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
     with process.lock:
@@ -207,6 +213,7 @@ def initialize(
         memory=_uses_memory(memory),
         options=backend_options,
     )
+    context.stall_seconds = stall
     context.begin()
     with process.lock:
         if context.thread_rank:

@@ -5,7 +5,18 @@ Above everything: it exchanges the host that the library stands on. Nothing belo
 
 from asynccoll.testing.drawn import drawn_faults
 from asynccoll.testing.exploration import Exploration, explore
-from asynccoll.testing.faults import Cancel, Collect, Delay, Fault, Interrupt, Kill, Stall, Stop, StoreLost
+from asynccoll.testing.faults import (
+    Cancel,
+    Collect,
+    Delay,
+    Fail,
+    Fault,
+    Interrupt,
+    Kill,
+    Stall,
+    Stop,
+    StoreLost,
+)
 from asynccoll.testing.links import Link
 from asynccoll.testing.report import Report
 from asynccoll.testing.schedules import PCT, RandomWalk, Replay
@@ -19,6 +30,7 @@ __all__ = [
     "Delay",
     "Event",
     "Exploration",
+    "Fail",
     "Fault",
     "Interrupt",
     "Kill",

@@ -14,10 +14,12 @@ from asynccoll.testing.network import Network
 from asynccoll.testing.scheduler import Scheduler
 from asynccoll.testing.threads import SimulatedThread
 
-__all__ = ["CLOSED", "Delivery"]
+__all__ = ["CLOSED", "REFUSED", "Delivery"]
 
 #: What a library says whose peer is gone.
 CLOSED = "connection closed by peer"
+#: What it says of a call that it does not take.
+REFUSED = "out of resources"
 
 
 class Delivery:
@@ -30,6 +32,7 @@ class Delivery:
         self._free_at = [0.0] * world_size  # when a rank's last message has left
         #: by rank: how much longer what it sends with its call of this number takes
         self._late: dict[tuple[int, int], float] = {}
+        self._failing: set[int] = set()  # ranks whose next call is not taken
         #: told of each call of a rank, with how many it has made
         self.observers: list[Callable[[int, int], object]] = []
         #: what could not have worked on a real transport: calls that do not match
@@ -56,12 +59,23 @@ class Delivery:
         """What the rank sends with this call, or with its next one, takes so much longer."""
         self._late[rank, self._calls[rank] + 1 if call is None else call] = seconds
 
+    def fail(self, rank: int) -> None:
+        """The call that the rank makes just now is not taken, or its next one."""
+        self._failing.add(rank)
+
     def called(self, rank: int, what: str) -> None:
-        """A rank has made one more call."""
+        """A rank makes one more call.
+
+        Raises:
+            RuntimeError: it is not taken.
+        """
         self._calls[rank] += 1
         self.scheduler.tell(rank, what)
         for observer in self.observers:
             observer(rank, self._calls[rank])
+        if rank in self._failing:
+            self._failing.discard(rank)
+            raise RuntimeError(REFUSED)
 
 
 class _Card:

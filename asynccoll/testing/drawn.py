@@ -11,6 +11,7 @@ from asynccoll.testing.faults import (
     Cancel,
     Collect,
     Delay,
+    Fail,
     Fault,
     Interrupt,
     Kill,
@@ -36,6 +37,7 @@ _KINDS: dict[str, Callable[[int, int, float], Fault]] = {
     "interrupt": lambda rank, call, seconds: Interrupt(rank, after_call=call),
     "store": lambda rank, call, seconds: StoreLost(rank, after_call=call),
     "collect": lambda rank, call, seconds: Collect(rank, after_call=call),
+    "fail": lambda rank, call, seconds: Fail(rank, after_call=call),
 }
 
 
@@ -46,7 +48,9 @@ class drawn_faults:  # noqa: N801  # called as a function is
     kinds: tuple[str, ...]
 
     def __init__(self, *kinds: str) -> None:
-        """``kinds``: of kill, silence, stop, stall, delay, cancel, interrupt, store, collect; none: any.
+        """``kinds``: of kill, silence, stop, stall, delay, cancel, interrupt, store, collect, fail.
+
+        Without any, all of them.
 
         Raises:
             InvalidArgumentError: one is none of these.

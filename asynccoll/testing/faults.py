@@ -10,7 +10,19 @@ import gc
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Cancel", "Collect", "Delay", "Fault", "Interrupt", "Kill", "Stall", "Stop", "StoreLost", "Struck"]
+__all__ = [
+    "Cancel",
+    "Collect",
+    "Delay",
+    "Fail",
+    "Fault",
+    "Interrupt",
+    "Kill",
+    "Stall",
+    "Stop",
+    "StoreLost",
+    "Struck",
+]
 
 
 class Struck(Protocol):
@@ -33,6 +45,9 @@ class Struck(Protocol):
 
     def lose_store(self) -> None:
         """Nobody answers there any more."""
+
+    def fail(self, rank: int) -> None:
+        """The transport does not take the call that the rank makes just now, or its next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +139,16 @@ class Interrupt(Fault):
 
     def strike(self, world: Struck) -> None:
         world.interrupt(self.rank)
+
+
+@dataclass(frozen=True)
+class Fail(Fault):
+    """The transport of ``rank`` raises RuntimeError instead of taking that call, or its next one."""
+
+    rank: int
+
+    def strike(self, world: Struck) -> None:
+        world.fail(self.rank)
 
 
 @dataclass(frozen=True)

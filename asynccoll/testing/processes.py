@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from asynccoll import host
-from asynccoll.host import forks, lines, primitives, shared_memory, state
+from asynccoll.host import answering, forks, lines, primitives, shared_memory, state
 from asynccoll.host import network as real_network
 from asynccoll.testing import device, network
 from asynccoll.testing import primitives as simulated
@@ -27,6 +27,7 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
         exchanged(host, primitives.__all__, simulated),
         exchanged(lines, _LINES, network),
         exchanged(real_network, ("own_address",), network),
+        exchanged(answering, ("Answers", "ask"), network),
         exchanged(shared_memory, ("Memory", "look", "process_state"), network),
         _simulated_locks(),
         exchanged(streams, ("marked", "order_after"), device),

@@ -86,6 +86,8 @@ class Wire:
 
     def post(self, call: Call) -> Promise:
         """One rank calls; what this was the last message for comes to its end in time."""
+        rank = self.ranks[call.index]
+        self._delivery.called(rank, f"{_told(call.signature)} on {self.name}")
         number = self._made[call.index]
         self._made[call.index] += 1
         self._rounds.pop(min(self._made) - 2 * _KEPT_ROUNDS, None)
@@ -93,8 +95,6 @@ class Wire:
         peers[call.index] = call
         if not call.sent:
             call.spoil()
-        rank = self.ranks[call.index]
-        self._delivery.called(rank, f"{_told(call.signature)} on {self.name}")
         other = next((one for one in peers.values() if one.signature != call.signature), None)
         if other is not None:
             self._mismatch(call, other, peers)

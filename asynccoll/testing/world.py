@@ -270,20 +270,28 @@ class World:
         elif not self._main_threads[rank].ended:
             self._scheduler.interrupt(self._main_threads[rank], KeyboardInterrupt())
 
+    def fail(self, rank: int) -> None:
+        self._delivery.fail(rank)
+
     def lose_store(self) -> None:
         self._network.store_is_lost = True
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """A finalizer runs where the last reference goes, and nowhere else; no thread has a pool of others."""
+    """A finalizer runs where the last reference goes, and nowhere else; no thread has a pool of others.
+
+    Where a fault collects garbage after all, that of the simulation: not what there was before.
+    """
     collected, threads = gc.isenabled(), torch.get_num_threads()
     gc.disable()
+    gc.freeze()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        gc.unfreeze()
         if collected:
             gc.enable()
 

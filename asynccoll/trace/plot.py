@@ -71,8 +71,9 @@ def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
 def _title(timeline: Drawn) -> str:
     where = f"Rank {timeline.rank} of {timeline.world_size}"
     hidden = timeline.hidden_fraction()
-    if math.isnan(hidden):  # nothing was sent
-        return where
+    if math.isnan(hidden):
+        sent = any(span.is_operation for span in timeline.spans)
+        return f"{where}: nothing is marked as compute" if sent else where
     return f"{where}: {hidden:.0%} of the communication is hidden behind compute"
 
 

@@ -13,8 +13,10 @@ class Span:
     """One bar of a timeline. Times are seconds since the recording began.
 
     ``end`` is None for what was still going on when asked. ``row`` is the lane of an operation, or the
-    thread (or chosen row) of a span of compute; ``size_bytes``, ``sequence`` and ``place`` (file and
-    line) are those of the operation, 0 and empty for compute.
+    thread (or chosen row) of a span of compute; ``size_bytes``, ``sequence`` and ``part`` (its place in its
+    lane's order) and ``place`` (file and line) are those of the operation. Of compute ``place`` says what it
+    is, where it was marked by itself: the class of the module. ``peer`` is the other rank of a message, else
+    -1.
     """
 
     name: str
@@ -25,6 +27,16 @@ class Span:
     size_bytes: int = 0
     sequence: int = 0
     place: str = ""
+    part: int = 1
+    peer: int = -1
+    failed: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, int, int] | None:
+        """What an operation has in common with the same on its peers; None of compute and messages."""
+        if not self.is_operation or self.peer >= 0:
+            return None
+        return self.row, self.name, self.sequence, self.part
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:

@@ -1,72 +1,41 @@
-"""A timeline of what ran when: operations on their lanes, and the spans of compute you mark.
+"""A timeline of what ran when, on this rank: operations on their lanes, and spans of compute.
 
     with ac.trace.recording() as timeline:
-        with timeline.span("backward"):
-            loss.backward()
-        await gradients
-    timeline.plot(f"timeline-{ac.get_rank()}.png")          # a picture; needs matplotlib
-    timeline.to_chrome(f"timeline-{ac.get_rank()}.json")    # for ui.perfetto.dev or chrome://tracing
+        for x, y in first_batches:
+            loss_fn(model(x), y).backward()                 # marked by themselves: forward, backward
+            await gradients
+            optimizer.step()                                # and the end of a step
+    timeline.plot(f"timeline-{ac.get_rank()}.png")          # a picture of this rank; needs matplotlib
+    trace = await ac.trace.gather(timeline)                 # all ranks, with their clocks aligned
 
 An operation is recorded from the moment it is accepted to the moment it is done, stamped by the
 completing thread. Nothing is recorded, and nothing but one look at an empty tuple paid, outside of
 ``recording()``. Times are the host's: on a device that orders operations by stream (nccl) an operation
 is done when it is enqueued, so look at those with ``torch.profiler``.
 
-Data flows one way: lane -> context.observers -> Timeline -> file. How a picture looks is in
-``plot``.
+Data flows one way: lane -> context.observers -> Recorder -> Timeline -> file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asynccoll import host
+from asynccoll.host.profiling import annotation
 from asynccoll.runtime.process import current
-from asynccoll.trace.spans import Span, covered, intersection, length, stack
+from asynccoll.trace import findings
+from asynccoll.trace.marking import marking
+from asynccoll.trace.perfetto import write_events
+from asynccoll.trace.recorder import Recorder
+from asynccoll.trace.spans import Span
 
 if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
     from asynccoll.world.context import Context
 
-__all__ = ["Timeline", "follow", "recording"]
-
-
-class _Entry:
-    """A span while it grows: what is known at its start, and its end once there is one."""
-
-    __slots__ = ("end", "name", "operation", "place", "row", "sequence", "size_bytes", "start")
-
-    def __init__(self, name: str, row: str, start: float, *, operation: bool = False) -> None:
-        self.name = name
-        self.row = row
-        self.start = start
-        self.end: float | None = None
-        self.operation = operation
-        self.size_bytes = 0
-        self.sequence = 0
-        self.place = ""
-
-    def finish(self) -> None:
-        if self.end is None:
-            self.end = host.monotonic()
-
-    def span(self, origin: float) -> Span:
-        end = None if self.end is None else self.end - origin
-        return Span(
-            self.name,
-            self.row,
-            self.start - origin,
-            end,
-            self.operation,
-            self.size_bytes,
-            self.sequence,
-            self.place,
-        )
+__all__ = ["Timeline", "follow", "recording", "span", "step"]
 
 
 class Timeline:
@@ -75,55 +44,48 @@ class Timeline:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._began = host.monotonic()
-        self._ended: float | None = None
-        self._entries: list[_Entry] = []
+        self.recorder = Recorder()
 
     def __repr__(self) -> str:
-        return f"<Timeline of rank {self.rank}: {len(self._entries)} spans in {self.seconds:.3f} s>"
+        count = len(self.recorder.entries)
+        return f"<Timeline of rank {self.rank}: {count} spans in {self.seconds:.3f} s>"
 
-    @contextmanager
-    def span(self, name: str, *, row: str | None = None) -> Iterator[None]:
-        """A block of compute called ``name``: ``with timeline.span("backward"):``.
+    def span(self, name: str, *, row: str | None = None) -> AbstractContextManager[None]:
+        """A block of compute called ``name``: ``with timeline.span("validate"):``.
 
-        It appears in the row of the calling thread, or in ``row``. Leave out blocks that only wait:
-        what lies under no span is what ``hidden_fraction`` counts as waited for.
+        It appears in the row of the calling thread, or in ``row``. Inside of it nothing is marked by itself.
+        Leave out blocks that only wait: what lies under no span is what ``hidden_fraction`` counts as waited
+        for.
         """
-        entry = _Entry(name, row or host.current_thread().name, host.monotonic())
-        self._entries.append(entry)
-        try:
-            yield
-        finally:
-            entry.finish()
+        return self.recorder.span(name, row)
+
+    def step(self) -> None:
+        """A step of the program ends here. Without it, each ``optimizer.step()`` ends one."""
+        self.recorder.step()
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """Everything recorded so far, by start."""
-        found = (entry.span(self._began) for entry in list(self._entries))
-        return tuple(sorted(found, key=lambda span: span.start))
+        return self.recorder.spans
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """When each step ended, in seconds since the recording began."""
+        return self.recorder.steps
 
     @property
     def seconds(self) -> float:
         """How long the recording lasted, or has lasted so far."""
-        return (self._ended or host.monotonic()) - self._began
+        return self.recorder.seconds
 
     def hidden_fraction(self) -> float:
         """The share of the time with an operation in flight during which this rank computed.
 
         1.0 is communication that costs nothing, 0.0 communication that is waited for; ``nan`` without
-        any. As much a matter of what you mark with ``span`` as of what is hidden.
+        any, or where no compute is marked: then nobody knows. As much a matter of what is marked as of what
+        is hidden.
         """
-        busy = covered(self._clipped(operations=True))
-        hidden = intersection(busy, covered(self._clipped(operations=False)))
-        return length(hidden) / total if (total := length(busy)) else float("nan")
-
-    def _clipped(self, *, operations: bool) -> list[tuple[float, float]]:
-        last = self.seconds
-        return [
-            (span.start, min(last, last if span.end is None else span.end))
-            for span in self.spans
-            if span.is_operation is operations
-        ]
+        return findings.hidden_fraction(self.spans, 0.0, self.seconds)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Draw the timeline into ``path`` (``.png``, ``.svg`` or ``.pdf``); the path.
@@ -141,94 +103,79 @@ class Timeline:
     def to_chrome(self, path: str | os.PathLike[str]) -> Path:
         """Write Chrome trace JSON for ``ui.perfetto.dev`` or ``chrome://tracing``; the path.
 
-        Files of ranks on one host share a clock, so they line up when opened together.
+        Of this rank alone; ``ac.trace.gather(timeline)`` has all of them, on one clock.
         """
-        target = Path(path)
-        document = {"traceEvents": self._events(), "displayTimeUnit": "ms"}
-        target.write_text(json.dumps(document))
-        return target
+        return write_events(
+            Path(path), [(self.rank, self.world_size, self.recorder.began, self.seconds, self.spans)]
+        )
 
-    def _events(self) -> list[dict[str, Any]]:
-        name = f"rank {self.rank} of {self.world_size}"
-        events = [_about("process_name", self.rank, 0, name)]
-        tracks = [(row, track) for row, stacked in stack(self.spans) for track in stacked]
-        for tid, (row, track) in enumerate(tracks, start=1):
-            events.append(_about("thread_name", self.rank, tid, row))
-            events.extend(self._event(span, tid) for span in track)
-        return events
 
-    def _event(self, span: Span, tid: int) -> dict[str, Any]:
-        end = self.seconds if span.end is None else span.end
-        event: dict[str, Any] = {
-            "name": span.name,
-            "cat": "operation" if span.is_operation else "compute",
-            "ph": "X",
-            "ts": (self._began + span.start) * 1e6,
-            "dur": max(0.0, end - span.start) * 1e6,
-            "pid": self.rank,
-            "tid": tid,
-        }
-        if span.is_operation:
-            event["args"] = {
-                "bytes": span.size_bytes,
-                "sequence": span.sequence,
-                "place": span.place,
-                "in_flight": span.end is None,
-            }
-        return event
-
-    def _observe(self, operation: Operation, size_bytes: int) -> None:
-        """A lane has accepted ``operation``."""
-        entry = _Entry(operation.name, _row(operation), operation.started, operation=True)
-        entry.size_bytes = size_bytes
-        entry.sequence = operation.sequence
-        entry.place = str(operation.place)
-        self._entries.append(entry)
-        operation.add_waker(entry.finish)
-
-    def _end(self) -> None:
-        self._ended = host.monotonic()
+#: The recordings that are on in this process.
+_open: list[Timeline] = []
 
 
 @contextmanager
-def recording() -> Iterator[Timeline]:
-    """Record every operation of this rank, and the spans you mark, while the block runs.
+def recording(*, marks: bool = True) -> Iterator[Timeline]:
+    """Record every operation of this rank, and its compute, while the block runs.
 
-    Recordings may nest and overlap. What is in flight at the end stays open until it is done.
+    With ``marks`` the calls of modules are "forward", the backward passes through them "backward", and steps
+    of optimizers "optimizer"; what you mark yourself, with ``span``, is added, and within it nothing is
+    marked by itself. Recordings may nest and overlap. What is in flight at the end stays open until it is
+    done.
 
     Raises:
         NotInitializedError: under a launcher, before ``ac.initialize()``.
     """
     context = current()
     timeline = Timeline(context.rank, context.world_size)
-    end = follow(timeline, context)
+    end = start(timeline, context, marks=marks)
     try:
         yield timeline
     finally:
         end()
 
 
+def start(timeline: Timeline, context: Context, *, marks: bool) -> Callable[[], None]:
+    """Have ``timeline`` record ``context``, until what comes back is called."""
+    ending = ExitStack()
+    ending.callback(follow(timeline, context))
+    if marks:
+        ending.enter_context(marking(timeline.recorder))
+    _open.append(timeline)
+    ending.callback(_open.remove, timeline)
+    return ending.close
+
+
 def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
     """Have ``timeline`` told of every operation of ``context``, until what comes back is called."""
-    observe = timeline._observe  # one object: a bound method is made anew each time
+    observe = timeline.recorder.observer()  # one object: a bound method is made anew each time
     context.observers = (*context.observers, observe)
 
     def end() -> None:
         context.observers = tuple(one for one in context.observers if one is not observe)
-        timeline._end()
+        timeline.recorder.end()
 
     return end
 
 
-def _row(operation: Operation) -> str:
-    group = operation.lane.group
-    where = "" if group.is_world else f" of {list(group.ranks)}"
-    return f"{operation.lane.name}{where}"
+@contextmanager
+def span(name: str, *, row: str | None = None) -> Iterator[None]:
+    """A block of compute called ``name``, in every recording that is on, and in ``torch.profiler``.
+
+    For code that does not know whether it is recorded (``asynccoll trace run``). Otherwise it does nothing.
+
+    >>> with ac.trace.span("validate"):
+    ...     validate(model)
+    """
+    with ExitStack() as spans:
+        for timeline in _open:
+            spans.enter_context(timeline.span(name, row=row))
+        if not _open:
+            spans.enter_context(annotation(name))
+        yield
 
 
-def _about(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
-    """A Chrome metadata event, which names a process or a thread."""
-    return {"name": what, "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-
-
-# Intervals and tracks
+def step() -> None:
+    """A step of the program ends here, in every recording that is on."""
+    for timeline in _open:
+        timeline.step()

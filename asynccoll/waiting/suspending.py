@@ -39,9 +39,14 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
     operation.extend()
     opening = operation.lane.communicator is None
     why = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
+    blame = operation.lane.world.blame(operation)
+    who = f": {blame}" if str(blame) else why
     return CollectiveTimeoutError(
-        f"{operation!r} is not ready after {waited:.3f} s{why}. It is still in flight, and later calls on "
-        "its lane wait behind it; await the same work again to go on waiting"
+        f"{operation!r} is not ready after {waited:.3f} s{who}. It is still in flight, and later calls on "
+        "its lane wait behind it; await the same work again to go on waiting",
+        blame.ranks,
+        operation=operation.name,
+        lane=operation.lane.name,
     )
 
 

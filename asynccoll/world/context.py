@@ -9,15 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
+from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError
-from asynccoll.flight import Recorder
+from asynccoll.flight import Recorder, lane_id
+from asynccoll.health.accounts import Account, Accounts
+from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
+from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.store import Clients
 from asynccoll.plan.spec import Policy
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Identity"]
 
+#: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
+#: own, which the others find in the store.
+SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long the rank that serves the store stays for ranks that have not left yet.
 LEAVE_SECONDS = 30.0
 #: The same where something went wrong, so that they may be stuck.
@@ -95,10 +103,13 @@ class Context:
         self._lock = host.Lock()
         self._aborting: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
+        self.stall_seconds = stall_seconds()
         self.watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
         self.refusals = Refusals(shared, self.rank)
-        self.liveness = Liveness(shared, self.rank)
+        accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
+        one_host = bool(nodes) and len(set(nodes)) == 1
+        self.liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
 
     def __repr__(self) -> str:
         return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
@@ -324,7 +335,9 @@ class Context:
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
         gone = "has left its world (finalize)" if set(lost) <= left.keys() else "is gone"
         heard = f"; {error}" if error is not None else f": {lane} cannot go on"
-        named = PeerLostError(f"{who} {gone}{heard}", lost)
+        words = [said for rank in lost if (said := self.liveness.last_words(rank))]
+        last = f" ({'; '.join(words)})" if len(lost) == 1 and words else ""
+        named = PeerLostError(f"{who} {gone}{last}{heard}", lost)
         named.__cause__ = error.__cause__ if error is not None else None
         return named
 
@@ -341,6 +354,27 @@ class Context:
             return tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
         # Something has failed: because of who never made that call, if there is one.
         return tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
+
+    def blame(self, operation: Operation) -> Blame:
+        """Which ranks keep ``operation`` from ending, and what they do instead: asked now, within a bound."""
+        lane = operation.lane
+        ranks = lane.group.ranks
+        peer = ranks[operation.peer] if operation.peer >= 0 else -1
+        group, key = lane_id(lane.group.key, lane.key)
+        awaited = Awaited(operation.name, group, key, lane.name, operation.sequence, operation.part, peer)
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        if self.clients is None or not others or self.closed:
+            return blame(awaited, {}, (), self.liveness.describe)
+        lost: tuple[int, ...] = ()
+        accounts: dict[int, Account] = {}
+        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: what is known is told
+            accounts = self.liveness.accounts(others)
+            lost = self.liveness.lost(tuple(accounts), routine=True)
+        return blame(awaited, accounts, lost, self.liveness.describe)
+
+    def tell_of_stall(self, operation: Operation) -> None:
+        """Somebody has waited for it for ``stall_seconds``."""
+        warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
 
     def pass_on(self, lane: Lane) -> None:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""

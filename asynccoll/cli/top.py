@@ -1,0 +1,133 @@
+"""``asynccoll top``: what the ranks of this host are doing, again and again; or once, in a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from asynccoll.cli.common import Commands
+from asynccoll.cli.output import Table, print_json, print_table
+
+if TYPE_CHECKING:
+    from asynccoll.trace.live import RankNow
+
+__all__ = ["add"]
+
+#: From when on an operation in flight stands out.
+_LONG_SECONDS = 5.0
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="watch the ranks of this host: what each has in flight, how fast it is, who is behind",
+        description="Reads what the ranks' flight recorders hold, and asks nothing of the ranks, so it shows "
+        "those that hang as well. On a terminal until Ctrl-C; in a pipe once.",
+    )
+    parser.add_argument("pid", nargs="?", type=int, help="only the ranks below this process: a launcher")
+    parser.add_argument("-i", "--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
+    parser.add_argument(
+        "-n", "--count", type=int, metavar="N", help="so often; on a terminal without end, else 1"
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON document each time")
+    parser.set_defaults(carry_out=_top)
+
+
+def _top(given: argparse.Namespace) -> int:
+    from asynccoll.errors import InvalidArgumentError
+    from asynccoll.trace.live import snapshot, survey
+
+    if not given.interval > 0:
+        raise InvalidArgumentError(f"--interval {given.interval} is not possible; it is more than 0 seconds")
+    live = sys.stdout.isatty() and not given.json
+    count = given.count if given.count is not None else (0 if live else 1)
+    before, turn = snapshot(given.pid), 0
+    while True:
+        time.sleep(given.interval)
+        now = snapshot(given.pid)
+        ranks = survey(now, before)
+        before, turn = now, turn + 1
+        if live:
+            sys.stdout.write("\x1b[H\x1b[2J")  # home, and clear
+        if given.json:
+            print_json([rank.to_dict() for rank in ranks])
+        else:
+            _print(ranks)
+        if turn == count:
+            return 0 if ranks else 1
+
+
+def _print(ranks: list[RankNow]) -> None:
+    if not ranks:
+        print("no rank of asynccoll runs on this host, or none that you may look into", flush=True)
+        return
+    print_table(_table(ranks))
+    for line in remarks(ranks):
+        print(line, flush=True)
+
+
+_LEFT = frozenset({"state", "operation", "lane", "line"})
+_COLUMNS = (
+    "job",
+    "rank",
+    "pid",
+    "state",
+    "calls/s",
+    "per s",
+    "flying",
+    "for",
+    "behind",
+    "operation",
+    "lane",
+    "line",
+)
+
+
+def _table(ranks: list[RankNow]) -> Table:
+    from asynccoll.trace.words import duration, size
+
+    table = Table(_COLUMNS, left=_LEFT)
+    for one in ranks:
+        call = f"{one.operation} #{one.sequence}" if one.sequence else one.operation or "-"
+        since = duration(one.seconds) if one.in_flight else f"idle {duration(one.idle)}"
+        table.rows.append(
+            (
+                str(one.job),
+                f"{one.rank}/{one.world_size}",
+                str(one.pid),
+                one.state,
+                f"{one.calls_per_second:.0f}",
+                size(one.bytes_per_second),
+                str(one.in_flight),
+                since,
+                str(one.behind) if one.behind else "-",
+                call,
+                one.lane or "-",
+                one.place or "-",
+            )
+        )
+    return table
+
+
+def remarks(ranks: list[RankNow]) -> list[str]:
+    """What stands out, in words: who is waited for, by whom, and since when."""
+    from asynccoll.trace.words import duration
+
+    said = []
+    for one in ranks:
+        waiting = [
+            other for other in ranks
+            if other.job == one.job and other is not one and other.in_flight and other.seconds > _LONG_SECONDS
+        ]  # fmt: skip
+        if one.behind and waiting:
+            longest = max(waiting, key=lambda other: other.seconds)
+            said.append(
+                f"rank {one.rank} (pid {one.pid}, {one.state}) is {one.behind} behind: rank {longest.rank} "
+                f"has waited {duration(longest.seconds)} in {longest.operation} #{longest.sequence} "
+                f"({longest.place})"
+            )
+        elif one.state != "running":
+            said.append(f"rank {one.rank} (pid {one.pid}) is {one.state}")
+    return said

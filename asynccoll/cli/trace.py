@@ -1,0 +1,195 @@
+"""``asynccoll trace``: record a program on all its ranks, and show what they did when."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asynccoll.cli import run
+from asynccoll.cli.common import Commands
+from asynccoll.cli.output import Table, print_json, print_table
+
+if TYPE_CHECKING:
+    from asynccoll.trace import Trace
+    from asynccoll.trace.findings import Findings
+
+__all__ = ["add"]
+
+_RUN_TEXT = """\
+Start the ranks of a program as `asynccoll run` does, record all of them, and write trace.html (to open in a
+browser) and trace.json (for ui.perfetto.dev).
+
+  asynccoll trace run -n 2 train.py --epochs 1
+  asynccoll trace run -o traces -n 2 train.py
+"""
+_RUN_NOTES = """\
+The program calls ac.initialize(); it needs no changes. Calls of modules, backward passes and optimizer steps
+are marked by themselves. A job that hangs is shown as far as it came: stop it with Ctrl-C. Under another
+launcher, start the program with ASYNCCOLL_TRACE=DIR, and see it with `asynccoll trace merge DIR`.
+"""
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "trace", help="record a program on all its ranks, and show what they did when"
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    for kind in KINDS:
+        kind(kinds)
+
+
+def _add_run(kinds: Commands) -> None:
+    parser = kinds.add_parser(
+        "run",
+        help="start a program, and record it",
+        usage="asynccoll trace run [-o DIR] [options of asynccoll run] script.py [args ...]",
+        description=_RUN_TEXT,
+        epilog=_RUN_NOTES,
+        formatter_class=run.HelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_output(parser)
+    run.add_options(parser)
+    parser.set_defaults(carry_out=_run)
+
+
+def _add_merge(kinds: Commands) -> None:
+    parser = kinds.add_parser("merge", help="show what ranks have left in a directory")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE named, or -o")
+    _add_output(parser)
+    parser.set_defaults(carry_out=_merge)
+
+
+#: What there is after ``asynccoll trace``, in the order of its help.
+KINDS = (_add_run, _add_merge)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to write, default here")
+    parser.add_argument("--json", action="store_true", help="what was found, as one JSON document")
+
+
+def _run(given: argparse.Namespace) -> int:
+    from asynccoll.launch.engines import run as start
+    from asynccoll.trace.spooling import VARIABLE
+
+    if (wrong := run.missing_program(given)) is not None:
+        return wrong
+    with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as directory:
+        os.environ[VARIABLE] = directory
+        try:
+            code = start(run.request(given))
+        finally:
+            del os.environ[VARIABLE]
+        if not any(Path(directory).iterdir()):
+            print("asynccoll trace: no rank called ac.initialize(), so nothing was recorded", file=sys.stderr)
+            return code or 1
+        _show(Path(directory), given)
+    return code
+
+
+def _merge(given: argparse.Namespace) -> int:
+    _show(given.directory, given)
+    return 0
+
+
+def _show(directory: Path, given: argparse.Namespace) -> None:
+    from asynccoll.trace import load
+
+    trace = load(directory)
+    to = given.output or Path()
+    to.mkdir(parents=True, exist_ok=True)
+    written = [trace.to_html(to / "trace.html"), trace.to_perfetto(to / "trace.json")]
+    if given.json:
+        print_json({**trace.to_dict(), "files": [str(path) for path in written]})
+        return
+    _print(trace)
+    print(f"\n{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
+
+
+def _print(trace: Trace) -> None:
+    from asynccoll.trace.words import duration
+
+    found = trace.findings
+    print(f"{found.ranks} ranks, {duration(found.seconds)}, {found.operations} operations: {summary(found)}")
+    for table in tables(found):
+        if table.rows:
+            print()
+            print_table(table)
+
+
+def summary(found: Findings) -> str:
+    """What is hidden, in a sentence."""
+    from asynccoll.trace.words import duration
+
+    if not found.operations:
+        return "nothing was sent"
+    if not found.marked:
+        return (
+            "no compute is marked, so nobody knows what was hidden; call an nn.Module, or mark blocks with "
+            "ac.trace.span"
+        )
+    times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
+    return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times})"
+
+
+def tables(found: Findings) -> list[Table]:
+    """What hangs, the slowest ranks, the longest waits, and the steps."""
+    return [_unfinished(found), _lateness(found), _waits(found), _steps(found)]
+
+
+def _unfinished(found: Findings) -> Table:
+    from asynccoll.trace.words import duration
+
+    columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
+    table = Table(
+        columns,
+        title="not over at the end, or failed",
+        left=frozenset({"operation", "lane", "not called by", "line"}),
+    )
+    for one in found.unfinished[:10]:
+        missing = ", ".join(f"rank {rank}" for rank in one.missing) or "-"
+        call = f"#{one.sequence}"
+        row = (str(one.rank), one.operation, one.lane, call, duration(one.seconds), missing, one.place)
+        table.rows.append(row)
+    return table
+
+
+def _lateness(found: Findings) -> Table:
+    from asynccoll.trace.words import duration
+
+    columns = ("rank", "last in", "others waited", "longest", "for", "it was in", "line")
+    table = Table(columns, title="who was late", left=frozenset({"for", "it was in", "line"}))
+    if found.ranks < 2:
+        return table
+    for one in found.lateness[:10]:
+        last, total, longest = f"{one.last} of {one.of}", duration(one.total), duration(one.longest)
+        table.rows.append(
+            (str(one.rank), last, total, longest, one.longest_operation, one.doing or "-", one.longest_place)
+        )
+    return table
+
+
+def _waits(found: Findings) -> Table:
+    from asynccoll.trace.words import duration, size
+
+    columns = ("operation", "lane", "calls", "size", "waited for", "longest", "on rank", "line")
+    table = Table(columns, title="longest waits, all ranks", left=frozenset({"operation", "lane", "line"}))
+    for one in found.waits[:10]:
+        times = (duration(one.total), duration(one.longest), str(one.longest_rank))
+        table.rows.append((one.operation, one.lane, str(one.calls), size(one.size_bytes), *times, one.place))
+    return table
+
+
+def _steps(found: Findings) -> Table:
+    from asynccoll.trace.words import duration
+
+    table = Table(("step", "took", "in flight", "waited for", "hidden"), title="steps, means over ranks")
+    for one in found.steps[:20]:
+        times = (duration(one.end - one.start), duration(one.in_flight), duration(one.waited))
+        table.rows.append((str(one.number), *times, "-" if one.hidden is None else f"{one.hidden:.0%}"))
+    return table

@@ -1,0 +1,96 @@
+"""Whether each backend works here: tried, by a world of one in a process of its own, all at the same time.
+
+That its package is there says little: libraries may be missing, or made for another torch. What does not work
+is told with what it said, and with the line to type.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asynccoll.backends import table
+
+__all__ = ["Trial", "look", "try_all"]
+
+_LIMIT_S = 60.0
+_PROGRAM = """
+import sys, asynccoll as ac
+ac.initialize(sys.argv[1])
+assert ac.all_reduce(2).wait() == 2
+ac.finalize()
+"""
+#: What launchers say of this process is not about the world of one that is tried.
+_OF_LAUNCHERS = re.compile(
+    r"^(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|PMIX|MPI_|HOROVOD_|ASYNCCOLL_)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One backend: whether it works, and if not why, and what to type."""
+
+    works: bool
+    why: str = ""
+    do: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look() -> dict[str, Trial]:
+    """Every backend by whether its parts are there, without trying it."""
+    return {name: _lacks(need) if need else Trial(works=True) for name, need in table.needs().items()}
+
+
+def _lacks(need: str) -> Trial:
+    what, _, line = need.partition(": ")
+    return Trial(works=False, why=f"it needs {what}", do=line)
+
+
+def try_all() -> dict[str, Trial]:
+    """Every backend there is, by name."""
+    needs = table.needs()
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        found = pool.map(lambda name: _try(name, needs[name]), needs)
+        return dict(zip(needs, found, strict=True))
+
+
+def _try(name: str, need: str) -> Trial:
+    if need:
+        return _lacks(need)
+    environ = {key: value for key, value in os.environ.items() if not _OF_LAUNCHERS.match(key)}
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program
+            [sys.executable, "-c", _PROGRAM, name],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Trial(works=False, why=f"a world of one was not done within {_LIMIT_S:.0f} s")
+    if done.returncode == 0:
+        return Trial(works=True)
+    return Trial(works=False, why=_said(done), do=_line_of(done.stderr))
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    """The error in a line."""
+    lines = done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        return f"a world of one was killed by signal {-done.returncode}"
+    return lines[-1] if lines else f"a world of one ended with exit code {done.returncode}"
+
+
+def _line_of(errors: str) -> str:
+    """What our own errors say is to be typed."""
+    found = re.search(r"pip install [^\n;)]+", errors)
+    return found[0].strip() if found else ""

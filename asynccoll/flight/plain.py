@@ -1,0 +1,33 @@
+"""A ``Flight`` as values that JSON has, and back: how it is sent to other hosts, and kept in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from asynccoll.flight.reading import Call, Flight, Progress
+
+__all__ = ["from_plain", "to_plain"]
+
+#: Of an answer: the latest are what is asked after.
+_MOST_CALLS = 1024
+
+
+def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
+    """With its last ``calls`` calls, each as a list in the order of the fields of ``Call``."""
+    plain = {field.name: getattr(flight, field.name) for field in fields(flight)}
+    kept = flight.calls[-calls:] if calls else ()
+    plain["calls"] = [[getattr(call, field.name) for field in fields(call)] for call in kept]
+    plain["lanes"] = [asdict(one) for one in flight.lanes]
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any]) -> Flight:
+    """The ``Flight`` again. Raises ``ValueError`` for what is none."""
+    try:
+        calls = tuple(Call(*call) for call in plain["calls"])
+        lanes = tuple(Progress(**one) for one in plain["lanes"])
+        return Flight(**{**plain, "calls": calls, "lanes": lanes})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a flight: {error}") from error

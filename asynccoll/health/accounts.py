@@ -1,0 +1,186 @@
+"""What each rank has done, as far as it can be known: from its flight recorder, or by asking it.
+
+Of a rank of this node the memory is read, whatever its process is doing; a rank of another node is asked, and
+answers from a thread of its own. Where its main thread stands only the rank itself can say. Asking is
+bounded, costs nothing until then, and tells of what there is: it judges nothing (``blame`` does).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from asynccoll import flight, host
+from asynccoll.flight import Flight, Recorder
+from asynccoll.host import answering, shared_memory
+from asynccoll.host.call_site import is_users
+
+__all__ = ["Account", "Accounts", "Peer"]
+
+#: How long a rank may take to say where it stands.
+ASK_SECONDS = 0.3
+#: Ranks of this node whose memory is kept open, so that it can be read after their death.
+_MOST_HELD = 64
+_FRAMES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What a rank publishes of itself: its beacon, and where its recorder and its answers are."""
+
+    address: str
+    port: int
+    host: str
+    pid: int
+    node: str = ""
+    memory: int = -1
+    answers: int = 0
+    secret: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Of one rank. ``state`` is its process's, as the kernel says, where it is on this node.
+
+    ``now`` is its monotonic clock when this was found out. ``stack``: its main thread's frames, innermost
+    first, as "function (file:line)"; ``stands`` is the innermost of the user's. ``answers``: whether it did.
+    """
+
+    rank: int
+    flight: Flight | None = None
+    now: float = 0.0
+    state: str = ""
+    near: bool = False
+    answers: bool = False
+    stands: str = ""
+    stack: tuple[str, ...] = field(default=())
+
+
+class Accounts:
+    """Those of the ranks of one world. Any thread may ask."""
+
+    def __init__(self, rank: int, recorder: Recorder, secret: str, node: str) -> None:
+        """``secret``: the job's, "" if each rank has one of its own."""
+        self._rank = rank
+        self._recorder = recorder
+        self._secret = secret
+        self._node = node
+        self._answers: answering.Answers | None = None
+        self._held: dict[int, memoryview] = {}
+        self._main = host.get_ident()
+
+    def publish(self, address: str, port: int, secret: str) -> Peer:
+        """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``."""
+        known = self._secret or secret
+        self._answers = answering.Answers(address, known.encode(), self._answer)
+        mine = Peer(
+            address, port, host.gethostname(), host.getpid(), self._node, self._recorder.descriptor,
+            self._answers.port, "" if self._secret else secret,
+        )  # fmt: skip
+        self._recorder.say(
+            host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port
+        )
+        return mine
+
+    def hold(self, rank: int, peer: Peer) -> None:
+        """Keep the memory of ``rank`` open, if it is on this node."""
+        if rank not in self._held and len(self._held) < _MOST_HELD:
+            found = self._look(peer)
+            if found is not None:
+                self._held[rank] = found
+
+    def _look(self, peer: Peer) -> memoryview | None:
+        """The memory of ``peer``: the one that it published, not that of a process with the same number."""
+        if peer.node != self._node or peer.memory < 0:
+            return None
+        memory = shared_memory.look(peer.pid, peer.memory)
+        found = None if memory is None else flight.read(memory)
+        return memory if found is not None and found.said.get("beacon") == peer.port else None
+
+    def of(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> dict[int, Account]:
+        """What is known of each of ``peers``; those of this rank's node in any case."""
+        near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
+        awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
+        said: dict[int, dict[str, Any]] = {}
+        for secret in {self._secret or peer.secret: None for peer in awake.values()}:
+            known = {
+                rank: (peer.address, peer.answers)
+                for rank, peer in awake.items()
+                if peer.answers and (self._secret or peer.secret) == secret
+            }
+            said |= answering.ask(known, secret.encode(), "account", seconds)
+        return {rank: _with_answer(near[rank], said.get(rank)) for rank in peers}
+
+    def last_seen(self, rank: int) -> Flight | None:
+        """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
+        memory = self._held.get(rank)
+        return None if memory is None else flight.read(memory)
+
+    def own(self) -> Flight | None:
+        """This rank's."""
+        return flight.read(self._recorder.buffer)
+
+    def _read(self, rank: int, peer: Peer) -> Account:
+        memory = self._held.get(rank) or self._look(peer)
+        if memory is None:
+            return Account(rank)
+        state = shared_memory.process_state(peer.pid)
+        return Account(rank, flight.read(memory), host.monotonic(), state, near=True)
+
+    def _answer(self, question: str) -> Mapping[str, Any]:
+        """What this rank tells others of itself."""
+        found = self.own()
+        stack = _stack(self._main)
+        plain = None if found is None else flight.to_plain(found)
+        if plain is not None:
+            plain["said"] = {key: value for key, value in plain["said"].items() if key != "secret"}
+        return {
+            "flight": plain,
+            "now": host.monotonic(),
+            "stack": [text for text, _ in stack],
+            "stands": next((text for text, users in stack if users), ""),
+        }
+
+    def disown(self) -> None:
+        """In a forked child: the parent answers, from its own memory."""
+        if self._answers is not None:
+            self._answers.disown()
+            self._answers = None
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        if self._answers is not None:
+            self._answers.close()
+            self._answers = None
+        self._held.clear()
+
+
+def _with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
+    if said is None:
+        return account
+    try:
+        found = account.flight or (flight.from_plain(said["flight"]) if said["flight"] else None)
+        now = account.now or float(said["now"])
+        stack = tuple(map(str, said["stack"]))
+        return Account(
+            account.rank, found, now, account.state, account.near, True, str(said["stands"]), stack
+        )
+    except (KeyError, TypeError, ValueError):  # another version's
+        return account
+
+
+def _stack(thread: int) -> list[tuple[str, bool]]:
+    """The frames of ``thread``, innermost first, and which are the user's."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    found: list[tuple[str, bool]] = []
+    while frame is not None and len(found) < _FRAMES:
+        code = frame.f_code
+        name = getattr(code, "co_qualname", code.co_name)
+        file = code.co_filename
+        found.append((f"{name} ({Path(file).name}:{frame.f_lineno})", is_users(file)))
+        frame = frame.f_back
+    return found

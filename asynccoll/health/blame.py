@@ -1,0 +1,166 @@
+"""Who keeps an operation from ending, and what they do instead: from the accounts of its ranks, in words.
+
+Pure: who asks the ranks is ``accounts``. It names a rank only for what is recorded, or what its kernel says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from asynccoll.flight import Call, Flight
+from asynccoll.health.accounts import Account
+
+__all__ = ["Awaited", "Blame", "blame", "last_words"]
+
+#: More lines are for who asks for them (``asynccoll where``).
+_MOST_TOLD = 8
+_STATES = {
+    "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
+    "t": "its process is stopped by a debugger",
+    "D": "its process sleeps in the kernel (a disk, or swapping)",
+    "Z": "its process has ended",
+    "": "its process is gone",
+}
+_ENDINGS = {
+    "finalized": "left its world (finalize)",
+    "ended": "ended its program in order",
+    "died": "ended its program with an error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """An operation that is waited for. ``peer`` is the global rank a message is to or from; else -1."""
+
+    operation: str
+    group: str
+    lane_key: str
+    lane: str
+    sequence: int
+    part: int = 1
+    peer: int = -1
+    of: str = ""
+
+    def __str__(self) -> str:
+        number = f" #{self.sequence}" if self.sequence else ""
+        return f"{self.operation}{number} on lane {self.lane!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Which ``ranks`` an operation waits for (global, in order), and a sentence for each that tells why.
+
+    Without ranks ``sentences`` say what is known otherwise. ``str()`` gives all of it.
+    """
+
+    operation: str
+    lane: str
+    ranks: tuple[int, ...]
+    sentences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(self.sentences)
+
+
+def blame(
+    awaited: Awaited,
+    accounts: Mapping[int, Account],
+    lost: Sequence[int],
+    describe: Callable[[int], str],
+) -> Blame:
+    """Who of ``accounts`` has not made the call, or cannot go on; ``lost`` are known to be gone.
+
+    ``describe`` gives a rank's name: ``rank 1 (host n1, pid 71)``.
+    """
+    found: dict[int, str] = {}
+    for rank, account in sorted(accounts.items()):
+        if awaited.peer in (-1, rank):
+            why = _why(awaited, account, rank in lost)
+            if why:
+                found[rank] = f"{describe(rank)} {why}"
+    sentences = [*found.values()][:_MOST_TOLD]
+    if len(found) > _MOST_TOLD:
+        sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
+    if not found:
+        sentences = _nobody(awaited, accounts)
+    return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences))
+
+
+def _why(awaited: Awaited, account: Account, lost: bool) -> str:
+    """What keeps this rank from its part in it; "" if nothing does."""
+    flight = account.flight
+    gone = lost or (account.near and account.state in ("", "Z"))
+    if flight is None:
+        return "is gone" if gone else "" if account.answers else "does not answer, though its host does"
+    has_called = _has_called(awaited, flight)
+    stuck = account.near and account.state in _STATES and account.state != "D"
+    if has_called:
+        ended = gone or flight.ending != "running"
+        return f"has called it; {_now(account, gone)}" if stuck or ended else _other(awaited, flight)
+    said = (
+        "is gone, without calling it" if gone and flight.ending == "running" else f"has not called {awaited}"
+    )
+    return f"{said}; {last_words(flight, account.now)}; {_now(account, gone)}".removesuffix("; ")
+
+
+def _has_called(awaited: Awaited, flight: Flight) -> bool:
+    if not awaited.sequence:  # of messages nobody counts; who is waiting in one of that lane has called
+        mine = [call for call in flight.on_lane(awaited.group, awaited.lane_key) if not call.sequence]
+        return any(call.state in ("in flight", "queued") for call in mine)
+    return flight.reached(awaited.group, awaited.lane_key) >= awaited.sequence
+
+
+def _other(awaited: Awaited, flight: Flight) -> str:
+    """What it has called in its place, if that is known to be something else."""
+    for call in flight.on_lane(awaited.group, awaited.lane_key):
+        same_place = call.sequence == awaited.sequence and call.part == awaited.part
+        if same_place and awaited.sequence and call.operation != awaited.operation:
+            return f"has called {call.operation} {call.of} in its place, at {call.place}"
+    return ""
+
+
+def last_words(flight: Flight, now: float) -> str:
+    """``its last call was broadcast #40 on lane 'eval' at train.py:88, 12.3 s ago, finished``."""
+    if not flight.calls:
+        return "it has made no call"
+    last = flight.calls[-1]
+    ago = f", {max(0.0, now - last.called):.1f} s ago" if now else ""
+    return f"its last call was {last.name} at {last.place}{ago}, {last.state}"
+
+
+def _now(account: Account, gone: bool) -> str:
+    """What it does now."""
+    flight = account.flight
+    if flight is not None and flight.ending in _ENDINGS:
+        ago = f" {max(0.0, account.now - flight.ended):.1f} s ago" if account.now else ""
+        return f"it {_ENDINGS[flight.ending]}{ago}, without calling this"
+    if gone and account.state not in ("Z", ""):
+        return "its process is gone"
+    if account.near and account.state in _STATES:
+        return _STATES[account.state]
+    if account.stands:
+        return f"it is now in {account.stands}"
+    if not account.answers:
+        return "it does not answer: its interpreter may be held by native code"
+    return ""
+
+
+def _nobody(awaited: Awaited, accounts: Mapping[int, Account]) -> list[str]:
+    """Every rank has called it."""
+    if not accounts:
+        return []
+    over = [rank for rank, one in sorted(accounts.items()) if one.flight and _is_over(awaited, one.flight)]
+    if over:
+        who = f"rank{'s' * (len(over) > 1)} {', '.join(map(str, over))}"
+        return [f"every rank has called it, and on {who} it is over"]
+    return ["every rank has called it: it is slow, or stuck in the network"]
+
+
+def _is_over(awaited: Awaited, flight: Flight) -> bool:
+    calls: list[Call] = [
+        call
+        for call in flight.on_lane(awaited.group, awaited.lane_key)
+        if call.sequence == awaited.sequence and awaited.sequence
+    ]
+    return bool(calls) and all(call.state == "finished" for call in calls)

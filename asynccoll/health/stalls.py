@@ -1,0 +1,54 @@
+"""The warning that a call is stuck: long before its time is over, once for each, in the words of the error.
+
+It goes to the logger ``asynccoll.stall``, and to stderr unless that is where the log goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from asynccoll.errors import InvalidArgumentError
+
+__all__ = ["VARIABLE", "stall_seconds", "warn"]
+
+#: After how many seconds; 0 is never.
+VARIABLE = "ASYNCCOLL_STALL_WARNING"
+_SECONDS = 30.0
+_log = logging.getLogger("asynccoll.stall")
+
+
+def stall_seconds(given: float | None = None, environ: Mapping[str, str] = os.environ) -> float:
+    """After how many seconds of waiting somebody is to be told; 0.0 is never.
+
+    Raises:
+        InvalidArgumentError: a number below 0, or none.
+    """
+    said = environ.get(VARIABLE, "") if given is None else given
+    try:
+        seconds = float(said) if said != "" else _SECONDS
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds >= 0:
+        name = VARIABLE if given is None else "stall_warning"
+        raise InvalidArgumentError(f"{name} must be a number of seconds, or 0 for never; got {said!r}")
+    return seconds
+
+
+def warn(rank: int, what: object, waited: float, why: object) -> None:
+    """Say that ``rank`` has waited so long for ``what``, and ``why``."""
+    text = f"rank {rank} has waited for {waited:.0f} s for {what}: {why}"
+    _log.warning(text)
+    if _log.hasHandlers() and not _goes_to_stderr():  # without any, logging itself writes to stderr
+        print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # who waits reads it there
+
+
+def _goes_to_stderr() -> bool:
+    logger: logging.Logger | None = _log
+    while logger is not None:
+        if any(getattr(one, "stream", None) in (sys.stderr, sys.__stderr__) for one in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False

@@ -1,0 +1,232 @@
+"""Short questions and answers between the ranks of a job, for those who know the job's secret.
+
+A question is a few bytes, an answer one JSON object. Who connects is sent a nonce, and has two seconds to
+send its digest under the secret with the question; whoever sends anything else, too much, or nothing, is
+disconnected, and nothing of it is kept. It must not know what is asked.
+
+    nonce, 16 bytes  ->
+                     <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 1 byte; question
+    length, 4 bytes; JSON  ->
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import selectors
+import socket
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+from asynccoll import host
+
+__all__ = ["Answers", "ask"]
+
+K = TypeVar("K", bound=Hashable)
+
+#: How long one connection may take, and how many there may be at once: the oldest has to go.
+PATIENCE_SECONDS = 2.0
+MOST_CONNECTIONS = 64
+_NONCE_BYTES = 16
+_DIGEST_BYTES = 32
+_QUESTION_BYTES = 255
+#: An answer that is longer is none.
+_ANSWER_BYTES = 1 << 22
+_STOP_SECONDS = 1.0
+
+
+def _digest(secret: bytes, nonce: bytes, question: bytes) -> bytes:
+    return hmac.new(secret, nonce + question, hashlib.sha256).digest()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+class _Asker:
+    """One connection to who answers: what has come, and what is still to be sent."""
+
+    def __init__(self, line: socket.socket, until: float) -> None:
+        self.line = line
+        self.until = until
+        self.nonce = os.urandom(_NONCE_BYTES)
+        self.came = b""
+        self.answered = False
+        self.left = self.nonce
+
+    def question(self, secret: bytes) -> bytes | None:
+        """What it asks, once all of it has come. Raises ``ValueError`` if it does not know the secret."""
+        if len(self.came) <= _DIGEST_BYTES:
+            return None
+        length = self.came[_DIGEST_BYTES]
+        asked = self.came[_DIGEST_BYTES + 1 :]
+        if len(asked) < length:
+            return None
+        if len(asked) > length or not hmac.compare_digest(
+            self.came[:_DIGEST_BYTES], _digest(secret, self.nonce, asked)
+        ):
+            raise ValueError("it does not know the secret")
+        return asked
+
+
+class Answers:
+    """Answers questions in a thread of its own, until it is closed."""
+
+    def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, Any]]) -> None:
+        self._secret = secret
+        self._answer = answer
+        self._listening = socket.socket(_family(address), socket.SOCK_STREAM)
+        self._listening.setblocking(False)
+        self._listening.bind((address, 0))
+        self._listening.listen(MOST_CONNECTIONS)
+        self.port: int = self._listening.getsockname()[1]
+        self._wake, self._woken = socket.socketpair()
+        self._askers: dict[socket.socket, _Asker] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = host.Thread(target=self._run, name="asynccoll-answers", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            now = host.monotonic()
+            for late in [one for one in self._askers.values() if one.until <= now]:
+                self._drop(late)
+            first = min((one.until for one in self._askers.values()), default=None)
+            for key, _ in self._selector.select(None if first is None else max(0.0, first - now)):
+                if key.fileobj is self._woken:
+                    return
+                if key.fileobj is self._listening:
+                    self._accept()
+                elif (asker := self._askers.get(key.data)) is not None:
+                    self._serve(asker)
+
+    def _accept(self) -> None:
+        try:
+            line, _ = self._listening.accept()
+        except OSError:  # it is gone again, or there are no descriptors: room is made, then
+            self._drop_oldest()
+            return
+        line.setblocking(False)
+        if len(self._askers) >= MOST_CONNECTIONS:
+            self._drop_oldest()
+        asker = self._askers[line] = _Asker(line, host.monotonic() + PATIENCE_SECONDS)
+        self._selector.register(line, selectors.EVENT_READ, line)
+        self._serve(asker)
+
+    def _drop_oldest(self) -> None:
+        if self._askers:
+            self._drop(next(iter(self._askers.values())))
+
+    def _drop(self, asker: _Asker) -> None:
+        del self._askers[asker.line]
+        self._selector.unregister(asker.line)
+        asker.line.close()
+
+    def _serve(self, asker: _Asker) -> None:
+        """Send and receive what is possible now."""
+        try:
+            over = self._send(asker) or self._receive(asker)
+        except (OSError, ValueError):
+            over = True
+        except Exception:  # what is asked for cannot be found out: nobody else is to suffer
+            over = True
+        if over:
+            self._drop(asker)
+        else:
+            waits = selectors.EVENT_READ | (selectors.EVENT_WRITE if asker.left else 0)
+            self._selector.modify(asker.line, waits, asker.line)
+
+    def _send(self, asker: _Asker) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            asker.left = asker.left[asker.line.send(asker.left) :] if asker.left else b""
+        return asker.answered and not asker.left
+
+    def _receive(self, asker: _Asker) -> bool:
+        if asker.answered:
+            return False
+        most = _DIGEST_BYTES + 1 + _QUESTION_BYTES
+        try:
+            came = asker.line.recv(most + 1)
+        except BlockingIOError:
+            return False
+        asker.came += came
+        if not came or len(asker.came) > most:
+            return True
+        question = asker.question(self._secret)
+        if question is not None:
+            text = json.dumps(self._answer(question.decode(errors="replace"))).encode()
+            asker.left += len(text).to_bytes(4, "big") + text
+            asker.answered = True
+            return self._send(asker)
+        return False
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._wake.send(b"x")
+        if self._thread is not host.current_thread():
+            self._thread.join(_STOP_SECONDS)
+        self.disown()
+
+    def disown(self) -> None:
+        """Close what it has. In a forked child, where its thread is not."""
+        for line in (self._listening, self._wake, self._woken, *self._askers):
+            line.close()
+        self._selector.close()
+
+
+def ask(
+    peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float
+) -> dict[K, dict[str, Any]]:
+    """What each of ``peers`` (address, port) answers within ``seconds``, all asked at once."""
+    answers: dict[K, dict[str, Any]] = {}
+    asked = question.encode()
+    with selectors.DefaultSelector() as selector:
+        for peer, at in peers.items():
+            with contextlib.suppress(OSError):
+                line = socket.socket(_family(at[0]), socket.SOCK_STREAM)
+                line.setblocking(False)
+                line.connect_ex(at)
+                selector.register(line, selectors.EVENT_READ, (peer, bytearray()))
+        deadline = host.monotonic() + seconds
+        while selector.get_map() and (left := deadline - host.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                line, (peer, came) = key.fileobj, key.data  # type: ignore[assignment]  # a socket, see above
+                if _heard(line, came, secret, asked):
+                    selector.unregister(line)
+                    line.close()
+                    if (answer := _parsed(came)) is not None:
+                        answers[peer] = answer
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]  # as above
+    return answers
+
+
+def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) -> bool:
+    """Read what is there; send the question once the nonce is. Whether that was all."""
+    before = len(came)
+    try:
+        some = line.recv(1 << 16)
+        came += some
+        if before < _NONCE_BYTES <= len(came):
+            nonce = bytes(came[:_NONCE_BYTES])
+            line.send(_digest(secret, nonce, asked) + bytes([len(asked)]) + asked)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    expected = _NONCE_BYTES + 4 + int.from_bytes(came[_NONCE_BYTES : _NONCE_BYTES + 4], "big")
+    complete = len(came) >= _NONCE_BYTES + 4 and len(came) >= expected
+    return not some or complete or len(came) > _ANSWER_BYTES
+
+
+def _parsed(came: bytearray) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(came[_NONCE_BYTES + 4 :])
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None

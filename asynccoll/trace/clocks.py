@@ -1,0 +1,65 @@
+"""One clock for all ranks, from what was recorded: who had to be there before an operation could end.
+
+No rank's all_reduce is over before every rank has called it. So of each such operation, with clocks that run
+alike, the start on rank a lies before the end on rank b: many of them leave little room for the difference
+between two clocks. Half of that room is how far off a time may be. Pure: times in, offsets out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["SYNCHRONIZING", "Alignment", "Clock", "align"]
+
+#: Those that end nowhere before they have begun everywhere.
+SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """One rank's: which clock it reads, the wall's time at the moment 0, and its synchronizing operations."""
+
+    name: str
+    wall: float
+    #: start and end by what the operation has in common with its peers'; empty if ends tell nothing
+    operations: Mapping[Hashable, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What to add to each rank's times, and how far off they may be; None if only wall clocks tell."""
+
+    offsets: tuple[float, ...]
+    uncertain: float | None
+
+
+def align(clocks: Sequence[Clock]) -> Alignment:
+    """To the clock of the first rank."""
+    if not clocks:
+        return Alignment((), 0.0)
+    found: dict[str, tuple[float, float | None]] = {clocks[0].name: (0.0, 0.0)}
+    for clock in clocks:
+        if clock.name not in found:
+            found[clock.name] = _offset(clock.name, clocks)
+    offsets = tuple(found[clock.name][0] for clock in clocks)
+    margins = [margin for _, margin in found.values()]
+    known = [margin for margin in margins if margin is not None]
+    return Alignment(offsets, max(known) if len(known) == len(margins) else None)
+
+
+def _offset(name: str, clocks: Sequence[Clock]) -> tuple[float, float | None]:
+    """From every pair of ranks, one of them on the clock ``name`` and one on the first rank's."""
+    first = clocks[0]
+    least, most = float("-inf"), float("inf")
+    for one in clocks:
+        for other in clocks:
+            if one.name != first.name or other.name != name:
+                continue
+            for key in one.operations.keys() & other.operations.keys():
+                (start, end), (its_start, its_end) = one.operations[key], other.operations[key]
+                least, most = max(least, start - its_end), min(most, end - its_start)
+    if most == float("inf"):
+        wall = next(clock.wall for clock in clocks if clock.name == name)
+        return wall - first.wall, None
+    return (least + most) / 2, abs(most - least) / 2

@@ -1,0 +1,276 @@
+"""What a trace says: the hidden share of each step, the longest waits, stragglers, what hangs.
+
+Pure: parts whose times lie on one clock go in, values come out, which the page, the terminal and ``--json``
+show.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asynccoll.trace.parts import Part
+from asynccoll.trace.spans import Span, covered, intersection, length
+
+__all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction"]
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, over all ranks. Seconds; ``hidden`` is None where nothing was sent, or nothing is marked."""
+
+    number: int
+    start: float
+    end: float
+    #: with anything in flight, and of that without compute beside it: means over ranks
+    in_flight: float
+    waited: float
+    hidden: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The calls of one line, on all ranks: how long any of them was in flight without compute beside it.
+
+    ``total`` is summed up over ranks, not over calls that are in flight at one time.
+    """
+
+    operation: str
+    lane: str
+    place: str
+    calls: int
+    size_bytes: int
+    total: float
+    longest: float
+    longest_rank: int
+    longest_start: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How often a rank was the last to call an operation, and how long others waited for it."""
+
+    rank: int
+    last: int
+    of: int
+    total: float
+    longest: float
+    longest_operation: str
+    longest_place: str
+    longest_start: float
+    #: what it did meanwhile, if that was marked
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An operation that was not over at the end, or failed; and who of its group had not called it."""
+
+    rank: int
+    operation: str
+    lane: str
+    sequence: int
+    place: str
+    seconds: float
+    failed: bool
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All of it. ``hidden`` is None where nothing was sent, or nothing is ``marked``."""
+
+    ranks: int
+    seconds: float
+    operations: int
+    marked: bool
+    hidden: float | None
+    in_flight: float
+    waited: float
+    steps: tuple[Step, ...]
+    waits: tuple[Wait, ...]
+    lateness: tuple[Lateness, ...]
+    unfinished: tuple[Unfinished, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find(parts: Sequence[Part]) -> Findings:
+    """What ``parts`` say, whose times lie on one clock."""
+    seconds = max((part.seconds for part in parts), default=0.0)
+    marked = any(not span.is_operation for part in parts for span in part.spans)
+    whole = _share(parts, 0.0, seconds)
+    return Findings(
+        ranks=len(parts),
+        seconds=seconds,
+        operations=sum(span.is_operation for part in parts for span in part.spans),
+        marked=marked,
+        hidden=whole[2],
+        in_flight=whole[0],
+        waited=whole[1],
+        steps=tuple(_steps(parts)),
+        waits=tuple(_waits(parts)),
+        lateness=tuple(_lateness(parts)),
+        unfinished=tuple(_unfinished(parts)),
+    )
+
+
+def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:
+    """When there was any of a kind, within ``start`` and ``end``."""
+    return covered(
+        (max(start, span.start), min(end, end if span.end is None else span.end))
+        for span in spans
+        if span.is_operation is operations and span.start < end and (span.end is None or span.end > start)
+    )
+
+
+def hidden_fraction(spans: Sequence[Span], start: float, end: float) -> float:
+    """The share of the time in flight that had compute beside it; ``nan`` if nobody knows."""
+    busy = _busy(spans, start, end, operations=True)
+    compute = _busy(spans, start, end, operations=False)
+    total = length(busy)
+    if not total or all(span.is_operation for span in spans):
+        return math.nan
+    return length(intersection(busy, compute)) / total
+
+
+def _share(parts: Sequence[Part], start: float, end: float) -> tuple[float, float, float | None]:
+    """Seconds in flight and of that without compute, as means over ranks; and the share that is hidden."""
+    in_flight = hidden = 0.0
+    marked = False
+    for part in parts:
+        busy = _busy(part.spans, start, end, operations=True)
+        in_flight += length(busy)
+        hidden += length(intersection(busy, _busy(part.spans, start, end, operations=False)))
+        marked = marked or any(not span.is_operation for span in part.spans)
+    ranks = max(1, len(parts))
+    share = hidden / in_flight if in_flight and marked else None
+    return in_flight / ranks, (in_flight - hidden) / ranks, share
+
+
+def _steps(parts: Sequence[Part]) -> Iterable[Step]:
+    """As many as every rank has ended; from the first of the ranks to the last."""
+    count = min((len(part.steps) for part in parts), default=0)
+    for number in range(count):
+        begins = [part.steps[number - 1] if number else _first(part) for part in parts]
+        ends = [part.steps[number] for part in parts]
+        shares = [_share([part], *when) for part, *when in zip(parts, begins, ends, strict=True)]
+        in_flight = statistics.mean(share[0] for share in shares)
+        waited = statistics.mean(share[1] for share in shares)
+        known = any(share[2] is not None for share in shares)
+        hidden = 1 - waited / in_flight if known else None
+        yield Step(number, min(begins), max(ends), in_flight, waited, hidden)
+
+
+def _first(part: Part) -> float:
+    """When the first step began: with the first thing that was recorded."""
+    return min((span.start for span in part.spans), default=0.0)
+
+
+def _exposed(part: Part) -> Iterable[tuple[Span, list[Interval]]]:
+    """Each operation, and when it was in flight without compute beside it."""
+    idle = _gaps(_busy(part.spans, 0.0, part.seconds, operations=False), part.seconds)
+    for span in part.spans:
+        if span.is_operation:
+            end = part.seconds if span.end is None else span.end
+            yield span, intersection([(span.start, end)], idle)
+
+
+def _gaps(busy: Sequence[Interval], end: float) -> list[Interval]:
+    """What lies between, before ``end``."""
+    starts = [0.0, *(stop for _, stop in busy)]
+    stops = [*(start for start, _ in busy), end]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
+    """Lines by how long their calls were waited for."""
+    lines: dict[tuple[str, str, str], list[tuple[Span, list[Interval], int]]] = {}
+    for part in parts:
+        for span, idle in _exposed(part):
+            lines.setdefault((span.name, span.row, span.place), []).append((span, idle, part.rank))
+    found = []
+    for (name, lane, place), calls in lines.items():
+        span, idle, rank = max(calls, key=lambda call: length(call[1]))
+        by_rank: dict[int, list[Interval]] = {}
+        for _, intervals, whose in calls:
+            by_rank.setdefault(whose, []).extend(intervals)
+        total = sum(length(covered(intervals)) for intervals in by_rank.values())
+        size_bytes = sum(call[0].size_bytes for call in calls)
+        found.append(Wait(name, lane, place, len(calls), size_bytes, total, length(idle), rank, span.start))
+    return sorted(found, key=lambda wait: -wait.total)[:most]
+
+
+def _calls(parts: Sequence[Part]) -> dict[Any, list[tuple[Part, Span]]]:
+    """Each operation that several ranks have called."""
+    found: dict[Any, list[tuple[Part, Span]]] = {}
+    for part in parts:
+        for span in part.spans:
+            if span.key is not None:
+                found.setdefault(span.key, []).append((part, span))
+    return found
+
+
+def _lateness(parts: Sequence[Part]) -> list[Lateness]:
+    """Ranks by how long others have waited for them to come."""
+    late: dict[int, list[tuple[float, Span, Part]]] = {part.rank: [] for part in parts}
+    shared = [calls for calls in _calls(parts).values() if len(calls) > 1]
+    for calls in shared:
+        part, span = max(calls, key=lambda call: call[1].start)
+        others = statistics.median(other.start for whose, other in calls if whose is not part)
+        late[part.rank].append((span.start - others, span, part))
+    found = []
+    for rank, times in late.items():
+        if not times:
+            found.append(Lateness(rank, 0, len(shared), 0.0, 0.0, "", "", 0.0, ""))
+            continue
+        seconds, span, part = max(times, key=lambda one: one[0])
+        total = length(covered((one.start - before, one.start) for before, one, _ in times))
+        doing = _doing(part, span.start - seconds, span.start)
+        found.append(
+            Lateness(rank, len(times), len(shared), total, seconds, span.name, span.place, span.start, doing)
+        )
+    return sorted(found, key=lambda one: -one.total)
+
+
+def _doing(part: Part, start: float, end: float) -> str:
+    """The span of compute in which most of the time between lies."""
+    spent: dict[str, float] = {}
+    for span in part.spans:
+        if not span.is_operation:
+            over = min(end, part.seconds if span.end is None else span.end) - max(start, span.start)
+            spent[span.name] = spent.get(span.name, 0.0) + max(0.0, over)
+    best = max(spent, key=lambda name: spent[name], default="")
+    return best if best and spent[best] > 0.2 * (end - start) else ""
+
+
+def _unfinished(parts: Sequence[Part]) -> list[Unfinished]:
+    """What was not over at the end, or failed, the longest first."""
+    calls = _calls(parts)
+    found = []
+    for part in parts:
+        for span in part.spans:
+            if span.is_operation and (span.end is None or span.failed):
+                came = {whose.rank for whose, _ in calls.get(span.key, [])}
+                missing = tuple(sorted(_members(span, parts) - came)) if span.key else ()
+                found.append(
+                    Unfinished(
+                        part.rank, span.name, span.row, span.sequence, span.place,
+                        (part.seconds if span.end is None else span.end) - span.start, span.failed, missing,
+                    )
+                )  # fmt: skip
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def _members(span: Span, parts: Sequence[Part]) -> set[int]:
+    """The ranks of the group, which a lane's row names if it is not the world."""
+    _, of, ranks = span.row.rpartition(" of [")
+    if of:
+        return {int(rank) for rank in ranks.rstrip("]").split(",")}
+    return {part.rank for part in parts}

@@ -1,0 +1,80 @@
+"""Metrics of one's own: a function that is told of every operation that is over; and OpenTelemetry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asynccoll import host
+from asynccoll.runtime.process import current
+from asynccoll.trace.recorder import has_failed
+
+if TYPE_CHECKING:
+    from asynccoll.order.operation import Operation
+
+__all__ = ["Finished", "add_hook"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An operation of this rank that is over.
+
+    ``operation`` is its name, ``lane`` its lane's, ``ranks`` those of its group; ``started`` is by the
+    monotonic clock, ``seconds`` from the call to the end. ``place`` is the line of the call.
+    """
+
+    operation: str
+    lane: str
+    ranks: tuple[int, ...]
+    sequence: int
+    size_bytes: int
+    started: float
+    seconds: float
+    place: str
+    failed: bool
+
+
+def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
+    """Have ``finished`` told of every operation of this rank when it is over; what comes back ends that.
+
+    It is called by the thread that sees the end, so it must neither wait nor call collectives; what it raises
+    is logged, and changes nothing. Outside of hooks and recordings nothing is paid for them.
+
+    >>> remove = ac.trace.add_hook(lambda done: histogram.observe(done.seconds))
+
+    Raises:
+        NotInitializedError: under a launcher, before ``ac.initialize()``.
+    """
+    context = current()
+
+    def observe(operation: Operation, size_bytes: int) -> None:
+        operation.add_waker(lambda: _tell(finished, operation, size_bytes))
+
+    def remove() -> None:
+        context.observers = tuple(one for one in context.observers if one is not observe)
+
+    context.observers = (*context.observers, observe)
+    return remove
+
+
+def _tell(finished: Callable[[Finished], object], operation: Operation, size_bytes: int) -> None:
+    lane = operation.lane
+    done = Finished(
+        operation.name,
+        lane.name,
+        tuple(lane.group.ranks),
+        operation.sequence,
+        size_bytes,
+        operation.started,
+        host.monotonic() - operation.started,
+        str(operation.place),
+        has_failed(operation),
+    )
+    try:
+        finished(done)
+    except Exception:  # a metric must not fail what it measures
+        _log.exception("a hook on operations has raised; the operation %s is not affected", operation)

@@ -1,0 +1,159 @@
+"""What the ranks of this host are doing now, over what their flight recorders tell.
+
+``snapshot`` reads; ``survey`` compares two of them, and is pure. Nothing is asked of the ranks: one that
+hangs in native code, or is stopped, is seen like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asynccoll import flight, host
+from asynccoll.flight import Call, Flight
+from asynccoll.host import shared_memory
+
+__all__ = ["RankNow", "Snapshot", "snapshot", "survey"]
+
+_PROC = Path("/proc")
+_STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The recorders of a moment, by process; what the kernel says of each; and who started it."""
+
+    at: float
+    flights: Mapping[int, Flight]
+    states: Mapping[int, str]
+    parents: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankNow:
+    """One rank. ``behind`` counts the calls of its latest lane that another rank has made and it has not.
+
+    ``seconds`` is how long its oldest operation in flight has been so, 0 without any; else ``idle`` is how
+    long ago its latest call was.
+    """
+
+    job: int
+    rank: int
+    world_size: int
+    pid: int
+    state: str
+    calls_per_second: float
+    bytes_per_second: float
+    operation: str
+    sequence: int
+    lane: str
+    place: str
+    in_flight: int
+    seconds: float
+    idle: float
+    behind: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def snapshot(root: int | None = None) -> Snapshot:
+    """Every rank of this host that may be looked into; with ``root`` those below that process."""
+    flights: dict[int, Flight] = {}
+    states: dict[int, str] = {}
+    parents = _parents()
+    for pid in parents:
+        if root is not None and not _descends(pid, root, parents):
+            continue
+        for descriptor in shared_memory.find(pid, flight.NAME):
+            memory = shared_memory.look(pid, descriptor)
+            found = None if memory is None else flight.read(memory)
+            if found is not None and found.pid == pid and found.ending == "running":
+                flights[pid] = found
+                states[pid] = shared_memory.process_state(pid)
+    return Snapshot(host.monotonic(), flights, states, parents)
+
+
+def _parents() -> dict[int, int]:
+    """By process: who started it."""
+    found: dict[int, int] = {}
+    for process in _PROC.glob("[0-9]*"):
+        try:
+            status = (process / "stat").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        found[int(process.name)] = int(status.rpartition(")")[2].split()[1])
+    return found
+
+
+def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
+    while pid not in (root, 0):
+        pid = parents.get(pid, 0)
+    return pid == root
+
+
+def survey(now: Snapshot, before: Snapshot) -> list[RankNow]:
+    """What each rank does, the jobs and their ranks in order."""
+    rows = [_rank(pid, recorded, now, before, _siblings(pid, now)) for pid, recorded in now.flights.items()]
+    return sorted(rows, key=lambda row: (row.job, row.rank, row.pid))
+
+
+def _siblings(pid: int, now: Snapshot) -> Sequence[Flight]:
+    """The ranks of the same job: those that one process started for a world of one size."""
+    job, size = now.parents.get(pid), now.flights[pid].world_size
+    return [
+        one for other, one in now.flights.items() if now.parents.get(other) == job and one.world_size == size
+    ]
+
+
+def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iterable[Flight]) -> RankNow:
+    calls = recorded.calls
+    last = calls[-1] if calls else None
+    flying = [call for call in calls if call.state in ("queued", "in flight")]
+    oldest = min((call.called for call in flying), default=now.at)
+    shown = flying[0] if flying else last
+    new = _new(recorded, before.flights.get(pid))
+    seconds = max(now.at - before.at, 1e-9)
+    return RankNow(
+        job=now.parents.get(pid, 0),
+        rank=recorded.rank,
+        world_size=recorded.world_size,
+        pid=pid,
+        state=_STATES.get(now.states.get(pid, ""), "running"),
+        calls_per_second=len(new) / seconds,
+        bytes_per_second=sum(call.size_bytes for call in new) / seconds,
+        operation=shown.operation if shown else "",
+        sequence=shown.sequence if shown else 0,
+        lane=shown.lane if shown else "",
+        place=shown.place if shown else "",
+        in_flight=len(flying),
+        seconds=now.at - oldest,
+        idle=now.at - last.called if last else now.at - recorded.began,
+        behind=_behind(recorded, job),
+    )
+
+
+def _new(recorded: Flight, before: Flight | None) -> list[Call]:
+    """The calls since then, as far as they are still recorded."""
+    last = before.calls[-1].ticket if before is not None and before.calls else 0
+    return [call for call in recorded.calls if call.ticket > last] if before is not None else []
+
+
+def _behind(recorded: Flight, job: Iterable[Flight]) -> int:
+    """On whichever lane of a group of its own it is most; one that it has never used counts."""
+    return max(
+        (
+            lane.sequence - recorded.reached(lane.group, lane.lane_key)
+            for other in job
+            for lane in other.lanes
+            if _is_in(recorded.rank, lane.group)
+        ),
+        default=0,
+    )
+
+
+def _is_in(rank: int, group: str) -> bool:
+    """Whether ``rank`` is a member of the group with this key: ``world``, or the ranks, as ``0-2-5``."""
+    return group == "world" or str(rank) in group.split("-")

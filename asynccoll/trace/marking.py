@@ -1,0 +1,124 @@
+"""Forward, backward and optimizer steps, marked by themselves while something is recorded.
+
+torch's global hooks tell of every module's call and every optimizer's step. A module that is called by none
+other is "forward"; when its outputs' gradients arrive, "backward" begins, and autograd says when it is over.
+What the program has marked itself is left to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+from asynccoll import host
+from asynccoll.trace.recorder import Recorder
+
+__all__ = ["marking"]
+
+
+@contextlib.contextmanager
+def marking(recorder: Recorder) -> Iterator[None]:
+    """Mark what modules and optimizers do in ``recorder`` while the block runs."""
+    marks = _Marks(recorder)
+    handles = [
+        modules.register_module_forward_pre_hook(marks.forward_begins),
+        modules.register_module_forward_hook(marks.forward_ends, always_call=True),
+        optimizers.register_optimizer_step_pre_hook(marks.step_begins),
+        optimizers.register_optimizer_step_post_hook(marks.step_ends),
+    ]
+    try:
+        yield
+    finally:
+        marks.over = True
+        for handle in handles:
+            handle.remove()
+
+
+class _Marks:
+    """What is open in each thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.over = False
+        #: by thread: the modules that are being called, the outermost first, and the span of that one
+        self._calls: dict[int, tuple[list[int], Any]] = {}
+        self._optimizing: dict[int, Any] = {}
+        #: backward passes that have begun, by autograd's number
+        self._backward: set[int] = set()
+
+    def forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling() or _in_backward():
+            return
+        thread = host.get_ident()
+        found = self._calls.get(thread)
+        if found is None:
+            span = None
+            if not self.recorder.is_marked():
+                span = self.recorder.begin("forward", place=type(module).__name__)
+            self._calls[thread] = ([id(module)], span)
+        else:
+            found[0].append(id(module))
+
+    def forward_ends(self, module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling() or _in_backward():
+            return
+        thread = host.get_ident()
+        found = self._calls.get(thread)
+        if found is None:  # it was called before the recording began
+            return
+        calls, span = found
+        while calls and calls.pop() != id(module):  # one that raised may not have told
+            pass
+        if calls:
+            return
+        del self._calls[thread]
+        if span is not None:
+            span.finish()
+        self._await_backward(outputs, type(module).__name__)
+
+    def _await_backward(self, outputs: Any, name: str) -> None:
+        row = host.current_thread().name
+        for node in _graph_nodes(outputs):
+            node.register_prehook(lambda _gradients: self._backward_begins(row, name))
+
+    def _backward_begins(self, row: str, name: str) -> None:
+        number = torch._C._current_graph_task_id()
+        if self.over or number == -1 or number in self._backward or self.recorder.is_marked():
+            return
+        self._backward.add(number)
+        span = self.recorder.begin("backward", row, name)
+        torch.autograd.Variable._execution_engine.queue_callback(span.finish)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self.recorder.is_marked():
+            name = type(optimizer).__name__
+            self._optimizing[host.get_ident()] = self.recorder.begin("optimizer", place=name)
+
+    def step_ends(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        span = self._optimizing.pop(host.get_ident(), None)
+        if span is not None:
+            span.finish()
+        self.recorder.seen_steps.append(host.monotonic())
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs in this thread, as it does where checkpoints are computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _graph_nodes(outputs: Any) -> Iterator[Any]:
+    """Where the gradients of ``outputs`` will arrive."""
+    if isinstance(outputs, torch.Tensor):
+        if outputs.grad_fn is not None:
+            yield outputs.grad_fn
+    elif isinstance(outputs, dict):
+        for value in outputs.values():
+            yield from _graph_nodes(value)
+    elif isinstance(outputs, (list, tuple)):
+        for value in outputs:
+            yield from _graph_nodes(value)

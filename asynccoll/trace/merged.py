@@ -1,0 +1,87 @@
+"""All ranks' parts on one clock, and the files that come of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops.collectives import gather_object
+from asynccoll.runtime.process import current
+from asynccoll.trace import findings
+from asynccoll.trace.clocks import align
+from asynccoll.trace.page import write_page
+from asynccoll.trace.parts import Part, part_of, read_part
+from asynccoll.trace.perfetto import write_events
+
+if TYPE_CHECKING:
+    from asynccoll.trace.timeline import Timeline
+    from asynccoll.waiting.work import Work
+
+__all__ = ["Trace", "gather", "load"]
+
+
+class Trace:
+    """What every rank did, with times in seconds since the first thing that was recorded, by one clock.
+
+    ``parts`` are the ranks', in order; ``uncertain`` is by how many seconds times of different nodes may be
+    off, 0 where all ranks read one clock, None where only the nodes' wall clocks could be compared.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        ordered = sorted(parts, key=lambda part: part.rank)
+        alignment = align([part.as_clock() for part in ordered])
+        begins = [part.began + offset for part, offset in zip(ordered, alignment.offsets, strict=True)]
+        origin = min(map(_first, ordered, begins), default=0.0)
+        self.parts = tuple(part.shifted(begin - origin) for part, begin in zip(ordered, begins, strict=True))
+        self.uncertain = alignment.uncertain
+        self.findings = findings.find(self.parts)
+
+    def __repr__(self) -> str:
+        return f"<Trace of {len(self.parts)} ranks, {self.findings.seconds:.3f} s>"
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one page that needs nothing else: lanes of all ranks, and what they say; the path."""
+        return write_page(Path(path), self.parts, self.findings, self.uncertain)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
+        """Write Chrome trace JSON of all ranks for ``ui.perfetto.dev``; the path."""
+        recorded = [(part.rank, part.world_size, 0.0, part.seconds, part.spans) for part in self.parts]
+        return write_events(Path(path), recorded)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it says, for programs."""
+        return {"clock_uncertain_seconds": self.uncertain, **self.findings.to_dict()}
+
+
+def _first(part: Part, began: float) -> float:
+    """When the first thing happened on a rank whose recording began at ``began``."""
+    return began + min((span.start for span in part.spans), default=0.0)
+
+
+def gather(timeline: Timeline, *, dst: int = 0) -> Work[Trace | None]:
+    """The trace of all ranks on ``dst``; None elsewhere. Every rank calls it, after the recording.
+
+    >>> trace = await ac.trace.gather(timeline)
+    >>> if trace is not None:
+    ...     trace.to_html("trace.html")
+    """
+    part = part_of(timeline.recorder, current())
+    return gather_object(part, dst=dst).map(lambda parts: None if parts is None else Trace(parts))
+
+
+def load(where: str | os.PathLike[str]) -> Trace:
+    """The trace in a directory that ranks have written to (``ASYNCCOLL_TRACE``, ``asynccoll trace run``).
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    files = sorted(Path(where).glob("rank-*.jsonl"))
+    if not files:
+        raise InvalidArgumentError(
+            f"there is no recording in {str(where)!r}: expected files rank-*.jsonl, which ranks leave there "
+            "that call ac.initialize() under `asynccoll trace run`, or with ASYNCCOLL_TRACE set to it"
+        )
+    return Trace(map(read_part, files))

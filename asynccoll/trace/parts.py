@@ -1,0 +1,183 @@
+"""What one rank recorded, as a value and as a file that can be read whatever became of the rank.
+
+A file is lines of JSON: what the rank is, then each span once it is over (and, at intervals, those that are
+not). Nothing in it has to be written last, so that of a rank that was killed everything is there but the last
+half second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asynccoll import host
+from asynccoll.environment.node import node_name
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.trace.clocks import SYNCHRONIZING, Clock
+from asynccoll.trace.spans import Span
+
+if TYPE_CHECKING:
+    from asynccoll.trace.recorder import Recorder
+    from asynccoll.world.context import Context
+
+__all__ = ["Part", "Writer", "part_of", "read_part"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of a trace. Times of spans and steps are seconds since ``began`` on its own clock."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    #: names the clock that it reads; ranks of one node have one
+    clock: str
+    began: float
+    #: the wall's time when the rank's clock was 0
+    wall: float
+    backend: str
+    #: whether an operation that is over here has begun everywhere: not on devices that work on by themselves
+    ends_together: bool
+    seconds: float = 0.0
+    spans: tuple[Span, ...] = ()
+    steps: tuple[float, ...] = ()
+
+    def as_clock(self) -> Clock:
+        """What aligns it with others."""
+        operations: dict[Hashable, tuple[float, float]] = {
+            span.key: (self.began + span.start, self.began + (span.end or 0.0))
+            for span in self.spans
+            if self.ends_together and span.key and _tells(span)
+        }
+        return Clock(self.clock, self.wall, operations)
+
+    def shifted(self, by: float) -> Part:
+        """The same with all times later by so much, counted from ``began`` as before."""
+        moved = [
+            replace(span, start=span.start + by, end=None if span.end is None else span.end + by)
+            for span in self.spans
+        ]
+        steps = tuple(step + by for step in self.steps)
+        return replace(self, seconds=self.seconds + by, spans=tuple(moved), steps=steps)
+
+
+def _tells(span: Span) -> bool:
+    """Whether its end says that it has begun everywhere. What is empty need not be sent."""
+    ended = span.end is not None and not span.failed
+    return ended and span.name in SYNCHRONIZING and (span.size_bytes > 0 or span.name == "barrier")
+
+
+def part_of(recorder: Recorder, context: Context) -> Part:
+    """What ``recorder`` has taken down so far in ``context``."""
+    whose = describe(recorder, context)
+    return replace(whose, seconds=recorder.seconds, spans=recorder.spans, steps=recorder.steps)
+
+
+def describe(recorder: Recorder, context: Context) -> Part:
+    """Whose it is, without what was taken down."""
+    now = datetime.now(timezone.utc).timestamp()
+    return Part(
+        rank=context.rank,
+        world_size=context.world_size,
+        host=host.gethostname(),
+        pid=host.getpid(),
+        clock=node_name(),
+        began=recorder.began,
+        wall=now - host.monotonic(),
+        backend=context.backend.name,
+        ends_together=context.device.type == "cpu",
+    )
+
+
+_ABOUT = ("rank", "world_size", "host", "pid", "clock", "began", "wall", "backend", "ends_together")
+
+
+class Writer:
+    """Writes a rank's part into a file, again and again: each span once, or twice if it was not over."""
+
+    def __init__(self, recorder: Recorder, context: Context, path: Path) -> None:
+        self._recorder = recorder
+        self._lock = host.Lock()
+        self._written = 0  # of the recorder's entries
+        self._open: list[int] = []  # those of them that were not over
+        self._file = path.open("w")
+        about = describe(recorder, context)
+        self._line({"format": _FORMAT, **{name: getattr(about, name) for name in _ABOUT}})
+        self._file.flush()
+
+    def write(self) -> None:
+        """What has happened since the last time."""
+        with self._lock:
+            entries = self._recorder.entries
+            last = len(entries)
+            numbers = [*self._open, *range(self._written, last)]
+            self._open, self._written = [], last
+            for number in numbers:
+                span = entries[number].span(self._recorder.began)
+                if span.end is None:
+                    self._open.append(number)
+                self._line([number, *_as_row(span)])
+            self._line({"seconds": self._recorder.seconds, "steps": self._recorder.steps})
+            self._file.flush()
+
+    def _line(self, what: Any) -> None:
+        self._file.write(json.dumps(what) + "\n")
+
+
+_FIELDS = (
+    "name",
+    "row",
+    "start",
+    "end",
+    "is_operation",
+    "size_bytes",
+    "sequence",
+    "place",
+    "part",
+    "peer",
+    "failed",
+)
+
+
+def _as_row(span: Span) -> list[Any]:
+    return [getattr(span, name) for name in _FIELDS]
+
+
+@dataclass
+class _Read:
+    about: dict[str, Any] = field(default_factory=dict)
+    rows: dict[int, Sequence[Any]] = field(default_factory=dict)
+
+
+def read_part(path: Path) -> Part:
+    """What a ``Writer`` wrote, as far as it came.
+
+    Raises:
+        InvalidArgumentError: it is no such file.
+    """
+    read = _Read()
+    for line in path.read_text().splitlines():
+        try:
+            said = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a rank that was killed while it wrote
+            continue
+        if isinstance(said, dict):
+            read.about |= said
+        else:
+            read.rows[said[0]] = said[1:]
+    if read.about.get("format") != _FORMAT:
+        raise InvalidArgumentError(
+            f"{path} is no recording of a rank; expected a file that `asynccoll trace run` left, or one by "
+            "ASYNCCOLL_TRACE"
+        )
+    spans = sorted((Span(*row) for row in read.rows.values()), key=lambda span: span.start)
+    about = {name: read.about[name] for name in _ABOUT}
+    steps = tuple(read.about.get("steps", ()))
+    return Part(**about, seconds=read.about.get("seconds", 0.0), spans=tuple(spans), steps=steps)

@@ -1,0 +1,61 @@
+"""Chrome trace JSON, for ui.perfetto.dev and chrome://tracing: processes are ranks, threads are rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asynccoll.trace.spans import Span, stack
+
+__all__ = ["write_events"]
+
+#: A rank, the number of ranks, what its times count from, how long it was recorded, and its spans.
+Recorded = tuple[int, int, float, float, Sequence[Span]]
+
+
+def write_events(path: Path, recorded: Iterable[Recorded]) -> Path:
+    """Write all of them into ``path``."""
+    events = [event for one in recorded for event in _events(*one)]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path
+
+
+def _events(
+    rank: int, world_size: int, began: float, seconds: float, spans: Sequence[Span]
+) -> Iterable[dict[str, Any]]:
+    yield _about("process_name", rank, 0, f"rank {rank} of {world_size}")
+    tracks = [(row, track) for row, stacked in stack(spans) for track in stacked]
+    for tid, (row, track) in enumerate(tracks, start=1):
+        yield _about("thread_name", rank, tid, row)
+        for span in track:
+            yield _event(span, rank, tid, began, seconds)
+
+
+def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dict[str, Any]:
+    end = seconds if span.end is None else span.end
+    event: dict[str, Any] = {
+        "name": span.name,
+        "cat": "operation" if span.is_operation else "compute",
+        "ph": "X",
+        "ts": (began + span.start) * 1e6,
+        "dur": max(0.0, end - span.start) * 1e6,
+        "pid": rank,
+        "tid": tid,
+    }
+    if span.is_operation:
+        event["args"] = {
+            "bytes": span.size_bytes,
+            "sequence": span.sequence,
+            "place": span.place,
+            "in_flight": span.end is None,
+        }
+    elif span.place:
+        event["args"] = {"of": span.place}
+    return event
+
+
+def _about(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+    """A Chrome metadata event, which names a process or a thread."""
+    return {"name": what, "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,162 @@
+"""What one rank did while it was recorded: operations, spans of compute, and where steps ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asynccoll import host
+from asynccoll.host.profiling import annotation
+from asynccoll.trace.spans import Span
+
+if TYPE_CHECKING:
+    from asynccoll.order.operation import Operation
+
+__all__ = ["Recorder", "has_failed"]
+
+
+class _Entry:
+    """A span while it grows: what is known at its start, and its end once there is one."""
+
+    __slots__ = (
+        "end",
+        "failed",
+        "name",
+        "operation",
+        "part",
+        "peer",
+        "place",
+        "row",
+        "sequence",
+        "size_bytes",
+        "start",
+    )
+
+    def __init__(self, name: str, row: str, start: float, *, operation: bool = False) -> None:
+        self.name = name
+        self.row = row
+        self.start = start
+        self.end: float | None = None
+        self.operation = operation
+        self.size_bytes = 0
+        self.sequence = 0
+        self.part = 1
+        self.peer = -1
+        self.place = ""
+        self.failed = False
+
+    def finish(self) -> None:
+        if self.end is None:
+            self.end = host.monotonic()
+
+    def over(self, operation: Operation) -> None:
+        """It has ended, well or not."""
+        self.failed = has_failed(operation)
+        self.finish()
+
+    def span(self, origin: float) -> Span:
+        return Span(
+            self.name,
+            self.row,
+            self.start - origin,
+            None if self.end is None else self.end - origin,
+            self.operation,
+            self.size_bytes,
+            self.sequence,
+            self.place,
+            self.part,
+            self.peer,
+            self.failed,
+        )
+
+
+class Recorder:
+    """Takes down what happens; any thread may add to it."""
+
+    def __init__(self) -> None:
+        self.began = host.monotonic()
+        self.ended: float | None = None
+        self.entries: list[_Entry] = []
+        #: when steps ended: as the program says, and as optimizers tell
+        self.told_steps: list[float] = []
+        self.seen_steps: list[float] = []
+        #: by thread: how many spans that the program marks are open
+        self._marking: dict[int, int] = {}
+
+    @contextmanager
+    def span(self, name: str, row: str | None = None) -> Iterator[None]:
+        """A block of compute."""
+        thread = host.get_ident()
+        entry = self.begin(name, row)
+        self._marking[thread] = self._marking.get(thread, 0) + 1
+        try:
+            with annotation(name):
+                yield
+        finally:
+            self._marking[thread] -= 1
+            entry.finish()
+
+    def begin(self, name: str, row: str | None = None, place: str = "") -> _Entry:
+        """A span that begins now; its ``finish`` ends it."""
+        entry = _Entry(name, row or host.current_thread().name, host.monotonic())
+        entry.place = place
+        self.entries.append(entry)
+        return entry
+
+    def is_marked(self) -> bool:
+        """Whether the calling thread is in a span that the program marks."""
+        return self._marking.get(host.get_ident(), 0) > 0
+
+    def observe(self, operation: Operation, size_bytes: int) -> None:
+        """A lane has accepted ``operation``."""
+        entry = _Entry(operation.name, _row(operation), operation.started, operation=True)
+        entry.size_bytes = size_bytes
+        entry.sequence = operation.sequence
+        entry.part = operation.part
+        entry.peer = operation.peer
+        entry.place = str(operation.place)
+        self.entries.append(entry)
+        operation.add_waker(partial(entry.over, operation))
+
+    def observer(self) -> Callable[[Operation, int], object]:
+        """``observe`` as one object: a bound method is made anew each time."""
+        return self.observe
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything recorded so far, by start."""
+        found = (entry.span(self.began) for entry in list(self.entries))
+        return tuple(sorted(found, key=lambda span: span.start))
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """When each step ended, in seconds since the recording began: as told, else as seen."""
+        return tuple(sorted(end - self.began for end in self.told_steps or self.seen_steps))
+
+    def step(self) -> None:
+        """The program says that a step ends."""
+        self.told_steps.append(host.monotonic())
+
+    def end(self) -> None:
+        """Nothing more is taken down, but for the ends of what has begun."""
+        self.ended = host.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long the recording lasted, or has lasted so far."""
+        return (self.ended or host.monotonic()) - self.began
+
+
+def has_failed(operation: Operation) -> bool:
+    """Whether an operation that is over ended badly; nobody need have waited for it."""
+    if operation.failure is not None:
+        return True
+    return operation.completion.done() and operation.completion.error() is not None
+
+
+def _row(operation: Operation) -> str:
+    group = operation.lane.group
+    where = "" if group.is_world else f" of {list(group.ranks)}"
+    return f"{operation.lane.name}{where}"

@@ -1,0 +1,146 @@
+"""A real browser without a window: Debian's chromium, told what to do through a pipe.
+
+``page(path)`` opens a file; ``run`` evaluates JavaScript in it, ``move`` puts the pointer somewhere,
+``shot`` is a picture. What the page logs as an error, or throws, is kept in ``errors``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from needs import need, which
+from patience import patient
+
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--window-size=1280,1000",
+    "--remote-debugging-pipe",
+)
+LIMIT_S = patient(30)
+
+
+class Browser:
+    """One chromium with one page. Messages are JSON, each ended by a zero byte."""
+
+    def __init__(self, directory: str) -> None:
+        ours, theirs = os.pipe(), os.pipe()  # what it reads (3), and what it writes (4)
+        program = [which("chromium"), *_FLAGS, f"--user-data-dir={directory}", "about:blank"]
+
+        # A shell puts them where chromium looks for them.
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}', "bash", *program],
+            pass_fds=(ours[0], theirs[1]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self._to, self._from = ours[1], theirs[0]
+        self._number = 0
+        self._unread = b""
+        self._session: str | None = None
+        self.errors: list[str] = []
+        self._events: list[dict[str, Any]] = []
+
+    def open(self, url: str) -> None:
+        """Go to ``url``, and wait until it is there."""
+        (target,) = (one for one in self._ask("Target.getTargets")["targetInfos"] if one["type"] == "page")
+        attached = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._ask(f"{domain}.enable")
+        self._ask("Page.navigate", url=url)
+        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+            self._read()
+
+    def run(self, script: str) -> Any:
+        """What an expression is, as JSON."""
+        done = self._ask("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    def move(self, x: float, y: float) -> None:
+        """The pointer."""
+        self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def wheel(self, x: float, y: float, by: float) -> None:
+        """With Ctrl held."""
+        self._ask("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by, modifiers=2)
+
+    def shot(self, path: Path) -> Path:
+        """A picture of what is seen."""
+        path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
+        return path
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, AssertionError):
+            self._session = None
+            self._ask("Browser.close")
+        try:
+            self._process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._to)
+        os.close(self._from)
+
+    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            said = self._read()
+            if said.get("id") == self._number:
+                assert "error" not in said, said["error"]
+                return said["result"]
+
+    def _read(self) -> dict[str, Any]:
+        end = monotonic() + LIMIT_S
+        while b"\0" not in self._unread:
+            assert select.select([self._from], [], [], max(0.0, end - monotonic()))[0], (
+                "the browser is silent"
+            )
+            more = os.read(self._from, 1 << 16)
+            assert more, "the browser has ended"
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\0")
+        said = json.loads(line)
+        if "method" in said:
+            self._events.append(said)
+            if said["method"] == "Runtime.exceptionThrown":
+                self.errors.append(str(said["params"]["exceptionDetails"]))
+            if said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
+                self.errors.append(said["params"]["entry"]["text"])
+        return said
+
+
+@contextlib.contextmanager
+def page(path: Path) -> Iterator[Browser]:
+    """The file ``path``, opened in a browser of its own."""
+    need("chromium")
+    with tempfile.TemporaryDirectory(prefix="asynccoll-browser-", ignore_cleanup_errors=True) as directory:
+        browser = Browser(directory)
+        try:
+            browser.open(path.as_uri())
+            yield browser
+        finally:
+            browser.close()

@@ -1,0 +1,279 @@
+"""How a call of a `compositions.Program` is waited for: in a task of an event loop, or in a plain thread.
+
+Both are used alike: what runs in a plain thread are coroutines that never suspend (``driven``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+import asynccoll as ac
+from asynccoll import host
+from compositions import Call
+from compositions_compared import Complain, Record
+
+__all__ = ["TIMEOUTS", "Looped", "Threaded", "Ways", "driven"]
+
+T = TypeVar("T")
+
+#: Of a call that is waited for until its time is over, again and again.
+TIMEOUTS = (1e-4, 1e-3, 2e-2)
+#: So often it is looked again at once; then after pauses, from the shortest to the longest.
+_LOOKS = 5
+_PAUSES = (1e-4, 2e-2)
+
+
+class Ways(Protocol):
+    """What depends on where one waits."""
+
+    async def checkpoint(self) -> None:
+        """Let others run."""
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Look again and again until it holds."""
+
+    async def got(self, work: Any) -> Any:
+        """The result."""
+
+    def scoped(self, scope: ac.scope) -> AbstractAsyncContextManager[Any]:
+        """Inside of it."""
+
+    async def result(self, call: Call, record: Record, complain: Complain) -> Any:
+        """The result, waited for as the call says."""
+
+    async def results(self, call: Call, records: Sequence[Record]) -> None:
+        """Wait for all of them, together; who asks afterwards finds each done."""
+
+
+def driven(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What it returns; it has nothing to suspend for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    raise AssertionError(f"{coroutine!r} waits for an event loop in a plain thread")
+
+
+class Looped:
+    """In a task of asyncio's or trio's."""
+
+    def __init__(self, loop: str) -> None:
+        self._asyncio = loop == "asyncio"
+
+    async def checkpoint(self) -> None:
+        await checkpoint()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(_LOOKS):
+            if holds():
+                return
+            await checkpoint()
+        pause, longest = _PAUSES
+        while not holds():
+            await anyio.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    async def got(self, work: Any) -> Any:
+        return await work
+
+    def scoped(self, scope: ac.scope) -> AbstractAsyncContextManager[Any]:
+        return scope
+
+    async def result(self, call: Call, record: Record, complain: Complain) -> Any:
+        work = record.work
+        match call.wait:
+            case "thread":
+                return await anyio.to_thread.run_sync(work.wait)
+            case "blocking":
+                return work.wait()
+            case "host":
+                return await work.on_host()
+            case "future" if self._asyncio:
+                return await work.as_future()
+            case "two futures" if self._asyncio:
+                return _one(complain, record, await asyncio.gather(work.as_future(), work.as_future()))
+            case "completed":
+                async for done in ac.as_completed([work]):
+                    return done.result()
+            case "both":
+                return _one(complain, record, await self._twice(work))
+            case "plain thread":
+                waiters = [_Waiter(work)]
+                await self.until(waiters[0].ended)
+                return waiters[0].outcome()
+            case "threads":
+                waiters = [_Waiter(work), _Waiter(work)]
+                with contextlib.suppress(Exception):  # it comes again, below
+                    await work
+                for one in waiters:
+                    await self.until(one.ended)
+                return _one(complain, record, [*(one.outcome() for one in waiters), await work])
+            case "cut short":
+                with anyio.move_on_after(TIMEOUTS[call.seed % len(TIMEOUTS)]):
+                    return await work
+            case "deadline":
+                while not work.done():  # a lane that is given up says so by this error, too
+                    with contextlib.suppress(ac.CollectiveTimeoutError):
+                        return await work
+            case _:
+                await _looked_at(self.until, call, work)
+        return await work
+
+    async def _twice(self, work: Any) -> list[Any]:
+        """Two tasks wait for it."""
+        results: list[Any] = []
+        errors: list[Exception] = []
+
+        async def waiter() -> None:
+            try:
+                results.append(await work)
+            except Exception as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waiter)
+            tasks.start_soon(waiter)
+        if errors:
+            raise errors[0]
+        return results
+
+    async def results(self, call: Call, records: Sequence[Record]) -> None:
+        works = [record.work for record in records]
+        with contextlib.suppress(Exception):  # each of them is asked for its own
+            match call.seed % 3:
+                case 0:
+                    await ac.wait_all(works)
+                case 1:
+                    await _all_completed(works, TIMEOUTS[call.seed // 3 % len(TIMEOUTS)])
+                case _:
+                    for work in reversed(works):
+                        with contextlib.suppress(Exception):
+                            await work
+
+
+class Threaded:
+    """In a plain thread."""
+
+    async def checkpoint(self) -> None:
+        host.give_way()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(_LOOKS):
+            if holds():
+                return
+            host.give_way()
+        pause, longest = _PAUSES
+        while not holds():
+            host.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    async def got(self, work: Any) -> Any:
+        return work.wait()
+
+    @contextlib.asynccontextmanager
+    async def scoped(self, scope: ac.scope) -> AsyncIterator[None]:
+        with scope:
+            yield
+
+    async def result(self, call: Call, record: Record, complain: Complain) -> Any:
+        work = record.work
+        match call.wait:
+            case "thread" | "plain thread":
+                waiter = _Waiter(work)
+                await self.until(waiter.ended)
+                return waiter.outcome()
+            case "both" | "threads":
+                waiters = [_Waiter(work), _Waiter(work)]
+                with contextlib.suppress(Exception):  # as above
+                    work.wait()
+                for one in waiters:
+                    await self.until(one.ended)
+                return _one(complain, record, [*(one.outcome() for one in waiters), work.wait()])
+            case "cut short":
+                with contextlib.suppress(ac.CollectiveTimeoutError):
+                    return work.wait(TIMEOUTS[call.seed % len(TIMEOUTS)])
+            case "deadline":
+                while not work.done():
+                    with contextlib.suppress(ac.CollectiveTimeoutError):
+                        return work.wait()
+            case _:
+                await _looked_at(self.until, call, work)
+        return work.wait()
+
+    async def results(self, call: Call, records: Sequence[Record]) -> None:
+        for record in reversed(records):
+            with contextlib.suppress(Exception):  # as above
+                record.work.wait()
+
+
+async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, work: Any) -> None:
+    """Until it is done, without having been waited for: by asking, or by being told."""
+    match call.wait:
+        case "result" | "exception":
+            await until(work.done)
+            if call.wait == "exception" and (error := work.exception()) is not None:
+                raise error
+            work.result()
+        case "callback":
+            heard: list[Any] = []
+            work.add_done_callback(heard.append)
+            await until(lambda: bool(heard))
+            heard[0].result()
+        case "concurrent":
+            future = work.as_concurrent_future()
+            await until(future.done)
+            future.result()
+        case "late":
+            with contextlib.suppress(ac.CollectiveTimeoutError):
+                work.wait(1e-5)
+
+
+async def _all_completed(works: Sequence[Any], seconds: float) -> None:
+    """One by one; where that takes longer than so many seconds, all of them again, for twice as long."""
+    while True:
+        try:
+            async for work in ac.as_completed(works, timeout=seconds):
+                work.exception()
+        except ac.CollectiveTimeoutError:
+            seconds *= 2
+        else:
+            return
+
+
+def _one(complain: Complain, record: Record, results: Sequence[Any]) -> Any:
+    """What all waiters have got is one object."""
+    if any(one is not results[0] for one in results):
+        complain("twice", f"{record.label}: {len(results)} waiters have got different objects")
+    return results[0]
+
+
+class _Waiter:
+    """A plain thread that waits for a work."""
+
+    def __init__(self, work: Any) -> None:
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._thread = host.Thread(target=self._wait, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _wait(self, work: Any) -> None:
+        try:
+            self._value = work.wait()
+        except Exception as error:
+            self._error = error
+
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def outcome(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value

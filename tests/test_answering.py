@@ -1,0 +1,128 @@
+"""What listens for questions answers those who know the secret, and nobody else changes anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from asynccoll.host import answering
+from asynccoll.host.answering import Answers, ask
+from patience import patient
+
+SECRET = b"the job's"
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    one = Answers("127.0.0.1", SECRET, lambda question: {"asked": question, "long": "x" * 300_000})
+    yield one
+    one.close()
+
+
+def at(answers: Answers) -> tuple[str, int]:
+    return "127.0.0.1", answers.port
+
+
+def still_answers(answers: Answers) -> None:
+    assert ask({1: at(answers)}, SECRET, "who", patient(2.0))[1]["asked"] == "who"
+
+
+def closed(line: socket.socket) -> bytes:
+    """What comes until the other end closes it."""
+    line.settimeout(patient(10))
+    came = b""
+    try:
+        while some := line.recv(1 << 16):
+            came += some
+    except ConnectionResetError:
+        pass
+    return came
+
+
+def test_who_knows_the_secret_is_answered(answers: Answers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peers = {1: at(answers), 2: at(answers), 3: silent.getsockname()}
+        found = ask(peers, SECRET, "account", patient(0.5))
+    assert {rank: (one["asked"], len(one["long"])) for rank, one in found.items()} == {
+        1: ("account", 300_000),
+        2: ("account", 300_000),
+    }
+
+
+def test_another_secret_is_told_nothing(answers: Answers) -> None:
+    assert ask({1: at(answers)}, b"a guess", "account", patient(2.0)) == {}
+    still_answers(answers)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100, b"\0" * 33, os.urandom(64), b"x" * 10_000_000],
+    ids=["http", "no question", "random", "endless"],
+)
+def test_garbage_is_hung_up_on(answers: Answers, noise: bytes) -> None:
+    with socket.create_connection(at(answers)) as line:
+        line.settimeout(patient(5))
+        with contextlib.suppress(OSError):
+            line.sendall(noise)
+        assert len(closed(line)) <= 16  # the nonce
+    still_answers(answers)
+
+
+def test_who_says_nothing_is_hung_up_on_and_keeps_nobody(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow as they like, and however many: the answers to others do not wait for them."""
+    monkeypatch.setattr(answering, "PATIENCE_SECONDS", 0.5)
+    began = time.monotonic()
+    lines = [socket.create_connection(at(answers)) for _ in range(20)]
+    for line in lines[::2]:
+        line.send(b"s")
+    still_answers(answers)
+    for line in lines:
+        assert len(closed(line)) == 16
+        line.close()
+    assert time.monotonic() - began < patient(5)
+
+
+def test_a_port_scan_changes_nothing(answers: Answers) -> None:
+    threads = threading.active_count()
+    for _ in range(3 * answering.MOST_CONNECTIONS):
+        socket.create_connection(at(answers)).close()
+    held = [socket.create_connection(at(answers)) for _ in range(2 * answering.MOST_CONNECTIONS)]
+    still_answers(answers)
+    assert len(answers._askers) <= answering.MOST_CONNECTIONS
+    assert threading.active_count() == threads
+    for line in held:
+        line.close()
+
+
+def test_a_replayed_question_is_not_answered(answers: Answers) -> None:
+    """The digest is of this connection's nonce."""
+    with socket.create_connection(at(answers)) as line:
+        nonce = line.recv(16)
+        asked = answering._digest(SECRET, nonce, b"who") + b"\3who"
+        line.sendall(asked)
+        assert len(closed(line)) > 300_000
+    with socket.create_connection(at(answers)) as line:
+        line.recv(16)
+        line.sendall(asked)
+        assert closed(line) == b""
+
+
+def test_an_answer_that_cannot_be_found_out_leaves_the_others() -> None:
+    def fail(question: str) -> dict[str, str]:
+        if question == "fail":
+            raise RuntimeError
+        return {"asked": question}
+
+    one = Answers("127.0.0.1", SECRET, fail)
+    assert ask({1: at(one)}, SECRET, "fail", patient(2.0)) == {}
+    still_answers(one)
+    one.close()
+    assert ask({1: at(one)}, SECRET, "who", 0.5) == {}

@@ -1,0 +1,351 @@
+"""Who keeps an operation from ending is named: in every timeout, whatever that rank is doing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+import worlds
+from asynccoll import host
+from asynccoll.flight import Call, Flight, Progress
+from asynccoll.health.accounts import Account
+from asynccoll.health.blame import Awaited, blame
+from asynccoll.health.stalls import stall_seconds
+from asynccoll.testing import Kill, Stop, simulate
+from patience import patient
+from ranks import Rank
+
+SEED = 20
+
+
+# In words
+
+
+def call(sequence: int, operation: str = "all_reduce", lane: str = "default", **more: Any) -> Call:
+    at = {"called": 90.0, "begun": 90.0, "ended": 0.0, "waited": 0.0, "failure": "", **more}
+    return Call(
+        sequence, "world", lane, lane, operation, "float32[4]", "train.py:88", sequence, 1, -1, 16, **at
+    )
+
+
+def flight(*calls: Call, **more: Any) -> Flight:
+    lanes: dict[str, int] = {}
+    for one in calls:
+        lanes[one.lane] = max(lanes.get(one.lane, 0), one.sequence)
+    progress = tuple(Progress("world", lane, place) for lane, place in lanes.items())
+    made = Flight(1, 2, 71, 0.0, 0.0, "running", 0.0, calls, progress)
+    return replace(made, **more)
+
+
+def near(recorded: Flight | None, **more: Any) -> Account:
+    return replace(Account(1, recorded, 102.3, "S", near=True, answers=True), **more)
+
+
+AWAITED = Awaited("all_reduce", "world", "gradients", "gradients", 41)
+
+
+def said(account: Account) -> tuple[tuple[int, ...], str]:
+    found = blame(AWAITED, {1: account}, (), lambda rank: f"rank {rank} (host n1, pid 71)")
+    return found.ranks, str(found)
+
+
+WHO = "rank 1 (host n1, pid 71)"
+LAST = "its last call was broadcast #40 on lane 'eval' at train.py:88, 12.3 s ago, finished"
+LATE = f"{WHO} has not called all_reduce #41 on lane 'gradients'; "
+STOPPED = "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT"
+
+
+def behind(**more: Any) -> Flight:
+    return flight(call(40, "broadcast", "eval", ended=91.0), **more)
+
+
+#: What is known of rank 1, and what is said of it.
+SAID = {
+    "computes": (
+        near(behind(), stands="DataLoader.__next__ (data.py:17)"),
+        f"{LATE}{LAST}; it is now in DataLoader.__next__ (data.py:17)",
+    ),
+    "is stopped": (near(behind(), state="T", answers=False), f"{LATE}{LAST}; {STOPPED}"),
+    "swaps": (
+        near(behind(), state="D"),
+        f"{LATE}{LAST}; its process sleeps in the kernel (a disk, or swapping)",
+    ),
+    "is in native code": (
+        near(behind(), answers=False),
+        f"{LATE}{LAST}; it does not answer: its interpreter may be held by native code",
+    ),
+    "has ended": (
+        near(behind(ending="ended", ended=99.3)),
+        f"{LATE}{LAST}; it ended its program in order 3.0 s ago, without calling this",
+    ),
+    "is gone": (
+        near(behind(), state=""),
+        f"{WHO} is gone, without calling it; {LAST}; its process is gone",
+    ),
+    "has called nothing": (near(flight()), f"{LATE}it has made no call"),
+    "is stopped in it": (
+        near(flight(call(41, lane="gradients")), state="T"),
+        f"{WHO} has called it; {STOPPED}",
+    ),
+    "has called something else": (
+        near(flight(call(41, "broadcast", "gradients"))),
+        f"{WHO} has called broadcast float32[4] in its place, at train.py:88",
+    ),
+    "cannot be asked": (Account(1), f"{WHO} does not answer, though its host does"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_said(case: str) -> None:
+    account, expected = SAID[case]
+    assert said(account) == ((1,), expected)
+
+
+def test_nobody_is_blamed_who_has_called() -> None:
+    assert said(near(flight(call(41, lane="gradients", ended=95.0)))) == (
+        (),
+        "every rank has called it, and on rank 1 it is over",
+    )
+    assert said(near(flight(call(41, lane="gradients")))) == (
+        (),
+        "every rank has called it: it is slow, or stuck in the network",
+    )
+
+
+def test_of_many_ranks_some_are_told() -> None:
+    accounts = {rank: replace(near(behind()), rank=rank) for rank in range(20)}
+    found = blame(AWAITED, accounts, (), str)
+    assert found.ranks == tuple(range(20))
+    assert len(found.sentences) == 9
+    assert found.sentences[-1] == "and so for 12 more ranks"
+
+
+def test_an_error_keeps_what_it_says_where_it_goes() -> None:
+    error = ac.CollectiveTimeoutError("late", (1, 3), operation="all_reduce", lane="gradients")
+    for copied in (pickle.loads(pickle.dumps(error)), error):
+        assert (str(copied), copied.ranks) == ("late", (1, 3))
+        assert (copied.operation, copied.lane) == ("all_reduce", "gradients")
+    lost = pickle.loads(pickle.dumps(ac.PeerLostError("gone", (2,))))
+    assert (str(lost), lost.ranks) == ("gone", (2,))
+
+
+# In simulated worlds
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio", "none"])
+@pytest.mark.parametrize("transport", ["gloo", "mpi", "nccl"])
+def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, transport: str) -> None:
+    """Whoever waits hears who has not called, whatever the order of threads; and the same each time."""
+
+    heard: dict[int, ac.CollectiveTimeoutError] = {}
+
+    def blocking(rank: int) -> None:
+        ac.all_reduce(torch.ones(2)).wait()
+        if rank == 1:
+            ac.broadcast(torch.ones(1), lane="eval").detach()
+        else:
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:
+                ac.all_reduce(torch.ones(3), lane="gradients", timeout=3.0).wait()
+            heard[rank] = caught.value
+
+    async def awaiting(rank: int) -> None:
+        await ac.all_reduce(torch.ones(2))
+        if rank == 1:
+            ac.broadcast(torch.ones(1), lane="eval").detach()
+            await anyio.sleep(30)
+        else:
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:
+                await ac.all_reduce(torch.ones(3), lane="gradients", timeout=3.0)
+            heard[rank] = caught.value
+
+    for seed in range(SEED, SEED + 5):
+        main = blocking if loop == "none" else awaiting
+        digests = []
+        for _ in range(2):
+            heard.clear()
+            report = simulate(main, world_size=3, seed=seed, loop=loop, transport=transport)
+            digests.append(report.digest)
+            for rank in (0, 2):
+                text = str(heard[rank])
+                assert heard[rank].ranks == (1,), text
+                assert "has not called all_reduce #1 on lane 'gradients'" in text
+                assert "its last call was broadcast #1 on lane 'eval'" in text
+        assert digests[0] == digests[1]
+
+
+def test_in_a_simulated_world_a_stopped_rank_is_told_from_one_that_is_late() -> None:
+    def main(rank: int) -> tuple[tuple[int, ...], str]:
+        ac.all_reduce(torch.ones(2)).wait()
+        work = ac.all_reduce(torch.ones(2), timeout=2.0)
+        try:
+            work.wait()
+        except ac.CollectiveTimeoutError as error:
+            work.wait()
+            return error.ranks, str(error)
+        return (), ""
+
+    report = simulate(main, world_size=3, seed=SEED, loop="none", faults=[Stop(2, 3.0, after_call=1)])
+    for rank in (0, 1):
+        ranks, text = report.results[rank]
+        assert ranks == (2,), text
+        assert "its process is stopped" in text
+
+
+def test_in_a_simulated_world_the_last_call_of_a_killed_rank_is_told() -> None:
+    async def main(rank: int) -> None:
+        for _ in range(3):
+            await ac.all_reduce(torch.ones(2), lane="eval")
+
+    report = simulate(main, world_size=3, seed=SEED, faults=[Kill(1, after_call=2)])
+    for rank in (0, 2):
+        error = report.errors[rank]
+        assert isinstance(error, ac.PeerLostError)
+        assert error.ranks == (1,)
+        assert "its last call was all_reduce #1 on lane 'eval'" in str(error)
+        assert (error.operation, error.lane) == ("all_reduce", "eval")
+
+
+# In processes
+
+
+async def one_is_late(me: Rank, how: str) -> tuple[str, tuple[int, ...], float]:
+    """Rank 1 stands where `how` says; the others tell what they heard, and when."""
+    await me.get(ac.all_reduce(torch.ones(2), lane="gradients"))
+    await me.get(ac.broadcast(1.0, lane="eval"))
+    if me.rank == 1:
+        await lateness(me, how)
+        return "", (), 0.0
+    start = time.monotonic()
+    work = ac.all_reduce(torch.ones(3), lane="gradients", timeout=1.5)
+    heard = ("nothing", (), 0.0)
+    try:
+        await me.get(work)
+    except ac.CollectiveTimeoutError as error:
+        assert (error.operation, error.lane) == ("all_reduce", "gradients")
+        heard = str(error), error.ranks, time.monotonic() - start
+    me.show(f"{me.rank} has heard")
+    if how == "stopped" and me.rank == 0:
+        for rank in range(2, me.size):
+            me.see(f"{rank} has heard")
+        found = re.search(r"pid (\d+)", heard[0])
+        assert found, heard
+        os.kill(int(found[1]), signal.SIGCONT)
+    await me.get(work)
+    return heard
+
+
+async def lateness(me: Rank, how: str) -> None:
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 lets it go on, having heard of it
+    elif how == "native":
+        hold_the_interpreter(2.5)
+    else:
+        for rank in range(me.size):
+            if rank != 1:
+                me.see(f"{rank} has heard")
+    await me.get(ac.all_reduce(torch.ones(3), lane="gradients"))
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    """In native code, without letting go of the interpreter's lock."""
+    import ctypes
+
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
+@pytest.mark.parametrize(("size", "runner"), [(2, "asyncio"), (3, "trio"), (3, "blocking")])
+@pytest.mark.parametrize("how", ["computing", "native", "stopped"])
+def test_who_is_late_is_named(backend: str, size: int, runner: str, how: str) -> None:
+    with worlds.fresh(backend, size) as world:
+        results = world.run(one_is_late, how, runner=runner, timeout=patient(20))
+    for rank, (text, ranks, seconds) in enumerate(results):
+        if rank == 1:
+            continue
+        assert ranks == (1,), text
+        assert re.search(
+            r"rank 1 \(host .*, pid \d+\) has not called all_reduce #2 on lane 'gradients'", text
+        )
+        assert re.search(
+            r"its last call was broadcast #1 on lane 'eval' at .*test_blame.py:\d+, \d\.\d s ago", text
+        )
+        if how == "computing":
+            assert re.search(r"it is now in .*\((test_blame|ranks)\.py:\d+\)", text)
+        else:
+            why = {
+                "native": "its interpreter may be held by native code",
+                "stopped": "its process is stopped",
+            }
+            assert why[how] in text
+        assert seconds < 1.5 + patient(1.0)
+
+
+# While it waits
+
+
+async def asked(me: Rank) -> tuple[tuple[int, ...], str]:
+    await me.get(ac.all_reduce(torch.ones(2)))
+    if me.rank == 1:
+        me.see("asked")
+        await me.get(ac.barrier())
+        return (), ""
+    work = ac.barrier()
+    found = ac.who_is_missing(work)
+    me.show("asked")
+    await me.get(work)
+    assert ac.who_is_missing(work).ranks == ()
+    return found.ranks, str(found)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", worlds.BACKENDS)
+def test_who_is_missing(backend: str) -> None:
+    with worlds.fresh(backend, 2) as world:
+        results = world.run(asked, timeout=patient(20))
+    ranks, text = results[0]
+    assert ranks == (1,), text
+    assert "has not called barrier #2 on lane 'default'; its last call was all_reduce #1" in text
+
+
+def test_who_waits_for_long_is_warned_once(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    """In the words of the timeout that will come, long before it does."""
+
+    def main(rank: int) -> None:
+        ac.all_reduce(torch.ones(2)).wait()
+        if rank == 1:
+            host.sleep(9.0)
+        ac.all_reduce(torch.ones(2)).wait()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ASYNCCOLL_STALL_WARNING", "4")
+        report = simulate(main, world_size=2, seed=SEED, loop="none")
+    assert not report.errors
+    expected = re.compile(
+        r"rank 0 has waited for [45] s for all_reduce #2 on .*: rank 1 \(host simulated, pid 1001\) has not "
+        r"called all_reduce #2 on lane 'default'; its last call was all_reduce #1"
+    )
+    assert len(expected.findall(caplog.text)) == 1
+    assert len(expected.findall(capsys.readouterr().err)) == 1
+
+
+@pytest.mark.parametrize("said", ["-1", "soon", "nan"])
+def test_when_to_warn_is_a_number_of_seconds(said: str) -> None:
+    with pytest.raises(ac.InvalidArgumentError, match="ASYNCCOLL_STALL_WARNING must be a number of seconds"):
+        stall_seconds(environ={"ASYNCCOLL_STALL_WARNING": said})
+
+
+def test_when_to_warn_is_thirty_seconds_or_what_is_given() -> None:
+    assert stall_seconds(environ={}) == 30.0
+    assert stall_seconds(environ={"ASYNCCOLL_STALL_WARNING": "0"}) == 0.0
+    assert stall_seconds(2.5, environ={"ASYNCCOLL_STALL_WARNING": "7"}) == 2.5

@@ -1,0 +1,211 @@
+"""Traces of all ranks: clocks that are aligned, what a trace says, and how it survives a rank's death."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll.runtime.process import current
+from asynccoll.trace.clocks import Clock, align
+from asynccoll.trace.findings import find
+from asynccoll.trace.merged import Trace
+from asynccoll.trace.parts import Part, Writer, read_part
+from asynccoll.trace.recorder import Recorder
+from asynccoll.trace.spans import Span
+from ranks import Rank
+from worlds import World
+
+# --- clocks ---------------------------------------------------------------------------------------
+
+
+def operations(seed, skews):
+    """A hundred operations by clocks that are off by ``skews``: each ends after all ranks have begun it."""
+    draw = random.Random(seed)
+    found = [{} for _ in skews]
+    for number in range(100):
+        starts = [number + draw.uniform(0, 0.1) for _ in skews]
+        for rank, skew in enumerate(skews):
+            end = max(starts) + draw.uniform(0.001, 0.1)
+            found[rank][number] = (starts[rank] - skew, end - skew)
+    return found
+
+
+def clocks(names, skews, seed=0, walls=None):
+    return [
+        Clock(name, wall, each)
+        for name, wall, each in zip(names, walls or [0.0] * len(names), operations(seed, skews), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clocks_of_hosts_are_aligned_by_what_they_did_together(seed):
+    """To within what is said, whatever the clocks read."""
+    skews = [0.0, 0.0, 1234.5, 1234.5, -77.25]
+    found = align(clocks("aabbc", skews, seed))
+    assert found.uncertain is not None
+    assert found.uncertain < 0.05
+    for offset, skew in zip(found.offsets, skews, strict=True):
+        assert offset == pytest.approx(skew, abs=found.uncertain + 1e-9)
+    assert found.offsets[0] == found.offsets[1] == 0.0
+    assert found.offsets[2] == found.offsets[3]
+
+
+def test_ranks_of_one_host_read_one_clock():
+    assert align(clocks("aaa", [0.0, 0.0, 0.0])).offsets == (0.0, 0.0, 0.0)
+    assert align(clocks("aaa", [0.0, 0.0, 0.0])).uncertain == 0.0
+    assert align([]).offsets == ()
+
+
+def test_without_anything_in_common_the_wall_clocks_tell():
+    found = align([Clock("a", 1000.0, {}), Clock("b", 1300.0, {})])
+    assert (found.offsets, found.uncertain) == ((0.0, 300.0), None)
+
+
+# --- what a trace says ----------------------------------------------------------------------------
+
+
+def part(rank, spans, *, ranks=2, steps=(), seconds=10.0, clock="a", began=0.0, together=True):
+    return Part(
+        rank, ranks, "host", 1, clock, began, 0.0, "gloo", together,
+        seconds, tuple(sorted(spans, key=lambda span: span.start)), steps,
+    )  # fmt: skip
+
+
+def compute(name, start, end):
+    return Span(name, "MainThread", start, end)
+
+
+def call(start, end, sequence=0, place="train.py:1", row="default", size_bytes=4):
+    return Span("all_reduce", row, start, end, True, size_bytes, sequence, place)
+
+
+def test_the_hidden_share_of_each_step():
+    """Of rank 0 half of step 0 is hidden and nothing of step 1; of rank 1 all and half."""
+    found = find(
+        [
+            part(0, [call(0, 2, 0), call(4, 6, 1), compute("backward", 1, 3)], steps=(4.0, 8.0)),
+            part(1, [call(0, 2, 0), call(4, 6, 1), compute("backward", 0, 5)], steps=(4.0, 8.0)),
+        ]
+    )
+    assert [step.hidden for step in found.steps] == [pytest.approx(0.75), pytest.approx(0.25)]
+    assert [(step.start, step.end) for step in found.steps] == [(0, 4), (4, 8)]
+    assert [step.waited for step in found.steps] == [pytest.approx(0.5), pytest.approx(1.5)]
+    assert found.hidden == pytest.approx(0.5)
+    assert (found.in_flight, found.waited) == (pytest.approx(4.0), pytest.approx(2.0))
+
+
+def test_nothing_marked_is_not_nothing_hidden():
+    found = find([part(0, [call(0, 2)], steps=(3.0,)), part(1, [call(0, 2)], steps=(3.0,))])
+    assert (found.marked, found.hidden, found.steps[0].hidden) == (False, None, None)
+    found = find([part(0, [call(0, 2), compute("forward", 3, 4)]), part(1, [call(0, 2)])])
+    assert (found.marked, found.hidden) == (True, 0.0)
+
+
+def test_the_longest_waits_come_with_their_lines():
+    """Calls of one line in flight at one time are waited for once; what is hidden is not waited for."""
+    spans = [
+        call(0, 2, 0, "train.py:10"),
+        call(1, 3, 1, "train.py:10"),
+        call(4, 9, 2, "train.py:20"),
+        compute("backward", 4, 8),
+    ]
+    first, second = find([part(0, spans, ranks=1)]).waits
+    assert (first.place, first.total, first.calls, first.longest) == ("train.py:10", 3.0, 2, 2.0)
+    assert (second.place, second.total, second.calls) == ("train.py:20", 1.0, 1)
+
+
+def test_the_slow_rank_is_named_and_what_it_was_in():
+    parts = [
+        part(rank, [call(k + late, k + 0.9, k), compute("load", k + 0.1, k + late)], ranks=3)
+        for rank, late in enumerate((0.1, 0.7, 0.1))
+        for k in [0]
+    ]
+    late = find(parts).lateness[0]
+    assert (late.rank, late.last, late.of, late.doing) == (1, 1, 1, "load")
+    assert late.total == pytest.approx(0.6)
+
+
+def test_what_hangs_names_who_has_not_called():
+    """The last operation has no end on ranks 0 and 2, and rank 1 has not called it."""
+    parts = [
+        part(0, [call(0, 1, 0), call(2, None, 1), call(3, None, 0, row="side of [0, 2]")], ranks=3),
+        part(1, [call(0, 1, 0)], ranks=3),
+        part(2, [call(0, 1, 0), call(2, None, 1), call(4, None, 0, row="side of [0, 2]")], ranks=3),
+    ]
+    found = find(parts).unfinished
+    assert [(one.rank, one.lane, one.missing) for one in found] == [
+        (0, "default", (1,)),
+        (2, "default", (1,)),
+        (0, "side of [0, 2]", ()),
+        (2, "side of [0, 2]", ()),
+    ]
+    assert found[0].seconds == 8.0
+
+
+def test_parts_lie_on_one_clock():
+    """Two hosts whose clocks are a thousand seconds apart; time begins with the first thing that happened."""
+    parts = [
+        part(0, [call(1.0, 1.010, 0), call(2.0, 2.010, 1)], clock="a", began=50.0),
+        part(1, [call(1.5, 1.506, 0), call(2.5, 2.506, 1)], clock="b", began=1049.503),
+    ]
+    trace = Trace(parts)
+    (first, _), (other, _) = (each.spans for each in trace.parts)
+    assert first.start == 0.0
+    assert trace.uncertain == pytest.approx(0.008)
+    assert other.start == pytest.approx(0.002, abs=trace.uncertain)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+async def written(me: Rank) -> None:
+    context = current()
+    recorder = Recorder()
+    path = me._signs / f"rank-{me.rank}.jsonl"
+    writer = Writer(recorder, context, path)
+    with recorder.span("forward"):
+        writer.write()
+        (open_span,) = read_part(path).spans
+        assert (open_span.name, open_span.end) == ("forward", None)
+    recorder.step()
+    writer.write()
+    whole = path.read_text()
+    path.write_text(whole + '[2, "all_re')  # the rank was killed in the middle of a line
+    read = read_part(path)
+    assert [(span.name, span.end is None) for span in read.spans] == [("forward", False)]
+    assert (read.rank, read.world_size, len(read.steps)) == (me.rank, me.size, 1)
+    assert read.spans == recorder.spans
+
+
+def test_a_file_can_be_read_at_any_moment(pair: World) -> None:
+    pair.run(written)
+
+
+def test_what_is_no_recording_is_told(tmp_path):
+    with pytest.raises(ac.InvalidArgumentError, match="no recording in"):
+        ac.trace.load(tmp_path)
+    (tmp_path / "rank-00000.jsonl").write_text("{}\n")
+    with pytest.raises(ac.InvalidArgumentError, match="is no recording of a rank"):
+        ac.trace.load(tmp_path)
+
+
+async def gathered(me: Rank) -> None:
+    with ac.trace.recording() as timeline:
+        await me.get(ac.all_reduce(torch.ones(4)))
+    trace = await me.get(ac.trace.gather(timeline))
+    if me.rank != 0:
+        assert trace is None
+        return
+    assert [each.rank for each in trace.parts] == list(range(me.size))
+    for each in trace.parts:
+        assert [span.name for span in each.spans] == ["all_reduce"]
+    events = json.loads(trace.to_perfetto(me._signs / "all.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(me.size))
+
+
+def test_all_ranks_in_one_trace(pair: World, runner: str) -> None:
+    pair.run(gathered, runner=runner)

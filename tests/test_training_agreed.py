@@ -1,0 +1,837 @@
+"""Training in which ranks do not do the same: one process's numbers, or an error that says what to do.
+
+In simulated worlds, two orders each; in float64. Ranks without data, waits that are cut short on some ranks
+and done again, gradients that are changed by hand, layers that some ranks leave out of one of two models.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import asynccoll as ac
+from asynccoll.testing import PCT, RandomWalk, simulate
+from ranks import raising
+from test_training_simulated import SMALL, adamw, batch, flat, loss, mean_loss, model_of
+
+Rank = Callable[[int], Awaitable[Any]]
+
+
+def run(rank_does: Rank, size: int) -> dict[int, Any]:
+    """What each rank returns, in the last of some orders."""
+    for seed in range(3):
+        loop, schedule = ("asyncio", "trio")[seed % 2], (RandomWalk(), PCT())[seed // 2]
+        report = simulate(rank_does, world_size=size, seed=seed, loop=loop, schedule=schedule)
+        report.check()
+    return report.results
+
+
+def as_alone(rank_does: Rank, size: int, want: Tensor) -> None:
+    for rank, got in run(rank_does, size).items():
+        torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12, msg=f"rank {rank}")
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+async def cut_short(wait: Callable[[], Awaitable[Any]], here: bool) -> Any:
+    """Wait; given up at once on the ranks that are told to, and done again."""
+    if here:
+        with anyio.move_on_after(0) as limit:
+            return await wait()
+        assert limit.cancelled_caught
+    return await wait()
+
+
+SIZES = pytest.mark.parametrize("size", [2, 3])
+
+# ---------------------------------------------------------------- ranks without data
+
+
+def sometimes(rank: int, size: int, step: int, part: int) -> bool:
+    """Whether a rank has data for that part of a step; the first always has."""
+    return not rank or random.Random(f"{rank} {size} {step} {part}").random() < 0.5
+
+
+def helped(kind: str, model: nn.Module) -> Any:
+    if kind == "shard_optimizer":
+        return ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+    return ac.async_optim(sgd(model), **SMALL)
+
+
+async def finished(optimizer: Any) -> None:
+    if isinstance(optimizer, ac.overlap.ShardedOptimizer):
+        await optimizer.aclose()
+    else:
+        optimizer.close()
+
+
+@SIZES
+@pytest.mark.parametrize("zeroes", [True, False], ids=["to None", "to zeros"])
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_a_rank_without_data_after_an_extra_reduction(kind: str, zeroes: bool, size: int) -> None:
+    """It has nothing to add, and takes part all the same, since another rank has."""
+    parts = 3
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(parts):
+                for rank in range(size):
+                    if sometimes(rank, size, step, part):
+                        (loss(model, rank, 10 * step + part) / size).backward()
+            if step != 1:
+                optimizer.step()
+        return flat(model)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = helped(kind, model)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=zeroes)
+            for part in range(parts):
+                if sometimes(rank, size, step, part):
+                    loss(model, rank, 10 * step + part).backward()
+                if part < parts - 1:
+                    await optimizer.reduced()
+            if step == 1:  # skipped, when all is reduced
+                await optimizer.reduced()
+                continue
+            await optimizer.step()
+        await finished(optimizer)
+        return flat(model)
+
+    as_alone(rank_does, size, alone())
+
+
+@SIZES
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_a_step_that_finds_everything_reduced(kind: str, size: int) -> None:
+    """Reduces nothing again."""
+
+    async def rank_does(rank: int) -> None:
+        model = model_of(rank)
+        optimizer = helped(kind, model)
+        loss(model, rank, 0).backward()
+        await optimizer.reduced()
+        with ac.trace.recording() as timeline:
+            await optimizer.reduced()
+            await optimizer.step()
+            await finished(optimizer)
+        sent = [span.name for span in timeline.spans if span.is_operation]
+        assert "reduce_scatter" not in sent
+        assert kind != "async_optim" or len(sent) <= 4, sent
+
+    run(rank_does, size)
+
+
+# ---------------------------------------------------------------- waits that are cut short
+
+
+@SIZES
+@pytest.mark.parametrize("who", ["last", "first", "all"])
+def test_waits_of_a_sharded_optimizer_that_are_done_again(who: str, size: int) -> None:
+    """Whatever was cut short goes on where it was: clipping, the step, the state of the whole optimizer."""
+
+    def alone() -> tuple[Tensor, Any]:
+        model = model_of()
+        optimizer = adamw(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            mean_loss(model, size, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        return flat(model), optimizer.state_dict()["state"]
+
+    async def rank_does(rank: int) -> tuple[Tensor, Any]:
+        here = {"last": rank == size - 1, "first": rank == 0, "all": True}[who]
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, adamw(model), **SMALL)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            await cut_short(lambda: optimizer.clip_grad_norm_(0.05), here)
+            await cut_short(optimizer.step, here)
+            if step % 2:
+                state = (await cut_short(optimizer.full_state_dict, here))["state"]
+        await optimizer.aclose()
+        return flat(model), state
+
+    want, states = alone()
+    for got, state in run(rank_does, size).values():
+        torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)
+        for number, of_one in states.items():
+            for name, value in of_one.items():
+                torch.testing.assert_close(state[number][name], value, rtol=0.0, atol=1e-12)
+
+
+@SIZES
+def test_a_wait_that_is_cut_short_and_not_done_again(size: int) -> None:
+    """Is completed by the next, as on the ranks where it was not cut short."""
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            mean_loss(model, size, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        return flat(model)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            with anyio.move_on_after(0 if rank == step % size else 100):
+                await optimizer.clip_grad_norm_(0.05)
+            await optimizer.step()
+            with anyio.move_on_after(0 if rank == (step + 1) % size else 100):
+                await optimizer.full_state_dict()
+        await optimizer.aclose()
+        return flat(model)
+
+    as_alone(rank_does, size, alone())
+
+
+@SIZES
+def test_waits_of_sharded_layers_that_are_done_again(size: int) -> None:
+    """Clipping, the whole parameters, and the state of their optimizer."""
+
+    def alone() -> tuple[dict[str, Tensor], Any]:
+        layers = blocks()
+        optimizer = adamw(layers)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(size):
+                (through(layers, rank, step) / size).backward()
+            nn.utils.clip_grad_norm_(layers.parameters(), 0.05)
+            optimizer.step()
+        names = [name for name, _ in layers.named_parameters()]
+        return dict(layers.state_dict()), dict(
+            zip(names, optimizer.state_dict()["state"].values(), strict=True)
+        )
+
+    async def rank_does(rank: int) -> tuple[dict[str, Tensor], Any]:
+        layers = ac.overlap.shard_layers(blocks())
+        optimizer = adamw(layers)
+        for step in range(3):
+            here = rank == step % size
+            optimizer.zero_grad()
+            (through(layers, rank, step) / size).backward()
+            await cut_short(lambda: layers.clip_grad_norm_(0.05), here)
+            optimizer.step()
+            whole = await cut_short(layers.full_state_dict, here)
+            state = await cut_short(lambda: layers.full_optimizer_state(optimizer), here)
+        return whole, state["state"]
+
+    want, states = alone()
+    for whole, state in run(rank_does, size).values():
+        torch.testing.assert_close(whole, want, rtol=0.0, atol=1e-12)
+        torch.testing.assert_close(state, states, rtol=0.0, atol=1e-12)
+
+
+@SIZES
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_steps_that_are_cut_short(kind: str, size: int) -> None:
+    """Done again, the closure is not called again; not done again, the next step is another one."""
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            mean_loss(model, size, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = helped(kind, model)
+        calls = []
+        for step in range(4):
+            here = rank == step % size
+
+            def closure(step: int = step) -> Tensor:
+                calls.append(step)
+                optimizer.zero_grad()
+                lost = loss(model, rank, step)
+                lost.backward()
+                return lost
+
+            if step % 2:
+                assert (await cut_short(lambda: optimizer.step(closure), here)).numel() == 1
+                continue
+            closure()
+            await optimizer.reduced()
+            with anyio.move_on_after(0 if here else 100):
+                await optimizer.step()  # where the ranks ask each other
+        assert calls == [0, 1, 2, 3]
+        await cut_short(optimizer.reduced, False)  # completes the last one
+        await finished(optimizer)
+        return flat(model)
+
+    as_alone(rank_does, size, alone())
+
+
+def test_two_tasks_in_one_optimizer_are_told() -> None:
+    """Their collectives would mix in another order on every rank."""
+
+    async def rank_does(rank: int) -> None:
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, adamw(model), **SMALL)
+        loss(model, rank, 0).backward()
+        await optimizer.step()
+        told = []
+
+        async def save() -> None:
+            try:
+                await optimizer.full_state_dict()
+            except ac.InvalidArgumentError as error:
+                told.append(str(error))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(save)
+            tasks.start_soon(save)
+        assert len(told) == 1, told
+        assert "one task at a time" in told[0]
+        await optimizer.aclose()
+
+    run(rank_does, 2)
+
+
+def test_nothing_is_skipped_in_the_middle_of_a_wait() -> None:
+    async def rank_does(rank: int) -> None:
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        loss(model, rank, 0).backward()
+        await optimizer.reduced()
+        with anyio.move_on_after(0):
+            await optimizer.clip_grad_norm_(0.1)
+        with raising(ac.InvalidArgumentError, "clip_grad_norm_()", "again first"):
+            optimizer.skip()
+        await optimizer.clip_grad_norm_(0.1)
+        optimizer.skip()
+        await optimizer.aclose()
+
+    run(rank_does, 2)
+
+
+# ---------------------------------------------------------------- gradients that are changed by hand
+
+
+@SIZES
+@pytest.mark.parametrize("how", ["scaled", "turned", "clipped by torch", "written"])
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_gradients_written_to_after_the_reduction_are_told(how: str, then: str, size: int) -> None:
+    """Of a sharded optimizer: what has gathered is elsewhere, and was dropped."""
+
+    def touch(model: nn.Module) -> None:
+        if how == "clipped by torch":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert not parameter.grad.any()
+            if how == "scaled":
+                parameter.grad.mul_(0.5)
+            elif how == "turned":
+                parameter.grad.neg_()
+            elif how == "written":
+                parameter.grad.add_(0.1)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        loss(model, rank, 5).backward()
+        await optimizer.reduced()
+        touch(model)
+        with raising(ac.InvalidArgumentError, "clip_grad_norm_"):
+            if then == "backward":
+                loss(model, rank, 6).backward()
+            else:
+                await optimizer.step()
+        if then == "backward":
+            optimizer.zero_grad()
+            await optimizer.reduced()  # so that the ranks stay in step
+        for step in range(2):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            await optimizer.step()
+        await optimizer.aclose()
+        return flat(model)
+
+    model = model_of()
+    optimizer = sgd(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_loss(model, size, step).backward()
+        optimizer.step()
+    as_alone(rank_does, size, flat(model))
+
+
+@SIZES
+def test_gradients_changed_in_place_where_nothing_has_gathered(size: int) -> None:
+    """Each micro batch clipped by itself, under no_sync."""
+
+    def scale(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(size):
+                (loss(model, rank, step) / size).backward()
+            scale(model)
+            for rank in range(size):
+                (loss(model, rank, 10 + step) / size).backward()
+            optimizer.step()
+        return flat(model)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        for step in range(3):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                loss(model, rank, step).backward()
+            scale(model)
+            loss(model, rank, 10 + step).backward()
+            await optimizer.step()
+        await optimizer.aclose()
+        return flat(model)
+
+    as_alone(rank_does, size, alone())
+
+
+@SIZES
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("how", ["in place", "detached", "replaced"])
+def test_gradients_replaced_after_the_reduction(how: str, op: str, size: int) -> None:
+    """With op="sum" nobody can tell of another tensor whether it is the sum: it is refused."""
+
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if how == "in place":
+                parameter.grad.mul_(0.5)
+            elif how == "detached":
+                parameter.grad = parameter.grad.mul_(0.5).detach()
+            else:
+                parameter.grad = parameter.grad * 0.5
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            mean_loss(model, size, step).backward()
+            change(model)
+            mean_loss(model, size, 10 + step).backward()
+            optimizer.step()
+        return flat(model)
+
+    refused = op == "sum" and how == "replaced"
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer, parts = sgd(model), size if op == "sum" else 1
+        gradients = ac.overlap_gradients(model, op=op, **SMALL)
+        for step in range(3):
+            optimizer.zero_grad()
+            (loss(model, rank, step) / parts).backward()
+            await gradients
+            change(model)
+            if refused:
+                with raising(ac.InvalidArgumentError, "op='sum'", "in place"):
+                    loss(model, rank, 10 + step).backward()
+                optimizer.zero_grad()
+                await gradients  # sends what there is
+                (loss(model, rank, step) / parts).backward()
+                await gradients
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(0.5)
+            (loss(model, rank, 10 + step) / parts).backward()
+            await gradients
+            optimizer.step()
+        gradients.close()
+        return flat(model)
+
+    as_alone(rank_does, size, alone())
+
+
+@pytest.mark.parametrize("kind", ["overlap_gradients", "async_optim", "shard_optimizer"])
+@pytest.mark.parametrize("how", ["clipped", "replaced"])
+def test_gradients_changed_before_the_await_are_told(how: str, kind: str) -> None:
+    """Clipped while they are being sent, the ranks would have different ones; the next step is as ever."""
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        plain = sgd(model)
+        gradients = (
+            ac.overlap_gradients(model, **SMALL) if kind == "overlap_gradients" else helped(kind, model)
+        )
+        reduced = gradients if kind == "overlap_gradients" else None
+        for step in range(2):
+            plain.zero_grad()
+            loss(model, rank, step).backward()
+            if step == 0:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    if how == "clipped":
+                        parameter.grad.clamp_(-0.01, 0.01)
+                    else:
+                        parameter.grad = parameter.grad * 0.5
+                with raising(ac.InvalidArgumentError, "between backward and the await"):
+                    await (reduced if reduced is not None else gradients.reduced())
+                continue
+            await (reduced if reduced is not None else gradients.reduced())
+            plain.step() if reduced is not None else await gradients.step()
+        if reduced is None:
+            await finished(gradients)
+        return flat(model)
+
+    model = model_of()
+    optimizer = sgd(model)
+    mean_loss(model, 2, 1).backward()
+    optimizer.step()
+    as_alone(rank_does, 2, flat(model))
+
+
+# ---------------------------------------------------------------- parameters that share memory
+
+
+class Aliased(nn.Module):
+    """Two parameters in one memory, tied by ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight.data = self.a.weight.data
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    """By whoever gives parameters other memory, which unties them, or changes each, which is twice."""
+
+    async def rank_does(rank: int) -> None:
+        model = Aliased()
+        with raising(ac.InvalidArgumentError, "'a.weight'", "'b.weight'", "share memory"):
+            ac.overlap.shard_optimizer(model, sgd(model))
+        with raising(ac.InvalidArgumentError, "'0.weight'", "'1.weight'", "share memory"):
+            ac.overlap.shard_layers([model.a, model.b])
+        with raising(ac.InvalidArgumentError, "share memory"):
+            ac.overlap.average_parameters(model, every=1)
+        ac.overlap_gradients(model).close()
+
+    run(rank_does, 2)
+
+
+class Listed(nn.Module):
+    """Parameters in a list, which has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((6,), 0.1 * (1 + index)).double() for index in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.tanh(x * weight).sum(1) for weight in self.weights], dim=1)
+
+
+@SIZES
+def test_parameters_in_a_list(size: int) -> None:
+    """The module that has the list waits for them."""
+
+    async def rank_does(rank: int) -> Tensor:
+        model = Listed()
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            await optimizer.step()
+        await optimizer.aclose()
+        return flat(model)
+
+    model = Listed()
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_loss(model, size, step).backward()
+        optimizer.step()
+    as_alone(rank_does, size, flat(model))
+
+
+def test_parameters_that_are_frozen_later_or_have_no_shape() -> None:
+    """Momentum would move what is frozen; a lazy module has nothing to share out."""
+
+    async def rank_does(rank: int) -> None:
+        model = model_of()
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model[0].weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        loss(model, rank, 0).backward()
+        with raising(ac.InvalidArgumentError, "'0.weight'", "was trained", "freeze it before"):
+            await optimizer.step()
+        lazy = nn.Sequential(nn.LazyLinear(3))
+        for helper in (
+            lambda: ac.overlap_gradients(lazy),
+            lambda: ac.overlap.shard_optimizer(lazy, sgd(lazy)),
+        ):
+            with raising(ac.InvalidArgumentError, "lazy", "run one forward"):
+                helper()
+
+    run(rank_does, 2)
+
+
+def test_the_state_of_frozen_parameters_is_kept() -> None:
+    """In that of the whole optimizer, as torch's own keeps it."""
+
+    async def rank_does(rank: int) -> tuple[Any, Any]:
+        model = model_of()
+        optimizer = adamw(model)
+        mean_loss(model, 2, 0).backward()
+        optimizer.step()
+        model[0].requires_grad_(False)  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        want = copy.deepcopy(optimizer.state_dict()["state"])
+        async with ac.overlap.shard_optimizer(model, optimizer, **SMALL) as sharded:
+            return (await sharded.full_state_dict())["state"], want
+
+    for got, want in run(rank_does, 2).values():
+        torch.testing.assert_close(got, want)
+
+
+# ---------------------------------------------------------------- layers
+
+
+def blocks(seed: int = 0) -> nn.ModuleList:
+    torch.manual_seed(seed)
+    return nn.ModuleList([*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)]).double()
+
+
+def through(layers: Any, rank: int, step: int) -> Tensor:
+    x, y = batch(rank, step)
+    for layer in layers:
+        x = layer(x)
+    return mse_loss(x, y)
+
+
+def dropping(layers: Any, x: Tensor, seed: str) -> Tensor:
+    drawn = random.Random(seed)
+    for index, layer in enumerate(layers):
+        called = index == 0 or drawn.random() > 0.5
+        x = torch.tanh(layer(x)) if called else x
+    return x
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+@SIZES
+def test_two_sets_of_layers_that_ranks_leave_out(reshard: bool, size: int) -> None:
+    """An encoder's and a decoder's, of one shape, without lanes: their gradients do not cross."""
+
+    def layers_of(seed: int) -> nn.ModuleList:
+        torch.manual_seed(seed)
+        return nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]).double()
+
+    def one(encoder: Any, decoder: Any, rank: int, step: int) -> Tensor:
+        x, y = batch(rank, step)
+        x = dropping(encoder, x * x.new_ones(1, requires_grad=True), f"encoder {rank} {step}")
+        return mse_loss(dropping(decoder, x, f"decoder {rank} {step}")[:, :3], y)
+
+    def alone() -> Tensor:
+        models = layers_of(1), layers_of(2)
+        optimizers = [torch.optim.SGD(layers.parameters(), lr=0.1) for layers in models]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for rank in range(size):
+                (one(*models, rank, step) / size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return flat(*models)
+
+    async def rank_does(rank: int) -> Tensor:
+        models = [ac.overlap.shard_layers(layers_of(seed), reshard_after_forward=reshard) for seed in (1, 2)]
+        optimizers = [torch.optim.SGD(layers.parameters(), lr=0.1) for layers in models]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (one(*models, rank, step) / size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        wholes = [await layers.full_state_dict() for layers in models]
+        return torch.cat([x.reshape(-1) for whole in wholes for x in whole.values()])
+
+    as_alone(rank_does, size, alone())
+
+
+def test_layers_that_have_a_lane_keep_it() -> None:
+    """Others on it are refused while they live; those without a lane are told apart when gathered."""
+
+    async def rank_does(rank: int) -> None:
+        first = ac.overlap.shard_layers(blocks(), lane="mine")
+        with raising(ac.InvalidArgumentError, "'mine'", "another lane"):
+            ac.overlap.shard_layers(blocks(), lane="mine")
+        through(first, rank, 0).backward()
+        del first
+        ac.overlap.shard_layers(blocks(), lane="mine")
+        two = [ac.overlap.shard_layers(blocks()) for _ in range(2)]
+        with raising(ac.CollectiveMismatchError, "layer 0 of shard_layers number 1", "number 2"):
+            through(two[rank], rank, 0)
+
+    run(rank_does, 2)
+
+
+@SIZES
+def test_gradients_that_are_returned(size: int) -> None:
+    """By torch.autograd.grad: this rank's parts of the sum, and nothing is added to .grad."""
+
+    async def rank_does(rank: int) -> None:
+        layers, twin = ac.overlap.shard_layers(blocks()), blocks()
+        found = torch.autograd.grad(through(layers, rank, 0) / size, list(layers.parameters()))
+        assert all(part.grad is None for part in layers.parameters())
+        total = sum((through(twin, other, 0) / size for other in range(size)), torch.zeros(()))
+        grads = iter(torch.autograd.grad(total, list(twin.parameters())))
+        for part in found:
+            whole = torch.cat([next(grads).reshape(-1), next(grads).reshape(-1)])
+            padded = torch.cat([whole, whole.new_zeros(-len(whole) % size)])
+            torch.testing.assert_close(part, padded.chunk(size)[rank], rtol=0.0, atol=1e-12)
+
+    run(rank_does, size)
+
+
+def test_gradients_that_are_returned_of_layers_left_out_are_told() -> None:
+    async def rank_does(rank: int) -> None:
+        layers = ac.overlap.shard_layers(nn.ModuleList([nn.Linear(6, 6) for _ in range(3)]).double())
+        x, _ = batch(rank, 0)
+        for index, layer in enumerate(layers):
+            x = x if index == 1 + rank else layer(x)
+        with raising(ac.CollectiveMismatchError, "rank 0 layer 2, rank 1 layer 1", "each layer"):
+            torch.autograd.grad(x.sum(), list(layers.parameters()), allow_unused=True)
+
+    run(rank_does, 2)
+
+
+# ---------------------------------------------------------------- copies, scalers, buffers, local steps
+
+
+def test_copies_of_models() -> None:
+    """With whole parameters they can be copied and pickled; on their way that is refused, as parts are."""
+
+    async def rank_does(rank: int) -> None:
+        model = model_of(rank)
+        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        loss(model, rank, 0).backward()
+        await optimizer.step()
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with raising(ac.InvalidArgumentError, "gathered()"):
+                attempt(model)
+        await optimizer.gathered()
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        loss(model, rank, 1).backward()
+        await optimizer.step()
+        for one in copies:
+            assert not torch.equal(flat(one), flat(model))
+            one(batch(rank, 0)[0])  # and waits for nothing
+        layers = ac.overlap.shard_layers(blocks())
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with raising(ac.InvalidArgumentError, "full_state_dict()"):
+                attempt(layers)
+        await optimizer.aclose()
+
+    run(rank_does, 2)
+
+
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_a_scaler_is_handed_to_the_step(kind: str) -> None:
+    """One that calls a step which has to be awaited stepped never; handed over, ranks skip together."""
+
+    def scalers() -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def alone() -> Tensor:
+        model = model_of()
+        optimizer, scaler = sgd(model), scalers()
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(mean_loss(model, 2, step) * (float("inf") if step == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return flat(model)
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer, scaler = helped(kind, model), scalers()
+        for step in range(4):
+            optimizer.zero_grad()
+            blown = step == 1 and rank == 1
+            scaler.scale(loss(model, rank, step) * (float("inf") if blown else 1)).backward()
+            with raising(ac.InvalidArgumentError, "step(scaler=scaler)"):
+                scaler.step(optimizer)
+            await optimizer.step(scaler=scaler)
+            scaler.update()
+        scaler.scale(loss(model, rank, 9)).backward()
+        scaler.unscale_(optimizer)
+        with raising(ac.InvalidArgumentError, "unscale_(scaler)"):
+            await optimizer.step(scaler=scaler)
+        await optimizer.reduced()
+        await finished(optimizer)
+        return flat(model)
+
+    as_alone(rank_does, 2, alone())
+
+
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_buffers_of_optimizers(kind: str) -> None:
+    """Where only an optimizer is given, the module that has the buffers is."""
+
+    async def rank_does(rank: int) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+        if kind == "async_optim":
+            with raising(ac.InvalidArgumentError, "broadcast_buffers=model"):
+                ac.async_optim(sgd(model), broadcast_buffers=True)
+            optimizer: Any = ac.async_optim(sgd(model), broadcast_buffers=model)
+        else:
+            optimizer = ac.overlap.shard_optimizer(model, sgd(model), broadcast_buffers=True)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(rank, step)[0]).square().mean().backward()
+            await optimizer.step()
+        await finished(optimizer)
+        return float(model[1].running_mean.sum())
+
+    found = run(rank_does, 3)
+    assert len(set(found.values())) == 1, found
+
+
+def test_local_steps_that_ranks_await_unevenly_are_told() -> None:
+    """Two rounds that began at different steps, or a round and the last average, were put together."""
+
+    async def rank_does(rank: int) -> None:
+        parameter = nn.Parameter(torch.full((3,), float(rank)).double())
+        averaging = ac.overlap.average_parameters([parameter], every=2)
+        with raising(ac.CollectiveMismatchError, "another step", "equally often"):
+            for _ in range(3 if rank else 5):
+                await averaging
+            await averaging.finish()
+
+    for seed in range(3):
+        simulate(rank_does, world_size=3, seed=seed).check()
