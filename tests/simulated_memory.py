@@ -1,4 +1,4 @@
-"""What ranks of one host do through memory, in simulated worlds: each raises AssertionError where it is wrong."""
+"""What ranks of one host do through memory, simulated: each raises AssertionError where it is wrong."""
 
 from __future__ import annotations
 

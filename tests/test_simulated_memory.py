@@ -1,4 +1,4 @@
-"""Ranks of one host through memory, in simulated worlds: the real engine, each look at a word a switch point."""
+"""Ranks of one host through memory, simulated: the real engine, each look at a word a switch point."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def initialize(
             logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never. 30, unless the
             environment variable ``ASYNCCOLL_STALL_WARNING`` says otherwise.
         memory: True: ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
-            objects, where the backend is gloo or has gloo beside it. False, the default while this is new: they
-            go through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``) sets it where
+            objects, where the backend is gloo or has gloo beside it. False, the default while this is new:
+            through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``) sets it where
             nothing is passed. The same on every rank.
         backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
             ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.

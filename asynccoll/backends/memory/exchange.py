@@ -7,13 +7,10 @@ engine calls may be called again for the same step, after an interrupt, and must
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from asynccoll.backends.api import Callback, Completion
 from asynccoll.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from asynccoll.backends.memory.engine import Engine
 
 __all__ = ["Call", "Exchange"]
 
@@ -27,6 +24,20 @@ class Call(NamedTuple):
     place: int
     #: told, later and elsewhere, if they have, where more than this call may depend on it
     disagreed: Callable[[CollectiveError], object] | None
+
+
+class Mover(Protocol):
+    """What carries calls, as one of them needs it (``engine``)."""
+
+    def poke(self) -> None:
+        """Move what can be moved now."""
+
+    def wait(self, exchange: Exchange, seconds: float) -> bool:
+        """Move until that call is over, or so many seconds have passed; whether it is over."""
+        ...
+
+    def listen(self, exchange: Exchange, callback: Callback) -> None:
+        """Call ``callback`` when that call is over."""
 
 
 class Exchange(Completion):
@@ -53,7 +64,7 @@ class Exchange(Completion):
     #: the ranks must tell each other how much there is
     has_length = False
 
-    def __init__(self, engine: Engine, call: Call, steps: int | None) -> None:
+    def __init__(self, engine: Mover, call: Call, steps: int | None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
         self.checksum, self.text, self.place, self.disagreed = call
