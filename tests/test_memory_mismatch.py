@@ -62,8 +62,11 @@ async def differing(me: Rank, name: str) -> None:
     one, other, said, told = PAIRS[name]
     for _ in range(3):  # the lane is in step afterwards, each time
         work = one() if me.rank == 0 else other()
-        with pytest.raises(ac.CollectiveMismatchError) as caught:
+        # Of a call in several parts a rank may hear first that a peer gives up the rest of it, and why.
+        told_by = ac.CollectiveError if name == "parts" else ac.CollectiveMismatchError
+        with pytest.raises(told_by) as caught:
             await me.get(work)
+        assert type(caught.value) in (ac.CollectiveMismatchError, ac.PeerRefusedError)
         text = str(caught.value)
         assert said in text and told in text, text
         assert "test_memory_mismatch.py:" in text, text

@@ -98,6 +98,7 @@ class Engine:
         self._posted = 0  # the latest step
         self._room = SLOTS  # up to here every slot was seen to be free
         self._sleepers = 0
+        self._halted = False
         self._naps = count(1)  # each has a number of its own
         self._watched = False
         self._listened: dict[Exchange, None] = {}  # calls that are not over and have callbacks
@@ -174,6 +175,8 @@ class Engine:
 
     def _move(self) -> bool:
         """Take a step of the oldest call, and post what there is room for."""
+        if self._halted:
+            return False
         queue = self._queue
         taken = bool(queue) and self._take(queue[0])
         return (bool(self._entering) and self._post()) or taken
@@ -182,7 +185,7 @@ class Engine:
         """Post steps, in order, as far as there is room; whether there were any."""
         entering, words = self._entering, self._words
         before = self._posted
-        while entering:
+        while entering and not self._halted:
             exchange = entering[0]
             step = self._posted + 1
             done = step - exchange.first if exchange.first else 0
@@ -202,7 +205,7 @@ class Engine:
             if not done:
                 if exchange.has_length:
                     words[self._mine + LENGTHS + slot] = exchange.length()
-                words[self._mine + PLACES + slot] = exchange.place
+                words[self._mine + PLACES + slot] = exchange.place << 1 | (exchange.disagreed is not None)
                 self.region.write_text(slot, exchange.text)
                 exchange.put(0, slot)
                 exchange.first = step
@@ -242,8 +245,9 @@ class Engine:
             return False  # somebody has not come
         if all(one == said for one in found):
             return self._agree(exchange)
-        if all(words[base + PLACES + step % SLOTS] == exchange.place for base in self.region.others):
-            self._disagree(exchange)
+        places = [words[base + PLACES + step % SLOTS] for base in (self._mine, *self.region.others)]
+        if all(place >> 1 == exchange.place for place in places):
+            self._disagree(exchange, shared=any(place & 1 for place in places))
         # Else a rank is still at the parts of an earlier call, about which ranks differ: it has its lane
         # begin a new epoch, in which this call is made once more, or lost.
         return False
@@ -267,7 +271,13 @@ class Engine:
         if self._queue[0] is exchange:
             self._end(exchange, error)
 
-    def _disagree(self, exchange: Exchange) -> None:
+    def _disagree(self, exchange: Exchange, *, shared: bool) -> None:
+        """Ranks differ about this call; where it is ``shared``, a part of one, about how many steps it takes.
+
+        Then nothing moves on here any more: who shares it has the lane begin a new epoch, elsewhere.
+        """
+        if shared and self._queue[0] is exchange:
+            self._halted = True
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
         error = mismatch(self._where, self._ranks, texts)

@@ -47,7 +47,7 @@ ASLEEP = 4 * _LINE_WORDS
 WATCHING = ASLEEP + 1
 #: whether the rank has left, and how
 STATE = 5 * _LINE_WORDS
-#: by slot: the place of the call in the lane's order
+#: by slot: the place of the call in the lane's order << 1 | whether parts share it
 PLACES = 6 * _LINE_WORDS
 BLOCK_WORDS = 8 * _LINE_WORDS
 
