@@ -125,7 +125,7 @@ def test_without_the_store_calls_on_open_lanes_go_on() -> None:
 
 def test_faults_are_drawn_from_luck() -> None:
     kinds = {type(drawn_faults()(random.Random(seed), 3)[0]) for seed in range(200)}
-    assert kinds == {Cancel, Collect, Delay, Interrupt, Kill, Stall, Stop, StoreLost}
+    assert kinds == {Cancel, Collect, Delay, Fail, Interrupt, Kill, Stall, Stop, StoreLost}
     assert {type(drawn_faults("stop")(random.Random(seed), 3)[0]) for seed in range(20)} == {Stop}
     with pytest.raises(ac.InvalidArgumentError, match="no fault 'flood'; expected one of kill"):
         drawn_faults("flood")

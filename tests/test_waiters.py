@@ -111,8 +111,8 @@ def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(24, "Too many open files")
         asked_again.set()
 
-    parts = {"has_peers": True, "loss": loss, "store_answers": lambda: False, "ends_alone": False}
-    context = cast("Any", SimpleNamespace(**parts))
+    parts = {"has_peers": True, "loss": loss, "store_answers": lambda: False}
+    context = cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0))
     lane = SimpleNamespace(group=SimpleNamespace(ranks=(0, 1)))
 
     class InFlight:
@@ -137,7 +137,7 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked = threading.Event()
     parts = {"has_peers": True, "loss": lambda lane: asked.set(), "store_answers": lambda: False}
-    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False)))
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0)))
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
 
     class InFlight:

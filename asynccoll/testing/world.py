@@ -93,12 +93,12 @@ class World:
         scheduler, report, size = self._scheduler, self.report, self._setting.world_size
         with (
             _on_one_core(),
+            instrumented(self._setting.statements),  # which looks for functions among what is collected
             _uncollected(),
             _unheard(scheduler),
             processes(size) as enter,
             self._loop.around(report.seed),
             worker_threads(),
-            instrumented(self._setting.statements),
             self._installed(),
             exchanged(table, ("create",), SimpleNamespace(create=self._create)),
         ):
