@@ -58,7 +58,10 @@ def test_what_one_rank_does_not_await_goes_on() -> None:
 
         report = run(main, seed, world_size=3)
         report.check()
-        assert all(seconds < QUICK_SECONDS for rank, seconds in report.results.items() if rank), (seed, report.results)
+        assert all(seconds < QUICK_SECONDS for rank, seconds in report.results.items() if rank), (
+            seed,
+            report.results,
+        )
 
 
 def test_a_part_that_nobody_awaits_is_reduced() -> None:
