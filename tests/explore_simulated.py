@@ -34,7 +34,7 @@ from compositions_tried import kinds
 from simulated import complaints, script, unwaited
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
-TRANSPORTS = tuple(os.environ.get("TRANSPORTS", "gloo,mpi,gloo,horovod,gloo,xla,nccl").split(","))
+TRANSPORTS = tuple(os.environ.get("TRANSPORTS", "gloo,mpi,memory,horovod,gloo,xla,memory,nccl").split(","))
 FAULTS = tuple(
     os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect,fail").split(",")
 )

@@ -19,6 +19,7 @@ LIBRARY = Path(_SPEC.origin).parent
 
 #: Where concurrency is: what is mistaken elsewhere, other tests find.
 FILES = (
+    "backends/memory/engine.py",
     "health/liveness.py",
     "health/refusals.py",
     "health/watchdog.py",
@@ -56,6 +57,7 @@ def _replaced(file: str, right: str, wrong: str) -> Mistake:
     return Mistake(file, f"{right.strip()!r} -> {wrong.strip()!r}", text.replace(right, wrong, 1))
 
 
+_ENGINE = "backends/memory/engine.py"
 #: What each replaces, in which file.
 _SEEDED = (
     ("order/lane.py", "            and not self._queue\n", ""),
@@ -84,6 +86,67 @@ _SEEDED = (
     ),
     ("waiting/loops.py", "                token.run_sync_soon(resume)\n", "                pass\n"),
     ("health/watchdog.py", "            self._wake.notify()\n", "            pass\n"),
+    # Ranks of one host through memory: the second look, fences, room, order of words, bells
+    (
+        _ENGINE,
+        "        with self._lock:\n            moved = self._move()\n        if moved",
+        "        moved = False\n        if moved",
+    ),
+    (
+        _ENGINE,
+        "        with self._lock:\n            moved = self._move()\n        if moved",
+        "        moved = self._move_on()\n        if moved",
+    ),
+    (
+        _ENGINE,
+        (
+            '        """Wake who sleeps until something is written."""\n        self._fence.acquire()\n'
+            "        self._fence.release()\n"
+        ),
+        '        """Wake who sleeps until something is written."""\n',
+    ),
+    (_ENGINE, "            if step > self._room and not self._has_room(step):\n                break\n", ""),
+    (
+        _ENGINE,
+        "            exchange.take(step - first, step % SLOTS)\n            words[mine + READ] = step\n",
+        "            words[mine + READ] = step\n            exchange.take(step - first, step % SLOTS)\n",
+    ),
+    (
+        _ENGINE,
+        "                exchange.put(0, slot)\n                exchange.first = step\n",
+        (
+            "                words[self._mine + POSTED + slot] = "
+            "(step & _STEP_BITS) << 32 | exchange.checksum\n"
+            "                exchange.put(0, slot)\n                exchange.first = step\n"
+        ),
+    ),
+    (
+        _ENGINE,
+        "        if all(one == said for one in found):\n            return self._agree(exchange)\n",
+        "",
+    ),
+    (_ENGINE, "                self._bells.ring(rank)\n", "                pass\n"),
+    (_ENGINE, "                self._bells.wake(rank)\n", "                pass\n"),
+    (_ENGINE, "            self._words[self._mine + ASLEEP] = 0\n", ""),
+    (_ENGINE, "            self._bells.wake(self.region.index)\n", "            pass\n"),
+    (_ENGINE, "            said = next(self._naps) % _STEP_BITS + 1\n", "            said = 1\n"),
+    (_ENGINE, "return step == exchange.first or self._all_posted(step, exchange.checksum)", "return True"),
+    (
+        _ENGINE,
+        (
+            "        if exchange.combined and not self._all_posted(step, exchange.checksum):\n"
+            "            return False\n"
+        ),
+        "",
+    ),
+    (_ENGINE, "            if self._entering or exchange.combines:", "            if self._entering:"),
+    (
+        _ENGINE,
+        "                if step - words[self._mine + READ] > _AHEAD:\n                    break\n",
+        "",
+    ),
+    (_ENGINE, "            self._words[self._mine + READ] = exchange.first\n", "            pass\n"),
+    (_ENGINE, "        self._be_known()\n        self._attended_until", "        self._attended_until"),
 )
 
 

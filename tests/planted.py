@@ -68,6 +68,8 @@ def _explored(directory: str, module: str, seconds: float) -> str:
         try:
             explorer = import_module("explore_simulated")
             explorer.REAL_SECONDS = 10.0
+            if module.startswith("asynccoll.backends.memory."):
+                explorer.TRANSPORTS = ("memory",)
             exploration = explorer.Exploration(seconds, MOST_SCHEDULES)
             number = 1
             while not exploration.over:

@@ -1,4 +1,4 @@
-"""What ranks of one host do through memory, simulated: each raises AssertionError where it is wrong."""
+"""Calls that ranks of one host make through memory in simulated worlds, and what they must come to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that combine what there is, drawn and run in simulated worlds: on five transports, with faults.
+"""Programs that combine what there is, drawn and run in simulated worlds: on six transports, with faults.
 
 Every program in a dozen orders. Those of fixed seeds are the same on every run; those of the day are others
 every day, and what they find is said with the seed that finds it again (``explore_simulated``).

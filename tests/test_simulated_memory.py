@@ -1,7 +1,11 @@
-"""Ranks of one host through memory, simulated: the real engine, each look at a word a switch point."""
+"""Ranks of one host through memory, in simulated worlds: the real engine, each look at a word a switch point.
+
+TIMES as many orders as usual are tried where that is set.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -11,10 +15,13 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import Interrupt, Kill, Report
+from asynccoll.testing import PCT, Interrupt, Kill, Report
 from simulated_memory import ENGINE, check, drawn, expected, flat, run, started, told
 
-SEEDS = range(24)
+TIMES = int(os.environ.get("TIMES", "1"))
+#: Whatever needs nobody's time is over within this; who sleeps through a word looks again after 0.1 s.
+QUICK_SECONDS = 0.05
+SEEDS = range(40 * TIMES)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -32,7 +39,7 @@ def test_results_are_right_in_one_step_and_in_many(size: int) -> None:
 
         report = run(main, seed, world_size=size, loop="none", statements=ENGINE if seed % 3 == 0 else ())
         report.check()
-        assert report.virtual_seconds < 1, (seed, report.virtual_seconds)
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
 
 
 def test_what_one_rank_does_not_await_goes_on() -> None:
@@ -51,7 +58,40 @@ def test_what_one_rank_does_not_await_goes_on() -> None:
 
         report = run(main, seed, world_size=3)
         report.check()
-        assert all(seconds < 1 for rank, seconds in report.results.items() if rank), (seed, report.results)
+        assert all(seconds < QUICK_SECONDS for rank, seconds in report.results.items() if rank), (
+            seed,
+            report.results,
+        )
+
+
+def test_a_part_that_nobody_awaits_is_reduced() -> None:
+    """In one step, in which each rank has something to do once all have posted theirs."""
+    for seed in SEEDS:
+
+        async def main(rank: int, count: int = 20 + 5 * (seed % 40)) -> float:
+            call = ("all_reduce", count)
+            work, begun = started(call, 0, rank), host.monotonic()
+            if rank == 0:
+                await anyio.sleep(15.0)
+            assert flat(await work) == expected(call, 0, rank, 3)
+            return host.monotonic() - begun
+
+        report = run(main, seed, world_size=3)
+        report.check()
+        waited = [seconds for rank, seconds in report.results.items() if rank]
+        assert max(waited) < QUICK_SECONDS, (seed, waited)
+
+
+def test_nobody_writes_where_others_still_read() -> None:
+    """More calls at once than there are slots, of which one rank is slow to read."""
+    for seed in SEEDS:
+        calls = [("all_gather", 1 + number % 3) for number in range(30)]
+
+        def main(rank: int, calls: Any = calls) -> None:
+            works = [started(call, number, rank) for number, call in enumerate(calls)]
+            check(calls, [told(work) for work in works], rank, 2)
+
+        run(main, seed, world_size=2, loop="none", statements=ENGINE, schedule=PCT(depth=6)).check()
 
 
 def test_several_threads_of_a_rank_wait() -> None:
@@ -75,14 +115,14 @@ def test_several_threads_of_a_rank_wait() -> None:
 
         report = run(main, seed, world_size=2, loop="none")
         report.check()
-        assert report.virtual_seconds < 1, (seed, report.virtual_seconds)
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
     """Ctrl-C before any statement of the engine."""
     struck = 0
-    for seed in range(60):
+    for seed in range(40 * TIMES):
         calls = drawn(seed, 4)
 
         def main(rank: int, calls: Any = calls) -> None:
@@ -98,8 +138,8 @@ def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
             continue  # while it joined, issued or left
         struck += 1
         report.check()
-        assert report.virtual_seconds < 1, (seed, report.virtual_seconds)
-    assert struck > 20
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
+    assert struck > 15
 
 
 MISMATCHES = [
@@ -116,7 +156,7 @@ MISMATCHES = [
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
     """Between calls that are alike, in one step and in many; the lane is usable afterwards."""
-    for seed in range(35):
+    for seed in range(42 * TIMES):
         calls = drawn(seed, 3)
         differ = MISMATCHES[seed % len(MISMATCHES)]
 
@@ -127,11 +167,11 @@ def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
             check(calls, [flat(await work) for work in before], rank, size)
             after, lost = [], []
             for number, call in enumerate(calls):
-                try:
-                    after.append(flat(await started(call, number, rank)))
-                except ac.PeerRefusedError:  # it was in flight behind that one, and is issued again
-                    lost.append(number)
-                    after.append(flat(await started(call, number, rank)))
+                while len(after) == number:
+                    try:
+                        after.append(flat(await started(call, number, rank)))
+                    except ac.PeerRefusedError:  # it was in flight behind that one, and is issued again
+                        lost.append(number)
             check(calls, after, rank, size)
             return lost
 
@@ -142,13 +182,13 @@ def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
 
 def test_who_waits_for_a_killed_rank_is_told_soon() -> None:
     """Wherever it died, in the middle of a copy, too; waiting threads and tasks alike."""
-    for seed in range(40):
+    for seed in range(60 * TIMES):
 
         def main(rank: int, seed: int = seed) -> None:
             for number, call in enumerate(drawn(seed, 6)):
                 check_one(call, number, rank)
 
-        report = run(main, seed, world_size=3, loop="none", faults=[Kill(1, at=3e-4 + 5e-5 * seed)])
+        report = run(main, seed, world_size=3, loop="none", faults=[Kill(1, after_call=1 + seed % 6)])
         judge(report)
 
 
@@ -161,4 +201,4 @@ def judge(report: Report) -> None:
     assert report.deadlock is None, report.deadlock
     for error in report.errors.values():
         assert isinstance(error, ac.CollectiveError), error
-    assert report.virtual_seconds < 5, report.virtual_seconds
+    assert report.virtual_seconds < QUICK_SECONDS, report.virtual_seconds

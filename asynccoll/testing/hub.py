@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,10 @@ class SimulatedHub:
         self._fences.append(partial(memory.fence, opening.rank))
         called = lambda text: self._host.delivery.called(self._rank, f"{text} on {opening.name}")  # noqa: E731  # what it says
         return SimulatedRegion(memory, opening.rank, called), Parking(memory, opening.rank)
+
+    def later(self, job: Callable[[], object]) -> None:
+        """Run ``job``, which may wait, on a thread of its own."""
+        host.Thread(target=job, name="memory-helper", daemon=True).start()
 
     def ring(self, rank: int) -> None:
         """Have the watcher of ``rank`` look."""

@@ -35,9 +35,6 @@ from asynccoll.errors import AbortedError, CollectiveError, PeerLostError
 
 __all__ = ["MemoryCommunicator"]
 
-#: From so many bytes on more than two ranks reduce a part each: below, one more round costs more than it
-#: saves.
-_BY_PARTS_BYTES = 64 << 10
 #: How many kinds of calls are remembered.
 _MOST_KINDS = 4096
 
@@ -106,7 +103,7 @@ class MemoryCommunicator:
 
     def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         call = self._call("all_reduce", op, x.dtype, x.numel())
-        by_parts = self._size > 2 and x.nbytes > _BY_PARTS_BYTES
+        by_parts = self._size > 2 and x.nbytes > self._engine.region.layout.by_parts_bytes
         made = AllReduceByParts if by_parts else AllReduce
         return self._engine.start(made(self._engine, call, _flat(out), _flat(x), op))
 

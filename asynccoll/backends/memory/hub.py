@@ -81,6 +81,10 @@ class Hub:
         buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
         return Region(buffer, layout, opening.rank), Parking(buffer)
 
+    def later(self, job: Callable[[], object]) -> None:
+        """Run ``job``, which may wait, on a thread of its own."""
+        _helpers.submit(job, job)
+
     def ring(self, rank: int) -> None:
         """Have the watcher of ``rank`` look."""
         os.eventfd_write(self._handed[rank].bell, 1)
@@ -227,7 +231,7 @@ class Bells:
         self._hub.watcher.add(engine)
 
     def later(self, job: Callable[[], object]) -> None:
-        _helpers.submit(job, job)
+        self._hub.later(job)
 
     def gone(self) -> Sequence[int]:
         if not self._gone:

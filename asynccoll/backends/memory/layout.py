@@ -58,6 +58,8 @@ TEXT_BYTES = 512
 
 _PAGE = 4096
 _LARGEST_SLOT = 512 << 10
+#: Of a slot: up to so much, one more round costs more than it saves that ranks reduce a part each.
+_BY_PARTS = 1 / 8
 #: All slots of a region take at most so much, however many ranks there are.
 _MOST_BYTES = 32 << 20
 
@@ -74,6 +76,11 @@ class Layout:
         """The usual one for so many ranks; the smallest where memory is scarce."""
         share = _MOST_BYTES // (SLOTS * size)
         return cls(size, _PAGE if smallest else max(_PAGE, min(_LARGEST_SLOT, share // _PAGE * _PAGE)))
+
+    @property
+    def by_parts_bytes(self) -> int:
+        """With more bytes than this, more than two ranks reduce a part each: 64 KiB in the largest slots."""
+        return int(self.slot_bytes * _BY_PARTS)
 
     @property
     def splits(self) -> int:
