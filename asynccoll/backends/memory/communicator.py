@@ -183,13 +183,15 @@ class MemoryCommunicator:
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """The contiguous ``x`` in one dimension; of one made in inference mode what any thread may fill."""
-    if x.is_inference() and x.numel():
+    if x.is_inference():
         x = _in_no_mode(x)
     return x if x.dim() == 1 else x.view(-1)
 
 
 def _in_no_mode(x: torch.Tensor) -> torch.Tensor:
-    memory: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
-    memory.kept = x
     with torch.inference_mode(False):
+        if not x.numel():
+            return torch.empty(0, dtype=x.dtype, device="cpu")
+        memory: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+        memory.kept = x
         return torch.frombuffer(memory, dtype=x.dtype)

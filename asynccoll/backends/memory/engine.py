@@ -39,7 +39,7 @@ from asynccoll.backends.memory.layout import (
     WATCHING,
 )
 from asynccoll.backends.memory.region import Region
-from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.errors import CollectiveError, PeerLostError, collective_error
 
 if TYPE_CHECKING:
     from asynccoll.backends.memory.exchange import Exchange
@@ -121,7 +121,7 @@ class Engine:
                     return exchange
                 self._queue.append(exchange)
                 self._entering.append(exchange)
-                posted = self._post()
+                posted = self._move(takes=False)
             if posted:
                 self._tell_others()
             if self._entering or exchange.combines:  # there is more to do for it, and nobody may come by
@@ -173,13 +173,17 @@ class Engine:
             self._tell_others()
         return moved
 
-    def _move(self) -> bool:
-        """Take a step of the oldest call, and post what there is room for."""
+    def _move(self, *, takes: bool = True) -> bool:
+        """Take a step of the oldest call, and post what there is room for; whether anything moved."""
         if self._halted:
             return False
         queue = self._queue
-        taken = bool(queue) and self._take(queue[0])
-        return (bool(self._entering) and self._post()) or taken
+        try:
+            taken = takes and bool(queue) and self._take(queue[0])
+            return (bool(self._entering) and self._post()) or taken
+        except Exception as error:  # no one knows whose call that was: a waiter, or the watcher, came by
+            self._fail(error)
+            return True
 
     def _post(self) -> bool:
         """Post steps, in order, as far as there is room; whether there were any."""
@@ -507,6 +511,11 @@ class Engine:
         self._entering.clear()
         while queue:
             self._end(queue[0], error)
+
+    def _fail(self, error: Exception) -> None:
+        """A step could not be done: all calls in flight end with that, and the other ranks lose this one."""
+        self._words[self._mine + STATE] = ABORTED
+        self._end_all(collective_error(error, f"moving data through the memory of {self._where}"))
 
     def stop(self, state: int, error: CollectiveError) -> None:
         """Leave: end what is in flight here, and soon on the others that wait for this rank."""
