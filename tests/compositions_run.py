@@ -37,6 +37,7 @@ from compositions_modes import ENTER, Modes, modes_now
 from compositions_waited import Looped, Threaded, Ways, driven
 from patience import patient
 from ranks import Place, Rank
+from worlds import THREADED
 
 #: What a rank says of a call that was not made: its own, or a peer's.
 REFUSALS = (*expected.REFUSED, ac.PeerRefusedError)
@@ -179,7 +180,7 @@ class Run:
             case "threads":
                 errors: list[Exception] = []
                 threads = [
-                    host.Thread(target=self._in_thread, args=(index, task, errors), daemon=True)
+                    host.Thread(target=self._begin_thread(), args=(index, task, errors), daemon=True)
                     for index, task in indexed
                 ]
                 for thread in threads:
@@ -191,6 +192,12 @@ class Run:
     async def _on_own_lane(self, index: int, task: Task, ways: Ways | None = None) -> None:
         with ac.lane(f"own{index}"):
             await self._task(State(f"t{index}", ways or self.ways, lanes=[f"own{index}"]), index, task)
+
+    def _begin_thread(self) -> Callable[..., None]:
+        """What a plain thread runs: without a context it is no rank's where ranks are threads themselves."""
+        if self.me.backend in THREADED:
+            return partial(contextvars.copy_context().run, self._in_thread)
+        return self._in_thread
 
     def _in_thread(self, index: int, task: Task, errors: list[Exception]) -> None:
         try:

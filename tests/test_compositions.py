@@ -114,6 +114,9 @@ FOUND = {
     "a coalescing block that an await in no_grad sends": alone(
         of("tracked", coalesced=True, waited_in="no_grad"),
     ),
+    "plain threads, where ranks may be threads themselves": overlapping(
+        of("number"), of("tensor", wait="threads"), start="threads"
+    ),
     "a scope whose task is cancelled": alone(of("tensor", wait="scope cancelled")),
     "a coalescing block of calls in and out of no_grad": alone(
         of("tracked", coalesced=True, wait="later"),
