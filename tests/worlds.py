@@ -126,7 +126,8 @@ LAUNCHER_VARIABLES = {
 
 def free_port() -> int:
     """A port below the range from which outgoing connections draw theirs."""
-    for port in random.sample(range(15_000, 32_000), 200):
+    # Not the module's own: hypothesis seeds that, and two runs would look for the same ports.
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 200):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
