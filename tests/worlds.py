@@ -172,13 +172,14 @@ class Starter:
     options: Callable[[], dict[str, Any]]
 
 
-def _through_memory() -> dict[str, Any]:
-    return {**_tcp(), "memory": True}
+def _through_sockets() -> dict[str, Any]:
+    """Of gloo alone, where ranks of one host do not share memory."""
+    return {**_tcp(), "memory": False}
 
 
 STARTERS = {
-    "gloo": Starter(nursery.start, _tcp),
-    "memory": Starter(nursery.start, _through_memory),
+    "gloo": Starter(nursery.start, _through_sockets),
+    "memory": Starter(nursery.start, _tcp),
     "nccl": Starter(_start_processes, _tcp),
     "mpi": Starter(starters_mpi.start, starters_mpi.options),
     "horovod": Starter(starters_horovod.start, starters_horovod.options),

@@ -64,8 +64,8 @@ def _memory() -> str:
 
     if not supported():
         return "not shared by ranks of a host: only on Linux and x86-64"
-    if os.environ.get("ASYNCCOLL_MEMORY", "0") == "0":
-        return "can be shared by ranks of a host: ASYNCCOLL_MEMORY=1, or ac.initialize(memory=True)"
+    if os.environ.get("ASYNCCOLL_MEMORY", "1") == "0":
+        return "not shared by ranks of a host: ASYNCCOLL_MEMORY=0"
     return "shared by ranks of a host, for tensors on the CPU (beside gloo and nccl)"
 
 

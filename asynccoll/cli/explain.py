@@ -25,8 +25,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--memory",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="whether the ranks of a host share memory (ac.initialize(memory=...)); not by default",
+        default=True,
+        help="whether the ranks of a host share memory (ac.initialize(memory=...)); by default they do",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(carry_out=_explain)

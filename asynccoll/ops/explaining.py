@@ -65,7 +65,7 @@ def explain_offline(
     op: str = "sum",
     check: bool = False,
     nodes: int = 1,
-    memory: bool = False,
+    memory: bool = True,
 ) -> Plan:
     """The plan of a call that nobody makes: no process group, no data (``asynccoll explain``).
 

@@ -178,10 +178,10 @@ def initialize(
         stall_warning: seconds after which a call that is waited for is warned of, once, on stderr and by the
             logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never. 30, unless the
             environment variable ``ASYNCCOLL_STALL_WARNING`` says otherwise.
-        memory: True: ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
-            objects, where the backend is gloo or has gloo beside it. False, the default while this is new:
-            through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``) sets it where
-            nothing is passed. The same on every rank.
+        memory: whether ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
+            objects, where the backend is gloo or has gloo beside it. True, the default: where they prove to
+            share it. False: through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``)
+            sets it where nothing is passed. The same on every rank.
         backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
             ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
 
@@ -229,7 +229,7 @@ def initialize(
 
 def _uses_memory(memory: bool | None) -> bool:
     if memory is None:
-        said = os.environ.get(MEMORY_VARIABLE, "0")
+        said = os.environ.get(MEMORY_VARIABLE, "1")
         if said not in ("0", "1"):
             raise InvalidArgumentError(f"{MEMORY_VARIABLE} must be 0 or 1, got {said!r}")
         return said == "1"
