@@ -24,7 +24,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, CollectiveTimeoutError, PeerRefusedError
+from asynccoll.errors import CollectiveError, CollectiveTimeoutError
 from asynccoll.host.store import values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
 
@@ -129,7 +129,7 @@ class Refusals:
         for refusal in heard:
             self._settle(lane, lane.hear(epoch, refusal))
 
-    def published(self, lane: Lane) -> PeerRefusedError | None:
+    def published(self, lane: Lane) -> CollectiveError | None:
         """The refusal that explains a connection that closed, if there is one."""
         if self._clients is None:
             return None

@@ -25,9 +25,7 @@ class Memory:
         """``name``: by which it is found; without one it is this process's alone."""
         self.descriptor = -1
         if name and hasattr(os, "memfd_create"):
-            with contextlib.suppress(OSError):  # of descriptors there may be none left: then nobody can look
-                self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-                os.ftruncate(self.descriptor, size)
+            self.descriptor = _file(name, size)
         self.buffer = mmap.mmap(self.descriptor, size)
 
     def close(self) -> None:
@@ -37,6 +35,20 @@ class Memory:
             self.descriptor = -1
         with contextlib.suppress(BufferError):  # somebody writes just now: it goes with him
             self.buffer.close()
+
+
+def _file(name: str, size: int) -> int:
+    """A nameless file of that size; -1 if there are no descriptors left, or files may not be so large."""
+    try:
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
 
 
 def look(pid: int, descriptor: int) -> memoryview | None:

@@ -20,7 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from asynccoll import payload, tensors
-from asynccoll.errors import CollectiveError, InvalidArgumentError, PeerRefusedError
+from asynccoll.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    PeerRefusedError,
+)
 from asynccoll.host import actors
 from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.memory.aliasing import Claims
@@ -123,6 +128,8 @@ class _Call(NamedTuple):
 
 #: Where one call is recorded by autograd, and another is not: the latter's tensors are detached.
 _MIXED = Modes(recording=True, inferring=False)
+#: What a call raises at a place that is lost already, because of a peer.
+_PLACE_LOST = (PeerRefusedError, CollectiveMismatchError)
 
 
 class _Parts:
@@ -149,7 +156,7 @@ class _Parts:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
                     _MIXED.run(self._send, False)
-        except PeerRefusedError as error:  # the place is lost already: works say so, as when it is later
+        except _PLACE_LOST as error:  # the place is lost already: works say so, as when it is later
             for call in self.calls:
                 call.work.abandoned(error)
         except Exception as error:
@@ -251,7 +258,7 @@ class _Batch:
         try:
             with self.place_on(lane), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
-        except PeerRefusedError as error:  # as in ``_Parts.send``
+        except _PLACE_LOST as error:  # as in ``_Parts.send``
             lost: Deferred[Any] = Deferred(self, lane)
             lost.abandoned(error)
             return noted(lost)

@@ -32,12 +32,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asynccoll.errors import PeerRefusedError
+from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
 
 if TYPE_CHECKING:
     from asynccoll.order.job import Job
 
 __all__ = ["Cut", "Refusal", "Statement", "Verdict"]
+
+
+_MISMATCH = f"{CollectiveMismatchError.__name__}: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,10 @@ class Refusal:
         """Whether that part of the call at ``place`` is lost."""
         return (place, part) > self.begins
 
-    def error(self, lane: object, place: int) -> PeerRefusedError:
+    def error(self, lane: object, place: int) -> CollectiveError:
         """What becomes of the call at ``place``: this one, or one that was lost with it."""
+        if place == self.place and self.why.startswith(_MISMATCH):  # it has seen what all ranks called
+            return CollectiveMismatchError(self.why.removeprefix(_MISMATCH), (self.rank,))
         if place == self.place:
             return PeerRefusedError(
                 f"rank {self.rank} refused its side of call #{place} on {lane}: {self.why}", (self.rank,)

@@ -119,8 +119,8 @@ class Engine:
                 if self._broken is not None:
                     exchange.end(self._broken)
                     return exchange
-                self._queue.append(exchange)
-                self._entering.append(exchange)
+                # Within one call of C, so that an interrupt leaves it in both or in none.
+                any(map(deque.append, (self._queue, self._entering), (exchange, exchange)))
                 posted = self._move(takes=False)
             if posted:
                 self._tell_others()
