@@ -102,10 +102,8 @@ APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDI
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
-# What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway; but
-# for training in ten loops, each step of which is a graph to compile first: ten to twenty seconds for each loop.
+# What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway.
 XLA_PAIRS  := compositions refusals training
-IN_SECONDS := -k "xla and not comes_to_what_one_process_does"
 XLA_TESTS  := $(XLA_ITSELF) $(filter-out $(XLA_PAIRS) faults sync_parity,$(EVERY_BACKEND))
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled fusion lanes objects overlap runtime work
@@ -114,7 +112,7 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))
 	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio \
 		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
-	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) $(IN_SECONDS) $(ARGS) $(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS))
+	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) -k xla $(ARGS) $(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS))
 	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
 
 gpu: ## on a machine with a GPU: nccl in a world of one, gloo on CUDA tensors, the order of streams, figures

@@ -76,7 +76,7 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
     """The same for a given place."""
     _refuse_apex(model)
     if not all(parameter.device == place.device for parameter in model.parameters()):
-        model.to(place.device)
+        move(model, place.device)
     if place.world_size == 1:
         if torch.cuda.device_count() > 1 and place.device.type == "cuda":
             place.log.info("Apply torch DataParallel on model")
@@ -94,6 +94,18 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
         broadcast_parameters(model).wait()
         return model
     return _parallel(place, model, sync_bn, kwargs)
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move it in place, and keep what is tied so: on XLA torch would make two parameters of a shared one."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    model.to(device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
 
 
 def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
