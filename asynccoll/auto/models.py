@@ -25,11 +25,10 @@ from torch.optim import Optimizer
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
-from asynccoll.ops.scopes import backward_lane
+from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
 from asynccoll.overlap.accepted import check_not_unscaled, ddp_models, scaler_told
 from asynccoll.overlap.backward import BackwardReducer
-from asynccoll.overlap.lanes import numbered
 from asynccoll.overlap.steps import Resumable, Steps, run
 
 __all__ = [
@@ -168,7 +167,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
     """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
-    kwargs = {"lane": numbered("auto_optim"), **kwargs}
+    kwargs = {"lane": new_lane("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,7 +322,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
             Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
     """
     _refuse_apex(optimizer)
-    kwargs = {"lane": numbered("async_optim"), **kwargs}
+    kwargs = {"lane": new_lane("async_optim"), **kwargs}
     gradients = GradientReducer(_parameters_of(optimizer), **kwargs)
     agreement = {"lane": backward_lane(f"{kwargs['lane']}/agreed")}
     return AsyncOptimizer(
