@@ -27,7 +27,7 @@ def imported(source: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("source", sorted(PACKAGE.glob("overlap/*.py")), ids=lambda path: path.stem)
 def test_overlap_uses_public_names_alone(source: Path) -> None:
-    """All of it could be written outside of the package, but for `host`, which a simulated world exchanges."""
+    """All of it could be written outside, but for `host`, which a simulated world exchanges."""
     others = [
         (module, name)
         for module, name in imported(source)

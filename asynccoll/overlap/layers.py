@@ -62,8 +62,8 @@ class ShardedLayers(nn.Module):
       ``await ac.all_reduce(succeeded, op="and")``).
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
       Its backward has to come to one layer of the loop at least: a loop that is over without a call of any
-      raises ``InvalidArgumentError`` there, unless under ``torch.no_grad()``. A rank without data calls one on
-      an empty batch (``loss = layer(x[:0]).sum()``).
+      raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
+      empty batch (``loss = layer(x[:0]).sum()``).
 
     Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
