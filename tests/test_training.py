@@ -63,6 +63,7 @@ async def as_alone(me: Rank) -> None:
             assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_auto_optim_comes_to_what_one_process_does(several: World) -> None:
     """Clipped, scaled with an overflow on one rank, accumulated, skipped, zeroed between, of two models, ...
 
