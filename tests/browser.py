@@ -1,7 +1,8 @@
 """A real browser without a window: Debian's chromium, told what to do through a pipe.
 
-One browser shows one page after the other: ``open`` loads a file, ``run`` evaluates JavaScript in it, ``move`` puts
-the pointer somewhere, ``shot`` is a picture. What the page logs as an error, or throws, is kept in ``errors``.
+One browser shows one page after the other: ``open`` loads a file, ``run`` evaluates JavaScript in it,
+``move`` puts the pointer somewhere, ``shot`` is a picture. What the page logs as an error, or throws, is
+kept in ``errors``.
 """
 
 from __future__ import annotations

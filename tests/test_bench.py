@@ -128,8 +128,8 @@ def test_ratios_are_those_of_the_same_round():
 
 @pytest.mark.slow
 def test_a_run_as_json_beside_the_peers(start, tmp_path):
-    """Every peer that is here, nothing wrong, and a picture with all of them. Under a launcher this is one of the
-    ranks it measures among, and the first alone prints."""
+    """Every peer that is here, nothing wrong, and a picture with all of them. Under a launcher this is
+    one of the ranks it measures among, and the first alone prints."""
     options = ("--sizes", "4,1K", "-n", 2, "--rounds", 3, "--json", "--plot", "out.svg")
     job = start("run", "-n", 2, "-m", "asynccoll", "bench", "all_reduce", "all_gather", *options)
     code, output, errors = job.wait()
@@ -161,8 +161,8 @@ def test_a_run_as_json_beside_the_peers(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_as_a_table(start):
-    """Plain text in a pipe: one heading, the columns of nccl-tests, a line for each size and peer. What a peer
-    cannot do is told, and the rest goes on: an average of whole numbers is refused by us."""
+    """Plain text in a pipe: one heading, the columns of nccl-tests, a line for each size and peer. What a
+    peer cannot do is told, and the rest goes on: an average of whole numbers is refused by us."""
     sizes_and_rounds = ("-b", 8, "-e", 128, "-f", 16, "-n", 1, "--rounds", 1, "-c", 0)
     job = start(
         *("bench", "all_reduce", "all_gather", *sizes_and_rounds),
