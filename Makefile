@@ -97,25 +97,28 @@ horovod: ## the tests that run on any backend, on Horovod, which is compiled on 
 		$(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k horovod $(IN_PAIRS) $(ARGS))
 
-# Replicas are threads: an abort of the runtime ends a world, a hang a file, and neither the others.
+# Replicas are threads. Those files that are about torch_xla each have a process of their own, which may abort or
+# hang; the others have their worlds in common, as on any backend.
 APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDIR)/pyproject.toml
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
-# What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway; but
-# for training in ten loops, each step of which is a graph to compile first: ten to twenty seconds for each loop.
+# What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway.
 XLA_PAIRS  := compositions refusals training
-IN_SECONDS := -k "xla and not comes_to_what_one_process_does"
-XLA_TESTS  := $(XLA_ITSELF) $(filter-out $(XLA_PAIRS) faults sync_parity,$(EVERY_BACKEND))
+XLA_TESTS  := $(filter-out $(XLA_PAIRS) faults sync_parity,$(EVERY_BACKEND))
+XLA_TWO    := ASYNCCOLL_TEST_WORLD_SIZES=2
+XLA_OTHERS := ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
 OLD_TORCH  := all_gather all_reduce autograd checks compiled fusion lanes objects overlap runtime work
 
 xla: ## on torch_xla's CPU client: its own tests, and those that run on any backend; gloo on its torch
-	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) $(ARGS) $(call TESTS_OF,$(XLA_TESTS))
-	@$(XLA) $(ON_XLA) ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(APART) -k "xla-tpu-1 or xla-tpu-4" $(ARGS) $(call TESTS_OF,$(XLA_SIZES))
-	@$(XLA) $(ON_XLA) $(TWO_RANKS) $(APART) $(IN_SECONDS) $(ARGS) $(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS))
-	@$(XLA) env ASYNCCOLL_TEST_WORLD_SIZES=2 $(APART) -m "not slow" $(ARGS) $(call TESTS_OF,$(OLD_TORCH))
+	@$(XLA) $(ON_XLA) $(XLA_TWO) $(APART) $(ARGS) $(call TESTS_OF,$(XLA_ITSELF))
+	@$(call TWICE,$(XLA) $(ON_XLA) $(XLA_TWO) $(PYTEST) $(AT_ONCE) $(call TESTS_OF,$(XLA_TESTS)) $(ARGS))
+	@$(call TWICE,$(XLA) $(ON_XLA) $(XLA_OTHERS) $(PYTEST) $(AT_ONCE) -k "xla-tpu-1 or xla-tpu-4" \
+		$(call TESTS_OF,$(XLA_SIZES)) $(ARGS))
+	@$(call TWICE,$(XLA) $(ON_XLA) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k xla \
+		$(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS)) $(ARGS))
+	@$(call TWICE,$(XLA) env $(XLA_TWO) $(PYTEST) $(AT_ONCE) -m "not slow" $(call TESTS_OF,$(OLD_TORCH)) $(ARGS))
 
 gpu: ## on a machine with a GPU: nccl in a world of one, gloo on CUDA tensors, the order of streams, figures
 	@$(PYTHON) $(CURDIR)/tools/gpu.py look

@@ -40,6 +40,7 @@ from asynccoll.errors import (
 )
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
+from asynccoll.memory.aliasing import may_overlap
 from asynccoll.modes.isolation import isolated
 from asynccoll.ops.asking import who_is_missing
 from asynccoll.ops.coalescing import coalescing
@@ -64,7 +65,15 @@ from asynccoll.ops.collectives import (
     send,
 )
 from asynccoll.ops.prepared import Prepared, prepare
-from asynccoll.ops.scopes import TaskGroup, backward_lane, close_lane, create_task_group, lane, scope
+from asynccoll.ops.scopes import (
+    TaskGroup,
+    backward_lane,
+    close_lane,
+    create_task_group,
+    lane,
+    new_lane,
+    scope,
+)
 from asynccoll.overlap import overlap_gradients
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import ReduceOp
@@ -155,7 +164,9 @@ __all__ = (
     "isolated",
     "join",
     "lane",
+    "may_overlap",
     "new_group",
+    "new_lane",
     "overlap",
     "overlap_gradients",
     "permute",

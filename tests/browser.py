@@ -1,7 +1,8 @@
 """A real browser without a window: Debian's chromium, told what to do through a pipe.
 
-``page(path)`` opens a file; ``run`` evaluates JavaScript in it, ``move`` puts the pointer somewhere,
-``shot`` is a picture. What the page logs as an error, or throws, is kept in ``errors``.
+One browser shows one page after the other: ``open`` loads a file, ``run`` evaluates JavaScript in it,
+``move`` puts the pointer somewhere, ``shot`` is a picture. What the page logs as an error, or throws, is
+kept in ``errors``.
 """
 
 from __future__ import annotations
@@ -59,16 +60,27 @@ class Browser:
         self.errors: list[str] = []
         self._events: list[dict[str, Any]] = []
 
-    def open(self, url: str) -> None:
-        """Go to ``url``, and wait until it is there."""
-        (target,) = (one for one in self._ask("Target.getTargets")["targetInfos"] if one["type"] == "page")
-        attached = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self._ask(f"{domain}.enable")
-        self._ask("Page.navigate", url=url)
-        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+    def open(self, path: Path) -> None:
+        """Load a file, and wait until it is there; nothing is known any more of the page before."""
+        if self._session is None:
+            targets = self._ask("Target.getTargets")["targetInfos"]
+            (target,) = (one for one in targets if one["type"] == "page")
+            attached = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+            self._session = attached["sessionId"]
+            for domain in ("Page", "Runtime", "Log"):
+                self._ask(f"{domain}.enable")
+            self._ask("Page.setLifecycleEventsEnabled", enabled=True)
+        self._events.clear()
+        self.errors.clear()
+        loader = self._ask("Page.navigate", url=path.as_uri())["loaderId"]
+        while not any(self._has_loaded(event, loader) for event in self._events):
             self._read()
+
+    @staticmethod
+    def _has_loaded(event: dict[str, Any], loader: str) -> bool:
+        about = event["params"]
+        loads = event["method"] == "Page.lifecycleEvent"
+        return loads and (about["name"], about["loaderId"]) == ("load", loader)
 
     def run(self, script: str) -> Any:
         """What an expression is, as JSON."""
@@ -134,13 +146,12 @@ class Browser:
 
 
 @contextlib.contextmanager
-def page(path: Path) -> Iterator[Browser]:
-    """The file ``path``, opened in a browser of its own."""
+def started() -> Iterator[Browser]:
+    """A browser of one's own."""
     need("chromium")
     with tempfile.TemporaryDirectory(prefix="asynccoll-browser-", ignore_cleanup_errors=True) as directory:
         browser = Browser(directory)
         try:
-            browser.open(path.as_uri())
             yield browser
         finally:
             browser.close()

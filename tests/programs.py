@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import asynccoll as ac
+from asynccoll.auto.models import move
 from ranks import Rank
 from training_helpers import HELPERS, Alone, Helper
 from training_loops import LOOPS, Run
@@ -69,11 +70,11 @@ class Program:
         return {name for name in (self.model, self.second) if name is not None}
 
 
-def makes_sense(program: Program) -> bool:
+def makes_sense(program: Program, backend: str = "gloo") -> bool:
     """Whether the parts fit together, by what torch and the helpers promise."""
     return (
         _may_run_at_once(program)
-        and _torch_can(program)
+        and _torch_can(program, backend)
         and _loop_means_the_same(program)
         and _helper_can(program)
     )
@@ -85,8 +86,10 @@ def _may_run_at_once(program: Program) -> bool:
     return possible or not program.at_once
 
 
-def _torch_can(program: Program) -> bool:
+def _torch_can(program: Program, backend: str) -> bool:
     models, fused = program.models, "fused" in program.optimizer
+    if program.loop == "checkpointed" and backend == "xla-tpu":
+        return False  # torch.utils.checkpoint knows its own devices alone, torch_xla's runs in pieces
     if models & {"complex"} and (fused or program.loop in {"scaled", "gradient penalty"}):
         return False
     if models & {"thawed", "unused", "LayerDrop"} and program.optimizer == "SGD fused":
@@ -154,7 +157,7 @@ def drawn(seed: int, backend: str = "gloo") -> Program:
             second=source.choice(list(MODELS)) if source.random() < 0.2 else None,
             at_once=source.random() < 0.5,
         )
-        if makes_sense(program) and (backend == "gloo" or program.helper != "ddp_hook"):
+        if makes_sense(program, backend) and (backend == "gloo" or program.helper != "ddp_hook"):
             return program
 
 
@@ -182,8 +185,9 @@ def _begun(
 ) -> Run:
     """A model, its optimizer and its data."""
     device = ac.device() if kind.is_rank else torch.device("cpu")
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float64
-    model = made(name, seed).to(device)
+    dtype = _dtype(program, name)
+    model = made(name, seed, dtype)
+    move(model, device)
     parameters = list(model.parameters())
     if program.loop == "added":
         if kind.is_rank:
@@ -201,6 +205,13 @@ def _begun(
         return found
 
     return Run(kind(model, OPTIMIZERS[program.optimizer](parameters), lane), batch, size)
+
+
+def _dtype(program: Program, name: str) -> torch.dtype:
+    """What the model is of; a scaler's kernel on XLA takes no float64."""
+    if name == "bfloat16":
+        return torch.bfloat16
+    return torch.float32 if program.loop == "scaled" and ac.device().type == "xla" else torch.float64
 
 
 async def _steps(program: Program, run: Run, steps: range) -> None:

@@ -183,6 +183,7 @@ def lines_changed(copy: Path) -> dict[str, int]:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ADDITIONS)
 def test_touches_one_table(tmp_path: Path, what: str) -> None:
     """A row (and an import) there, nothing anywhere else; and it works in everything that knows its like."""

@@ -14,6 +14,7 @@ from patience import patient
 APART = Path(__file__).parent.parent / "tools" / "apart.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

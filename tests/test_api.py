@@ -60,6 +60,8 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "hostname": ((), set()),
     "available_backends": ((), set()),
     "new_group": (("ranks",), set()),
+    "new_lane": (("kind",), set()),
+    "may_overlap": (("x", "y"), set()),
     "wait_all": (("works",), set()),
 }
 WORK = (

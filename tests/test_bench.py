@@ -126,22 +126,12 @@ def test_ratios_are_those_of_the_same_round():
 # --- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_as_json_beside_the_peers(start, tmp_path):
-    """Every peer that is here, nothing wrong, and a picture with all of them."""
-    job = start(
-        "bench",
-        "all_reduce",
-        "all_gather",
-        "--sizes",
-        "4,1K",
-        "-n",
-        2,
-        "--rounds",
-        3,
-        "--json",
-        "--plot",
-        "out.svg",
-    )
+    """Every peer that is here, nothing wrong, and a picture with all of them. Under a launcher this is
+    one of the ranks it measures among, and the first alone prints."""
+    options = ("--sizes", "4,1K", "-n", 2, "--rounds", 3, "--json", "--plot", "out.svg")
+    job = start("run", "-n", 2, "-m", "asynccoll", "bench", "all_reduce", "all_gather", *options)
     code, output, errors = job.wait()
     assert code == 0, errors
     found = json.loads(output)
@@ -169,85 +159,42 @@ def test_a_run_as_json_beside_the_peers(start, tmp_path):
         assert f"{row['peer']} {row['way']}" in text
 
 
+@pytest.mark.slow
 def test_a_run_as_a_table(start):
-    """Plain text in a pipe: one heading, the columns of nccl-tests, a line for each size and peer."""
+    """Plain text in a pipe: one heading, the columns of nccl-tests, a line for each size and peer. What a
+    peer cannot do is told, and the rest goes on: an average of whole numbers is refused by us."""
+    sizes_and_rounds = ("-b", 8, "-e", 128, "-f", 16, "-n", 1, "--rounds", 1, "-c", 0)
     job = start(
-        "bench",
-        "-b",
-        4,
-        "-e",
-        64,
-        "-f",
-        16,
-        "-n",
-        1,
-        "--rounds",
-        1,
-        "-c",
-        0,
-        "--peers",
-        "torch",
-        "-d",
-        "int32",
+        *("bench", "all_reduce", "all_gather", *sizes_and_rounds),
+        *("--peers", "asynccoll,torch", "-d", "int32", "-o", "avg"),
     )
     code, output, errors = job.wait()
     assert (code, errors) == (0, "")
     heading, title, columns, *lines = output.splitlines()
     assert heading.startswith("# asynccoll") and "2 ranks on 1 host" in heading
     assert title.startswith("all_reduce")
-    assert columns.split("  ")[0] or columns.split()[:5] == ["size", "count", "type", "redop", "root"]
-    assert [line.split()[:8] for line in lines] == [
-        [size, "B", str(int(size) // 4), "int32", "sum", "-1", "torch", way]
-        for size in ("4", "64")
-        for way in ("out", "in")
+    assert columns.split()[:7] == ["size", "count", "type", "redop", "root", "peer", "place"]
+    peers = [(peer, place) for peer in ("asynccoll", "torch") for place in ("out", "in")]
+    refused, (title, _, *told) = lines[:8], lines[8:]
+    assert [line.split()[:8] for line in refused] == [
+        [size, "B", str(int(size) // 4), "int32", "avg", "-1", peer, place]
+        for size in ("8", "128")
+        for peer, place in peers
     ]
-    assert all(re.search(r" N/A +1\.00$", line) for line in lines)
-
-
-def test_what_a_peer_cannot_do_is_told_and_the_rest_goes_on(start):
-    """gloo has no product of averages: avg of whole numbers is refused by us, and by torch."""
-    job = start(
-        "bench",
-        "--sizes",
-        64,
-        "-n",
-        1,
-        "--rounds",
-        1,
-        "-d",
-        "int32",
-        "-o",
-        "avg",
-        "--peers",
-        "asynccoll,torch",
+    assert all(line.split()[8:] == ["-"] * 5 for line in refused)
+    assert title.startswith("all_gather")
+    assert [line.split()[:8] for line in told[:8]] == [
+        [size, "B", str(int(size) // 8), "int32", "none", "-1", peer, place]
+        for size in ("8", "128")
+        for peer, place in peers
+    ]
+    assert all(
+        re.search(r" N/A +1\.00$" if " torch " in line else r" N/A +\d+\.\d\d$", line) for line in told[:8]
     )
-    code, output, errors = job.wait()
-    assert code == 0, errors
-    assert re.search(r"^# asynccoll cannot all_reduce: .*avg", output, re.MULTILINE)
-
-
-def test_under_a_launcher_this_is_a_rank(start):
-    """Started as one of the ranks it measures among them, and the first alone prints."""
-    job = start(
-        "run",
-        "-n",
-        2,
-        "-m",
+    assert [re.search(r"^# (asynccoll|torch) cannot all_reduce: \w+: ", line)[1] for line in told[8:]] == [
         "asynccoll",
-        "bench",
-        "--sizes",
-        64,
-        "-n",
-        1,
-        "--rounds",
-        1,
-        "--peers",
         "torch",
-        "--json",
-    )
-    code, output, errors = job.wait()
-    assert code == 0, errors
-    assert json.loads(output)["ranks"] == 2
+    ]
 
 
 @pytest.mark.parametrize(

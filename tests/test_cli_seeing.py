@@ -148,35 +148,3 @@ def test_ranks_outside_of_a_group_are_not_behind():
     alone = Flight(1, 2, 101, 0.0, 0.0, "running", 0.0, (), (Progress("1", "default", 9),))
     found = survey(moment(2.0, inside, alone), moment(1.0))
     assert [one.behind for one in found] == [0, 0]
-
-
-def test_a_hung_job_is_seen_from_outside(start, script):
-    """In a pipe once, and as JSON; only the ranks below the process that is named."""
-    script("""
-        import os, signal, torch, asynccoll as ac
-        ac.initialize("gloo")
-        ac.all_reduce(torch.ones(4)).wait()
-        if ac.get_rank() == 1:
-            print("apart")
-            signal.pause()
-        work = ac.all_reduce(torch.ones(4), lane="gradients")
-        print("called")
-        work.wait()
-    """)
-    job = start("run", "-n", 2, "program.py")
-    assert job.lines(2) == ["apart", "called"]
-    code, output, errors = start("top", "--json", "-i", 0.1, job.process.pid).wait()
-    assert (code, errors) == (0, "")
-    first, second = json.loads(output)
-    assert (first["rank"], first["lane"], first["in_flight"], first["behind"]) == (0, "gradients", 1, 0)
-    assert first["place"].endswith("program.py:8")
-    assert (second["rank"], second["in_flight"], second["behind"]) == (1, 0, 1)
-    code, output, _ = start("top", "-i", 0.1, job.process.pid).wait()
-    assert code == 0
-    assert output.splitlines()[0].split()[:4] == ["job", "rank", "pid", "state"]
-    assert re.search(r" 0/2 .* all_reduce #1 +gradients +.*program.py:8$", output, re.MULTILINE)
-    job.kill()
-    job.wait()
-    code, output, _ = start("top", "-i", 0.1, job.process.pid).wait()
-    assert code == 1
-    assert output.startswith("no rank of asynccoll runs")

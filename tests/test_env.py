@@ -399,6 +399,8 @@ REFUSED = {
     ),
     "torch-not-a-number": ({**TORCHRUN, "RANK": "one"}, ["RANK='one'", "decimal"]),
     "torch-negative": ({**TORCHRUN, "RANK": "-1"}, ["RANK='-1'"]),
+    "torch-port-too-big": ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT='70000'", "up to 65535"]),
+    "torch-too-many-digits": ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE='99", "decimal"]),
     "torch-bad-port": ({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT='http'"]),
     "slurm-batch-shell": (
         {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"},

@@ -227,6 +227,7 @@ def test_a_replay_is_the_same(schedule: Any, statements: tuple[str, ...]) -> Non
         assert first.digest == again.digest
 
 
+@pytest.mark.slow
 def test_a_race_between_statements_is_found_where_one_asks_for_them() -> None:
     explore(racing.main, seeds=range(100), world_size=2).check()
     found = explore(racing.main, seeds=range(1000), world_size=2, statements=["racing"])
@@ -258,6 +259,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert str(found).startswith("40 schedules in")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_is_found_is_made_small_and_shown_again(jobs: int, tmp_path: Path) -> None:
     found = explore(racing.crossed, seeds=range(50), jobs=jobs, world_size=5, faults=drawn_faults("stall"))
@@ -327,6 +329,7 @@ def asked(
     return ask
 
 
+@pytest.mark.slow
 def test_the_command_line(asked: Any) -> None:
     code, told, errors = asked("racing.py::fine", "--seeds", "60", "--faults", "kill,delay", "--loop", "trio")
     assert (code, errors) == (0, "")

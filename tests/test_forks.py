@@ -174,6 +174,7 @@ ENDS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ['ac.initialize("gloo")', 'dist.init_process_group("gloo")'])
 def test_a_child_that_ends_like_a_program(tmp_path: Path, made: str) -> None:
     """No exit hook of ours runs there, nothing is destroyed, and the parent's world is whole."""
@@ -198,6 +199,7 @@ TORCH_ALONE = """
 """
 
 
+@pytest.mark.slow
 def test_a_group_of_torchs_that_nobody_had_looked_at(tmp_path: Path) -> None:
     """The child says its place all the same, and asks nobody."""
     for ended in scripts.run(tmp_path, TORCH_ALONE, ranks=2):

@@ -57,6 +57,26 @@ def test_one_caller_in_opposite_order(world: World, runner: str) -> None:
     world.run(crossed, runner=runner)
 
 
+async def numbered_lanes(me: Rank) -> None:
+    first, other, second = (
+        ac.new_lane(kind) for kind in ("metrics of a test", "others", "metrics of a test")
+    )
+    assert first != second
+    assert second.removesuffix(second[-1]) == first.removesuffix(first[-1]) == "metrics of a test "
+    works = [ac.all_reduce(n, lane=name) for n, name in enumerate((first, other, second))]
+    for n, work in enumerate(works):
+        assert await work == n * me.size
+    for name in (first, other, second):
+        ac.close_lane(name)
+    with raising(ac.InvalidArgumentError, "non-empty"):
+        ac.new_lane("")
+
+
+def test_lanes_named_by_number(pair: World) -> None:
+    """A name for each object of a kind, the same on every rank."""
+    pair.run(numbered_lanes)
+
+
 async def named_by_context(me: Rank) -> None:
     with ac.lane("outer"):
         outer = ac.all_reduce(1)

@@ -24,6 +24,7 @@ BESIDE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made", ["dist.init_process_group()", 'init_device_mesh("cpu", (2,), mesh_dim_names=("all",))']
 )
@@ -61,6 +62,7 @@ FSDP = """
 """
 
 
+@pytest.mark.slow
 def test_fsdp2_beside_ours(tmp_path: Path) -> None:
     """It trains as one process does, with collectives of ours in flight around its own."""
     for ended in scripts.run(tmp_path, FSDP, ranks=2, timeout=90):

@@ -116,6 +116,7 @@ LOSES = """
 """
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     """Out of backward, as DDP's RuntimeError with our text."""
     ended = scripts.run(tmp_path, LOSES, ranks=2)

@@ -94,6 +94,7 @@ def test_the_same_seed_is_the_same_simulation() -> None:
     assert len(set(first)) == 20
 
 
+@pytest.mark.slow
 def test_drawn_programs_are_the_same_in_another_process() -> None:
     """With faults, and beside each other; `make determined` compares ten thousand."""
     assert differing(50, 20261124) == (50, [])

@@ -288,6 +288,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no nodes": ({"nnodes": 0}, "nnodes must be a positive number"),
     "node rank missing": ({"nnodes": 2}, "needs node_rank="),
     "node rank too big": ({"nnodes": 2, "node_rank": 2}, "from 0 to 1, got 2"),
+    "a port that there is not": ({"master_port": 70_000}, "master_port must be at most 65535, got 70000"),
     "nowhere to meet": ({"nnodes": 2, "node_rank": 0}, "master_addr= and master_port="),
     "two places to meet": (
         {"init_method": "file:///tmp/x", "master_addr": "host"},

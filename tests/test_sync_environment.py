@@ -135,6 +135,7 @@ def launched(me, port, local_rank, local_world_size):
     assert {**got[0], "MASTER_PORT": ""} == {**expected[0], "MASTER_PORT": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local_ranks", "told"), [([0, 1, 0, 1], True), ([0, 1, 0, 1], False), ([0, 0], False)], ids=str
 )
@@ -167,6 +168,7 @@ def adopted(me, port, hint):
     ours.finalize()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hints", [[0, 1], [0, 0], [None, None]], ids=str)
 def test_where_a_group_of_the_user_is(hints):
     with worlds.fresh("gloo", 2, bare=True) as world:

@@ -34,6 +34,7 @@ def close(got, expected, where, rtol=1e-6):
         torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-8, msg=different)
 
 
+@pytest.mark.slow
 def test_metrics(pair):
     real, aliased = (
         world.run(ignite_on_sync.metrics, flag, timeout=60.0)

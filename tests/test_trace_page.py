@@ -1,15 +1,24 @@
-"""The page of a trace in a real browser, and ``asynccoll trace`` as people call it."""
+"""The page of a trace in a real browser, ``asynccoll trace`` as people call it, and ``top`` beside it."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 
 import pytest
 
+from asynccoll.cli import main
 from asynccoll.trace.merged import Trace
-from browser import page
+from browser import started
 from test_trace_merged import call, compute, part
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One for all pages: it takes seconds to start."""
+    with started() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -35,72 +44,70 @@ def text(browser, selector):
     return browser.run(f"document.querySelector({selector!r}).innerText")
 
 
-def test_the_page_says_what_the_trace_says(html, tmp_path):
-    with page(html) as browser:
-        cards = text(browser, "#cards")
-        assert "32 % hidden" in cards or re.search(r"\d+ % hidden", cards)
-        assert "rank 1 is late" in cards
-        assert "it was in load" in cards
-        assert "1 operation not over" in cards
-        hang = text(browser, "#hangs")
-        assert "rank 0: all_reduce #1 on lane default has been in flight for 1.00 s" in hang
-        assert "rank 1 has not called it" in hang
-        assert "</script><b>train.py:20" in hang
-        assert "train.py:14" in text(browser, "#waits")
-        assert text(browser, "#stragglers").count("all_reduce") == 2 or "1 of 1" in text(
-            browser, "#stragglers"
-        )
-        assert "backward" in text(browser, "#keys")
-        rows = browser.run("trace.bars.map(bar => [bar.rank.rank, bar.row.name, bar.spans.length])")
-        assert rows == [[0, "MainThread", 1], [0, "default", 2], [1, "MainThread", 1], [1, "default", 1]]
-        assert browser.errors == []
-        assert browser.shot(tmp_path / "page.png").stat().st_size > 10_000
+def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
+    browser.open(html)
+    cards = text(browser, "#cards")
+    assert "32 % hidden" in cards or re.search(r"\d+ % hidden", cards)
+    assert "rank 1 is late" in cards
+    assert "it was in load" in cards
+    assert "1 operation not over" in cards
+    hang = text(browser, "#hangs")
+    assert "rank 0: all_reduce #1 on lane default has been in flight for 1.00 s" in hang
+    assert "rank 1 has not called it" in hang
+    assert "</script><b>train.py:20" in hang
+    assert "train.py:14" in text(browser, "#waits")
+    assert text(browser, "#stragglers").count("all_reduce") == 2 or "1 of 1" in text(browser, "#stragglers")
+    assert "backward" in text(browser, "#keys")
+    rows = browser.run("trace.bars.map(bar => [bar.rank.rank, bar.row.name, bar.spans.length])")
+    assert rows == [[0, "MainThread", 1], [0, "default", 2], [1, "MainThread", 1], [1, "default", 1]]
+    assert browser.errors == []
+    assert browser.shot(tmp_path / "page.png").stat().st_size > 10_000
 
 
-def test_a_bar_tells_what_it_is_under_the_pointer(html):
-    with page(html) as browser:
-        spot = browser.run("trace.place(1, 0)")
-        browser.move(spot["x"], spot["y"])
-        tip = text(browser, "#tip")
-        for said in ("all_reduce 1.0 MiB", "0 on host", "800 ms", "train.py:14", "waited for\t400 ms (50 %)"):
-            assert said in tip, tip
-        browser.move(spot["x"], 5)
-        assert browser.run("document.getElementById('tip').style.display") == "none"
+def test_a_bar_tells_what_it_is_under_the_pointer(browser, html):
+    browser.open(html)
+    spot = browser.run("trace.place(1, 0)")
+    browser.move(spot["x"], spot["y"])
+    tip = text(browser, "#tip")
+    for said in ("all_reduce 1.0 MiB", "0 on host", "800 ms", "train.py:14", "waited for\t400 ms (50 %)"):
+        assert said in tip, tip
+    browser.move(spot["x"], 5)
+    assert browser.run("document.getElementById('tip').style.display") == "none"
 
 
-def test_the_lanes_are_drawn_and_can_be_zoomed(html):
+def test_the_lanes_are_drawn_and_can_be_zoomed(browser, html):
     """Colours lie where the bars are; Ctrl and the wheel narrow the view around the pointer."""
     colour = """(place => {
         const c = document.getElementById('lanes'), box = c.getBoundingClientRect(), s = devicePixelRatio;
         const x = (place.x - box.left) * s, y = (place.y - box.top - 5) * s;
         return [...c.getContext("2d").getImageData(x, y, 1, 1).data];
     })"""
-    with page(html) as browser:
-        assert browser.run(f"{colour}(trace.place(0, 0))")[:3] == [0x56, 0xB4, 0xE9]
-        spot = browser.run("trace.place(1, 0)")
-        assert browser.run(f"{colour}({{x: {spot['x'] - 60}, y: {spot['y']}}})")[:3] == [0xE6, 0x9F, 0x00]
-        assert browser.run(f"{colour}({{x: {spot['x'] + 60}, y: {spot['y']}}})")[:3] == [0xD5, 0x5E, 0x00]
-        browser.wheel(spot["x"], spot["y"], -100)
-        view = browser.run("trace.view")
-        assert view["end"] - view["start"] == pytest.approx(1.6)
-        assert view["start"] < 0.5 < view["end"]
-        browser.run("document.querySelector('#steps tr.go').click()")
-        assert browser.run("[trace.view.start, trace.view.end]") == pytest.approx([0.0, 0.95], abs=0.03)
+    browser.open(html)
+    assert browser.run(f"{colour}(trace.place(0, 0))")[:3] == [0x56, 0xB4, 0xE9]
+    spot = browser.run("trace.place(1, 0)")
+    assert browser.run(f"{colour}({{x: {spot['x'] - 60}, y: {spot['y']}}})")[:3] == [0xE6, 0x9F, 0x00]
+    assert browser.run(f"{colour}({{x: {spot['x'] + 60}, y: {spot['y']}}})")[:3] == [0xD5, 0x5E, 0x00]
+    browser.wheel(spot["x"], spot["y"], -100)
+    view = browser.run("trace.view")
+    assert view["end"] - view["start"] == pytest.approx(1.6)
+    assert view["start"] < 0.5 < view["end"]
+    browser.run("document.querySelector('#steps tr.go').click()")
+    assert browser.run("[trace.view.start, trace.view.end]") == pytest.approx([0.0, 0.95], abs=0.03)
 
 
-def test_nothing_marked_is_said(tmp_path):
+def test_nothing_marked_is_said(browser, tmp_path):
     bare = Trace([part(rank, [call(0, 1)], seconds=1.0) for rank in range(2)])
-    with page(bare.to_html(tmp_path / "bare.html")) as browser:
-        cards = text(browser, "#cards")
-        assert "nothing marked" in cards
-        assert "% hidden" not in cards
-        assert browser.errors == []
+    browser.open(bare.to_html(tmp_path / "bare.html"))
+    cards = text(browser, "#cards")
+    assert "nothing marked" in cards
+    assert "% hidden" not in cards
+    assert browser.errors == []
 
 
-def test_an_empty_trace_is_a_page_too(tmp_path):
-    with page(Trace([part(0, [], ranks=1)]).to_html(tmp_path / "empty.html")) as browser:
-        assert "no operation" in text(browser, "#cards")
-        assert browser.errors == []
+def test_an_empty_trace_is_a_page_too(browser, tmp_path):
+    browser.open(Trace([part(0, [], ranks=1)]).to_html(tmp_path / "empty.html"))
+    assert "no operation" in text(browser, "#cards")
+    assert browser.errors == []
 
 
 # --- the command ------------------------------------------------------------------------------------
@@ -123,7 +130,8 @@ TRAIN = """
 """
 
 
-def test_a_program_is_recorded_as_it_is(start, script, tmp_path):
+@pytest.mark.slow
+def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path):
     """All ranks in one page and one file for Perfetto, and a table with the lines."""
     script(TRAIN)
     job = start("trace", "run", "-o", "out", "-n", 2, "program.py")
@@ -134,16 +142,21 @@ def test_a_program_is_recorded_as_it_is(start, script, tmp_path):
     assert re.search(r"steps, means over ranks\nstep .*\n +0 .*\n +1 .*\n +2 ", output)
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
-    with page(tmp_path / "out" / "trace.html") as browser:
-        assert browser.run("document.title") == "asynccoll: trace of 2 ranks"
-        names = browser.run(
-            "[...new Set(trace.bars.flatMap(bar => bar.spans.map(span => span.name)))].sort()"
-        )
-        assert names == ["all_reduce", "backward", "forward", "optimizer"]
+    browser.open(tmp_path / "out" / "trace.html")
+    assert browser.run("document.title") == "asynccoll: trace of 2 ranks"
+    names = browser.run("[...new Set(trace.bars.flatMap(bar => bar.spans.map(span => span.name)))].sort()")
+    assert names == ["all_reduce", "backward", "forward", "optimizer"]
 
 
-def test_a_hung_job_is_shown_as_far_as_it_came(start, script):
-    """Stopped from the terminal; the rank that does not come is named, with the line of those that wait."""
+@pytest.mark.slow
+def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, script, capsys):
+    """`top` looks at the ranks below the process that is named, once in a pipe and as JSON. Stopped from the
+    terminal, `trace run` names the rank that does not come, with the line of those that wait."""
+
+    def top(*arguments):
+        code = main(["top", *arguments, "-i", "0.1", str(job.process.pid)])
+        return code, *capsys.readouterr()
+
     script("""
         import os, signal, sys, torch, asynccoll as ac
         ac.initialize("gloo")
@@ -151,26 +164,40 @@ def test_a_hung_job_is_shown_as_far_as_it_came(start, script):
         if ac.get_rank() == 1:
             print("apart")
             signal.pause()
-        work = ac.all_reduce(torch.ones(4))
+        work = ac.all_reduce(torch.ones(4), lane="gradients")
         print("called")
         work.wait()
     """)
     job = start("trace", "run", "--json", "-n", 2, "program.py")
     assert job.lines(2) == ["apart", "called"]
-    job.process.send_signal(2)
+    code, output, errors = top("--json")
+    assert (code, errors) == (0, "")
+    first, second = json.loads(output)
+    assert (first["rank"], first["lane"], first["in_flight"], first["behind"]) == (0, "gradients", 1, 0)
+    assert first["place"].endswith("program.py:8")
+    assert (second["rank"], second["in_flight"], second["behind"]) == (1, 0, 1)
+    code, output, _ = top()
+    assert code == 0
+    assert output.splitlines()[0].split()[:4] == ["job", "rank", "pid", "state"]
+    assert re.search(r" 0/2 .* all_reduce #1 +gradients +.*program.py:8$", output, re.MULTILINE)
+
+    job.process.send_signal(signal.SIGINT)
     code, output, errors = job.wait()
     assert code == 130
     assert "interrupted" in errors
     (hang,) = json.loads(output)["unfinished"]
-    assert (hang["rank"], hang["operation"], hang["sequence"], hang["missing"]) == (0, "all_reduce", 2, [1])
+    assert (hang["rank"], hang["operation"], hang["sequence"], hang["missing"]) == (0, "all_reduce", 1, [1])
     assert hang["place"].endswith("program.py:8")
+    code, output, _ = top()
+    assert code == 1
+    assert output.startswith("no rank of asynccoll runs")
 
 
-def test_what_cannot_be_recorded_is_told(start, script, tmp_path):
+@pytest.mark.slow
+def test_what_cannot_be_recorded_is_told(start, script, capsys):
     script("print('no world')")
     code, output, errors = start("trace", "run", "-n", 1, "program.py").wait()
     assert (code, output) == (1, "no world\n")
     assert "no rank called ac.initialize()" in errors
-    code, _, errors = start("trace", "merge", "nowhere").wait()
-    assert code == 2
-    assert "there is no recording in 'nowhere'" in errors
+    assert main(["trace", "merge", "nowhere"]) == 2
+    assert "there is no recording in 'nowhere'" in capsys.readouterr().err

@@ -682,6 +682,59 @@ def test_two_sets_of_layers_that_ranks_leave_out(reshard: bool, size: int) -> No
     as_alone(rank_does, size, alone())
 
 
+@SIZES
+@pytest.mark.parametrize("data", ["no layer", "an empty batch", "no_grad"])
+def test_a_rank_that_calls_no_layer(data: str, size: int) -> None:
+    """Is told at the end of its loop, and the others when it has gone; an empty batch takes part."""
+
+    def alone() -> Tensor:
+        layers = blocks()
+        optimizer = sgd(layers)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(size):
+                if not idle(rank, step):
+                    (through(layers, rank, step) / size).backward()
+            optimizer.step()
+        return flat(layers)
+
+    def idle(rank: int, step: int) -> bool:
+        return step == 1 and rank == size - 1
+
+    async def rank_does(rank: int) -> Tensor:
+        layers = ac.overlap.shard_layers(blocks())
+        optimizer = sgd(layers)
+        for step in range(3):
+            optimizer.zero_grad()
+            if idle(rank, step) and data == "no layer":
+                with raising(ac.InvalidArgumentError, "no layer of the loop", "an empty batch", "no_grad()"):
+                    async for _ in layers:
+                        pass
+                return flat(layers)
+            if data == "no_grad":  # an evaluation for which some have no data
+                with torch.no_grad():
+                    for layer in layers:
+                        _ = layer if rank else layer.parameters
+            if idle(rank, step):
+                x = batch(rank, step)[0][:0]
+                for layer in layers:
+                    x = layer(x)
+                x.sum().backward()
+            elif data == "no layer" and step == 1:
+                with raising(ac.PeerLostError, f"rank {size - 1}"):
+                    through(layers, rank, step).backward()
+                return flat(layers)
+            else:
+                (through(layers, rank, step) / size).backward()
+            optimizer.step()
+        return torch.cat([x.reshape(-1) for x in (await layers.full_state_dict()).values()])
+
+    if data == "no layer":
+        run(rank_does, size)
+    else:
+        as_alone(rank_does, size, alone())
+
+
 def test_layers_that_have_a_lane_keep_it() -> None:
     """Others on it are refused while they live; those without a lane are told apart when gathered."""
 

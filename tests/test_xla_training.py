@@ -88,3 +88,18 @@ def test_digits_with_overlapped_gradients(on_gloo: Any, runner: str) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(on_gloo[0]), rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(parameters, on_gloo[1], strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-2, atol=1e-3)
+
+
+def tied(me: Rank) -> None:
+    torch.manual_seed(me.rank)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    model[1].weight = model[0].weight
+    assert ac.auto_model(model) is model
+    assert model[1].weight is model[0].weight
+    assert len(list(model.parameters())) == 2
+    assert model[0].weight.device.type == "xla"
+
+
+def test_auto_model_keeps_tied_parameters_tied() -> None:
+    """Torch moves parameters to XLA one module after the other, and would make two of one."""
+    worlds.world("xla-tpu", 2).run(tied)

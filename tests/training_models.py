@@ -201,7 +201,7 @@ MODELS: dict[str, Callable[[], Small]] = {
 }
 
 
-def made(name: str, seed: int) -> Small:
+def made(name: str, seed: int, dtype: torch.dtype) -> Small:
     """The model with numbers of this seed, where all ranks may share torch's generator."""
     model = MODELS[name]().double()
     if name == "shapes":
@@ -210,7 +210,7 @@ def made(name: str, seed: int) -> Small:
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
         parameter.data.copy_(values)
-    return model.bfloat16() if name == "bfloat16" else model
+    return model if dtype is torch.float64 else model.to(dtype)
 
 
 def rows(rank: int, step: int, part: int) -> Tensor:

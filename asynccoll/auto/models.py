@@ -25,11 +25,10 @@ from torch.optim import Optimizer
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
-from asynccoll.ops.scopes import backward_lane
+from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
 from asynccoll.overlap.accepted import check_not_unscaled, ddp_models, scaler_told
 from asynccoll.overlap.backward import BackwardReducer
-from asynccoll.overlap.lanes import numbered
 from asynccoll.overlap.steps import Resumable, Steps, run
 
 __all__ = [
@@ -76,7 +75,7 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
     """The same for a given place."""
     _refuse_apex(model)
     if not all(parameter.device == place.device for parameter in model.parameters()):
-        model.to(place.device)
+        move(model, place.device)
     if place.world_size == 1:
         if torch.cuda.device_count() > 1 and place.device.type == "cuda":
             place.log.info("Apply torch DataParallel on model")
@@ -94,6 +93,18 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
         broadcast_parameters(model).wait()
         return model
     return _parallel(place, model, sync_bn, kwargs)
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move it in place, and keep what is tied so: on XLA torch would make two parameters of a shared one."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    model.to(device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
 
 
 def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -156,7 +167,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
     """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
-    kwargs = {"lane": numbered("auto_optim"), **kwargs}
+    kwargs = {"lane": new_lane("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,7 +322,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
             Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
     """
     _refuse_apex(optimizer)
-    kwargs = {"lane": numbered("async_optim"), **kwargs}
+    kwargs = {"lane": new_lane("async_optim"), **kwargs}
     gradients = GradientReducer(_parameters_of(optimizer), **kwargs)
     agreement = {"lane": backward_lane(f"{kwargs['lane']}/agreed")}
     return AsyncOptimizer(

@@ -126,7 +126,9 @@ async def _measure(request: BenchRequest, case: Case, libraries: list[Library], 
         if case.operation.name in library.ways
         for way, call in library.ways[case.operation.name](case).items()
     }
-    wrong, failed = await _checked(case, ways) if request.check else ({}, {})
+    wrong, failed = await _tried(case, ways)
+    if not request.check:
+        wrong = {}
     for tensor in case.made:
         tensor.zero_()
     able = {" ".join(key): call for key, call in ways.items() if key not in failed}
@@ -147,7 +149,7 @@ def _settle(case: Case) -> Callable[[], object]:
     return torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
 
 
-async def _checked(
+async def _tried(
     case: Case, ways: dict[tuple[str, str], Way]
 ) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], str]]:
     """Wrong elements of each way, on all ranks; and which cannot do it at all, with what they say."""

@@ -4,8 +4,8 @@ Starts no rank, changes no variable, and knows no collectives.
 """
 
 from asynccoll.environment.detection import detect
-from asynccoll.environment.info import LaunchInfo
+from asynccoll.environment.info import LaunchInfo, Variables
 from asynccoll.environment.node import node_name
 from asynccoll.environment.nodes import Nodes
 
-__all__ = ["LaunchInfo", "Nodes", "detect", "node_name"]
+__all__ = ["LaunchInfo", "Nodes", "Variables", "detect", "node_name"]

@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["LaunchInfo", "Variables", "blockwise", "checked", "unplaced", "with_master"]
+__all__ = ["LAST_PORT", "LaunchInfo", "Variables", "blockwise", "checked", "unplaced", "with_master"]
+
+#: More digits no rank, count or port has; Python would not even read some thousands of them.
+_MAX_DIGITS = 12
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,21 @@ class Variables:
     def integer(self, name: str) -> int:
         """The value of ``name`` as a number that is not negative."""
         given = self._environ[name]
-        if not given.strip().isdecimal():
+        if not (given.strip().isdecimal() and len(given.strip()) <= _MAX_DIGITS):
             raise LaunchEnvironmentError(
                 f"{name}={given!r} is no rank, count or port: expected a decimal number that is"
                 f" not negative. Let the launcher set it, or unset {name}"
             )
         return int(given)
+
+    def port(self, name: str) -> int | None:
+        """The port that ``name`` says; of 0, which stands for any, None as where it is not set."""
+        given = self.first(name)
+        if given is not None and given > LAST_PORT:
+            raise LaunchEnvironmentError(
+                f"{name}={self._environ[name]!r} is no port: expected a number up to {LAST_PORT}"
+            )
+        return given or None
 
     def first(self, *names: str) -> int | None:
         """The first of ``names`` that is set, as a number."""
@@ -110,7 +123,7 @@ def with_master(info: LaunchInfo, variables: Variables) -> LaunchInfo:
     return replace(
         info,
         master_addr=variables.text("MASTER_ADDR") or info.master_addr,
-        master_port=variables.first("MASTER_PORT") or info.master_port,
+        master_port=variables.port("MASTER_PORT") or info.master_port,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from asynccoll.environment.info import LAST_PORT, Variables
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["Nodes"]
@@ -31,6 +32,8 @@ class Nodes:
         rank = self.node_rank or 0
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nnodes:
             raise InvalidArgumentError(f"node_rank must be from 0 to {nnodes - 1}, got {self.node_rank!r}")
+        if self.master_port is not None and _positive("master_port", self.master_port) > LAST_PORT:
+            raise InvalidArgumentError(f"master_port must be at most {LAST_PORT}, got {self.master_port!r}")
         self._check_meeting(nnodes)
         object.__setattr__(self, "nnodes", nnodes)
         object.__setattr__(self, "node_rank", rank)
@@ -59,7 +62,7 @@ class Nodes:
 
     @property
     def port(self) -> int:
-        return self.master_port or int(os.environ.get("MASTER_PORT", _PORT))
+        return self.master_port or Variables(os.environ).port("MASTER_PORT") or _PORT
 
     @property
     def world_size(self) -> int:

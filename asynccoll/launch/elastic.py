@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from asynccoll.backends.api.tcpstore import await_name, await_server
+from asynccoll.environment.info import LAST_PORT
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, loopback, processes
@@ -39,7 +40,6 @@ __all__ = ["run"]
 
 #: torchrun's default for --master-port.
 _PORT = 29500
-_LAST_PORT = 65535
 
 
 def run(request: RunRequest) -> int:
@@ -182,8 +182,8 @@ def _check_numbers(given: argparse.Namespace) -> None:
             f" {given.nnodes}"
         )
     port = given.master_port
-    if port is not None and not 0 <= port <= _LAST_PORT:
-        raise InvalidArgumentError(f"--master-port {port}: expected a number up to {_LAST_PORT}")
+    if port is not None and not 0 <= port <= LAST_PORT:
+        raise InvalidArgumentError(f"--master-port {port}: expected a number up to {LAST_PORT}")
 
 
 def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool]) -> None:

@@ -36,7 +36,11 @@ def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether some bytes of one tensor lie between the first and the last of the other."""
+    """Whether some bytes of one tensor lie between the first and the last of the other, as views of one may.
+
+    As ``numpy.may_share_memory``: it never misses shared memory, and says True of columns that lie across
+    each other, too. Lazy tensors (XLA) have no memory, and are never said to overlap.
+    """
     if not has_memory(x):
         return False
     start, other = x.data_ptr(), y.data_ptr()

@@ -35,6 +35,7 @@ __all__ = [
     "create_task_group",
     "current_lane",
     "lane",
+    "new_lane",
     "scope",
 ]
 
@@ -64,6 +65,20 @@ def backward_lane(name: str) -> str:
         InvalidArgumentError: ``name`` is no name of a lane.
     """
     return _BackwardLane(checked_name(name) + BACKWARD)
+
+
+def new_lane(kind: str) -> str:
+    """A name for one more lane: ``ac.new_lane("metrics")`` is ``"metrics 1"``, and next ``"metrics 2"``.
+
+    For objects that need a lane each, whoever makes how many of them. The same on every rank, where ranks ask
+    for names of a ``kind`` in the same order; nothing is sent, and the lane is opened when it is first used.
+
+    Raises:
+        InvalidArgumentError: ``kind`` is no name of a lane.
+    """
+    named = current().named
+    named[checked_name(kind)] += 1
+    return f"{kind} {named[kind]}"
 
 
 def checked_name(name: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.memory.aliasing import has_memory, may_overlap
+from asynccoll.memory.aliasing import may_overlap
 from asynccoll.runtime.process import get_rank, get_world_size
 
 __all__ = [
@@ -108,7 +108,7 @@ def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
     ``a.weight.data = b.weight.data`` does so; ``a.weight = b.weight`` is one parameter.
     """
-    there = [(name, x.detach()) for name, x in named if x.numel() and has_memory(x)]
+    there = [(name, x.detach()) for name, x in named if x.numel()]
     there.sort(key=lambda one: one[1].data_ptr())
     for (first, x), (second, y) in pairwise(there):
         if may_overlap(x, y):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.memory.aliasing import same_memory
+from asynccoll.memory.aliasing import may_overlap
 
 __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 
@@ -96,7 +96,7 @@ class Bucket:
         gradient = self.parameters[index].grad
         if summed is None or gradient is None:
             return
-        if gradient is not summed and not same_memory(gradient, summed) and gradient.any():
+        if gradient is not summed and not may_overlap(gradient, summed) and gradient.any():
             self._summed[index] = summed
             raise InvalidArgumentError(
                 f"the .grad of a parameter of shape {list(gradient.shape)} is another tensor than the one "

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from asynccoll.errors import CollectiveMismatchError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.waiting.work import Work
 
@@ -122,18 +122,25 @@ class Layer:
             tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat, loop)), strict=True)
         regather = loop.regathering(self)
         saving = nullcontext() if regather is None else Resharding(flats, regather).saving()
-        return GatheredLayer(self.module, tensors, saving)
+        return GatheredLayer(self.module, tensors, saving, loop)
 
 
 class GatheredLayer:
     """A layer of ``ShardedLayers`` with all of its parameters, for as long as it is held: call it."""
 
     def __init__(
-        self, module: nn.Module, parameters: Tensors, saving: AbstractContextManager[object]
+        self, module: nn.Module, parameters: Tensors, saving: AbstractContextManager[object], loop: Pass
     ) -> None:
         self.module = module
-        self.parameters = parameters
+        self._parameters = parameters
         self._saving = saving
+        self._loop = loop
+
+    @property
+    def parameters(self) -> Tensors:
+        """All of them by name, for as long as the layer is held."""
+        self._loop.used |= torch.is_grad_enabled()
+        return self._parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._saving:
@@ -286,6 +293,8 @@ class Pass:
         #: the layers that were gathered, and the shards of them that are to be differentiated, in order
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
+        #: whether a layer was called here whose backward may come
+        self.used = False
         #: how many are gathered once more, the last first, and those of them that nobody has taken yet
         self._again = 0
         self._under_way: dict[Layer, Work[list[torch.Tensor]]] = {}
@@ -299,6 +308,16 @@ class Pass:
         self._gathered.append(layer)
         if torch.is_grad_enabled():
             self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
+
+    def check_used(self) -> None:
+        """Refuse a loop that is over without a call of any layer, where other ranks may wait in backward."""
+        if self.expected and not self.used and self.expected[0].size > 1:
+            raise InvalidArgumentError(
+                "this rank has called no layer of the loop, so its backward comes to none of them, and the "
+                "other ranks would wait there for its zeros: call one at least and let the loss depend on it "
+                "(without data, on an empty batch: loss = layer(x[:0]).sum()); or, where no rank runs "
+                "backward, loop under torch.no_grad()"
+            )
 
     def regathering(self, layer: Layer) -> Callable[[], list[torch.Tensor]] | None:
         """What gathers the parameters of ``layer`` once more, if that is to be done."""

@@ -23,11 +23,10 @@ from torch import nn
 
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops.scopes import backward_lane
+from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.accepted import check_unaliased
 from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
-from asynccoll.overlap.lanes import number_of
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 from asynccoll.runtime.process import get_rank, get_world_size
@@ -62,7 +61,9 @@ class ShardedLayers(nn.Module):
       in step again; a backward that the others run has to be run there, too, or by nobody (agree on it with
       ``await ac.all_reduce(succeeded, op="and")``).
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
-      Its backward has to come to one layer of the loop at least.
+      Its backward has to come to one layer of the loop at least: a loop that is over without a call of any
+      raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
+      empty batch (``loss = layer(x[:0]).sum()``).
 
     Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
@@ -86,8 +87,8 @@ class ShardedLayers(nn.Module):
         # Not as submodules: their parameters are empty, and ours are the parts.
         # Those without a lane of their own share one forward, where their number tells them apart; backward,
         # whose order is autograd's, has one for each.
-        owner = 0 if lane is not None else number_of(_LANE)
-        of_backward = lane if lane is not None else f"{_LANE} {owner}"
+        of_backward = lane if lane is not None else new_lane(_LANE)
+        owner = 0 if lane is not None else int(of_backward.removeprefix(_LANE))
         self._identity = get_rank(), lane
         _check_lane(*self._identity)
         self._layers = [Layer(index, module, rank, size, owner) for index, module in enumerate(modules)]
@@ -133,8 +134,9 @@ class ShardedLayers(nn.Module):
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._sequences.check_complete("a loop over the layers")
-        self._loop = Pass(layers, partial(_start, self._call, self._scattering), self._again).starts()
-        return prefetch(self._loop, ahead=self._ahead)
+        one = Pass(layers, partial(_start, self._call, self._scattering), self._again)
+        self._loop = one.starts()
+        return _Loop(one, self._loop, ahead=self._ahead)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InvalidArgumentError(
@@ -273,6 +275,20 @@ def shard_layers(
     return ShardedLayers(
         layers, ahead=ahead, group=group, lane=lane, reshard_after_forward=reshard_after_forward
     )
+
+
+class _Loop(prefetch[GatheredLayer]):
+    """The layers of one loop, of which one at least is called."""
+
+    def __init__(self, one: Pass, starts: Iterator[Callable[[], Work[GatheredLayer]]], *, ahead: int) -> None:
+        super().__init__(starts, ahead=ahead)
+        self._pass = one
+
+    def _next(self) -> tuple[Work[GatheredLayer]] | None:
+        work = super()._next()
+        if work is None:
+            self._pass.check_used()
+        return work
 
 
 def _start(call: dict[str, Any], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll import host
+from asynccoll.environment.info import Variables
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.runtime.forked import forked
 from asynccoll.runtime.process import refresh
@@ -167,5 +168,5 @@ def meeting(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {
         **kwargs,
         "master_addr": os.environ.get("MASTER_ADDR", "127.0.0.1") if address is None else address,
-        "master_port": int(os.environ.get("MASTER_PORT", _SPAWN_PORT)) if port is None else port,
+        "master_port": (Variables(os.environ).port("MASTER_PORT") or _SPAWN_PORT) if port is None else port,
     }

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,8 @@ class Context:
         self.store = store if identity.world_size > 1 else None
         self.clients = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
+        #: how many lanes of a kind have been named here: all ranks name them in one order
+        self.named: Counter[str] = Counter()
         self.children = Children(self._close_lanes)
         self.recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()

@@ -19,6 +19,7 @@ from asynccoll.backends.api.request import Request
 from asynccoll.backends.api.settings import own_version, refuse_differences
 from asynccoll.backends.api.tcpstore import connect
 from asynccoll.environment.detection import LaunchInfo, detect
+from asynccoll.environment.info import Variables
 from asynccoll.environment.node import node_name
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
 from asynccoll.host.store import host_of
@@ -110,7 +111,7 @@ def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store,
     rank, world_size = _place(request)
     launch = request.launch
     host = (launch.master_addr if launch else None) or os.environ.get("MASTER_ADDR")
-    port = (launch.master_port if launch else None) or int(os.environ.get("MASTER_PORT", "0"))
+    port = (launch.master_port if launch else None) or Variables(os.environ).port("MASTER_PORT")
     if world_size == 1 and not host:
         return dist.HashStore(), 0, 1
     if not host or not port:
