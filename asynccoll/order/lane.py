@@ -316,8 +316,8 @@ class Lane:
         ``what`` has to be the same on all ranks, of each part of it.
 
         With ``place``, where the latest call took that one, it goes on with that call: raises what became of
-        it, ``PeerRefusedError`` or ``CollectiveMismatchError``, if it was refused meanwhile. If the block fails
-        its place is refused, whatever of it was issued. Inside another such block it is a part of that one.
+        it, ``PeerRefusedError`` or ``CollectiveMismatchError``, if it was refused meanwhile. If the block
+        fails its place is refused, whatever of it was issued. Inside another such block it is a part of that.
         """
         with self._lock:
             self._admitted_owner(None)
