@@ -39,6 +39,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
         ("backend=None",),
         {
             "stall_warning=None",
+            "memory=None",
             "init_method=None",
             "store=None",
             "rank=None",

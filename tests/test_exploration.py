@@ -351,7 +351,7 @@ def test_the_command_line(asked: Any) -> None:
         (["racing.py::nothing"], "racing.py has no function 'nothing'"),
         (["racing.py::fine", "--seeds", "0"], "--seeds must be at least 1"),
         (["racing.py::fine", "--faults", "flood"], "there is no fault 'flood'"),
-        (["racing.py::fine", "--transport", "ucc"], "transport must be one of 'gloo', 'mpi'"),
+        (["racing.py::fine", "--transport", "ucc"], "transport must be one of 'gloo', 'memory', 'mpi'"),
     ],
 )
 def test_what_is_typed_wrong(asked: Any, arguments: list[str], told: str) -> None:
