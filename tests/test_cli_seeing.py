@@ -88,7 +88,7 @@ def test_a_table_on_a_terminal(rich):
 
 
 def test_explain_as_json(capsys):
-    assert main(["explain", "all_reduce", "--dtype", "int16", "--json"]) == 0
+    assert main(["explain", "all_reduce", "--dtype", "int16", "--no-memory", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["operation"], found["backend"]) == ("all_reduce", "gloo")
     assert found["why"]

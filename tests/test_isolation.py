@@ -629,7 +629,7 @@ def trained_alone(size: int) -> list[torch.Tensor]:
 
 async def training(me: Rank, mode: str) -> None:
     net = model()
-    over = anyio.Event()
+    begun, over = anyio.Event(), anyio.Event()
 
     async def evaluate() -> None:
         """In its mode all the time, with the model that is trained meanwhile."""
@@ -643,6 +643,7 @@ async def training(me: Rank, mode: str) -> None:
                 assert score.requires_grad is False
                 more = await ac.all_reduce(0 if over.is_set() else 1)
                 rounds += 1
+                begun.set()
         assert rounds > 1
 
     async def train() -> None:
@@ -654,6 +655,7 @@ async def training(me: Rank, mode: str) -> None:
             gradients = [p.grad for p in net.parameters() if p.grad is not None]
             assert len(gradients) == 2
             stepped(net, [await ac.all_reduce(gradient, op="avg") for gradient in gradients])
+        await begun.wait()  # however slow it is beside this
         over.set()
 
     async with ac.create_task_group() as tasks:
