@@ -38,10 +38,9 @@ gpt: ## train a small GPT on real text beside DDP, stopped and resumed, and draw
 	@$(ENVS) exec demo -- python examples/compare_gpt.py $(ARGS)
 
 test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
-test: system ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
-	@$(ENVS) build test
-	@$(ENVS) build horovod xla mpich openmpi & built=$$!; \
-		$(MAKE) --no-print-directory lint types docs || { kill $$built 2>/dev/null; exit 1; }; wait $$built
+test: ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
+	@$(ENVS) build test horovod xla mpich openmpi & built=$$!; \
+		$(MAKE) --no-print-directory system lint types docs || { kill $$built 2>/dev/null; exit 1; }; wait $$built
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
 	@$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; \
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status
