@@ -150,7 +150,8 @@ def calls(draw: Any, ranks: int, start: str, alone: bool, messages: bool, loop: 
         call = replace(call, form="in place twice")
     if call.wait == "scope cancelled" and call.coalesced:
         call = replace(call, wait="twice")
-    if call.wait == "deadline" and (call.coalesced or payload == "message"):
+    if call.wait == "deadline" and (call.coalesced or payload.startswith(("message", "tracked"))):
+        # Backward has the deadline of its call: it would have to be gone through again, too.
         call = replace(call, wait="cut short")
     if call.wait.endswith("cancelled") and (size == 1 or call.refusable):
         call = replace(call, wait="later")

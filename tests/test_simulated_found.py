@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.testing import PCT, Stop, explore, simulate
+from asynccoll.testing import PCT, Interrupt, Kill, Stop, explore, simulate
 from compositions import from_json
 from simulated import complaints
 
@@ -53,6 +53,39 @@ async def closed_in_a_block(rank: int) -> None:
 
 def test_a_lane_is_closed_inside_a_coalescing_block() -> None:
     explore(closed_in_a_block, seeds=range(40), world_size=3, shrink_seconds=0).check()
+
+
+def test_a_rank_whose_call_broke_off_halfway_issues_nothing_after_it() -> None:
+    """One that had lost a peer between two steps of a call began the next; others were at the first."""
+    program = from_json(
+        '{"ranks": 3, "tasks": [{"calls": [{"payload": "wrong"}, {"operation": "reduce_scatter", "payload":'
+        ' "tracked tree of tensors"}]}], "start": "threads"}'
+    )
+    for seed in range(0, 16, 2):
+        found, _ = complaints(program, seed, [Interrupt(2, after_call=4)], check="full")
+        assert not found, found
+
+
+def asks_again_and_again(rank: int) -> None:
+    """With a time limit that is shorter than asking after the peer takes."""
+    work = ac.all_reduce(1, timeout=0.1)
+    while True:
+        try:
+            work.wait()
+        except ac.CollectiveTimeoutError:
+            continue
+
+
+def test_who_waits_in_short_turns_hears_of_a_silent_peer() -> None:
+    """Each turn was over before it began, and nobody else came to ask after the peer."""
+    for seed in range(4):
+        silent = [Kill(0, silent=True, after_call=1)]
+        report = simulate(
+            asks_again_and_again, world_size=2, seed=seed, loop="none", faults=silent, schedule=PCT()
+        )
+        error = report.errors[1]
+        assert isinstance(error, ac.PeerLostError) and error.ranks == (0,), error
+        assert report.virtual_seconds < 20
 
 
 def stopped(chance: object, world_size: int) -> list[Stop]:

@@ -12,7 +12,7 @@ of another process of this host. Must not know what an operation does, nor who a
 
 from asynccoll.flight.layout import NAME, RECORDS, lane_id
 from asynccoll.flight.plain import from_plain, to_plain
-from asynccoll.flight.reading import Call, Flight, Progress, read
+from asynccoll.flight.reading import Call, Flight, Progress, read, said
 from asynccoll.flight.recorder import Recorder
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "from_plain",
     "lane_id",
     "read",
+    "said",
     "to_plain",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 from asynccoll.flight import layout
 from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
 
-__all__ = ["Call", "Flight", "Progress", "read"]
+__all__ = ["Call", "Flight", "Progress", "read", "said"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +99,52 @@ class Flight:
 
 def read(memory: memoryview | bytes) -> Flight | None:
     """What is recorded in ``memory``; None if it is no flight recorder's, or one of another version."""
-    if len(memory) < layout.SIZE_BYTES:
+    head = _head(memory)
+    if head is None:
         return None
-    magic, version, rank, world_size, pid, began, wall, ended, how = layout.HEADER.unpack_from(memory)
-    if magic != layout.MAGIC or version != layout.VERSION or how >= len(ENDINGS):
-        return None
+    rank, world_size, pid, began, wall, ended, how = head
     calls = tuple(sorted(_calls(memory), key=lambda call: call.ticket))
     return Flight(
-        rank, world_size, pid, began, wall, ENDINGS[how], ended, calls, tuple(_lanes(memory)), _said(memory)
+        rank, world_size, pid, began, wall, ENDINGS[how], ended, calls, tuple(_lanes(memory)), said(memory)
     )
 
 
-def _said(memory: memoryview | bytes) -> dict[str, Any]:
+def said(memory: memoryview | bytes) -> dict[str, Any]:
+    """What the rank says of itself, without reading anything else; empty where ``read`` gives None."""
+    if _head(memory) is None:
+        return {}
     (length,) = layout.LENGTH.unpack_from(memory, layout.SAID_AT)
     start = layout.SAID_AT + layout.LENGTH.size
     try:
-        said = json.loads(bytes(memory[start : min(start + length, layout.HEADER_BYTES)]))
+        found = json.loads(bytes(memory[start : min(start + length, layout.HEADER_BYTES)]))
     except ValueError:  # nothing yet, or just being written
         return {}
-    return said if isinstance(said, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _head(memory: memoryview | bytes) -> tuple[Any, ...] | None:
+    if len(memory) < layout.SIZE_BYTES:
+        return None
+    magic, version, *rest = layout.HEADER.unpack_from(memory)
+    known = magic == layout.MAGIC and version == layout.VERSION and rest[-1] < len(ENDINGS)
+    return tuple(rest) if known else None
 
 
 def _lanes(memory: memoryview | bytes) -> Iterator[Progress]:
-    for number in range(layout.LANES):
-        place, length, text = layout.LANE.unpack_from(memory, layout.LANES_AT + number * layout.LANE.size)
-        parts = layout.parted(text[:length])
-        if length and len(parts) == 2:
+    table = bytes(memory[layout.LANES_AT : RECORDS_AT])
+    for place, length, text in layout.LANE.iter_unpack(table):
+        if length and len(parts := layout.parted(text[:length])) == 2:
             yield Progress(parts[0], parts[1], place)
 
 
 def _calls(memory: memoryview | bytes) -> Iterator[Call]:
+    # What is unpacked is a copy: of memory that is being written two looks may see two things.
+    records = bytes(memory[RECORDS_AT : layout.TEXTS_AT])
+    tickets = memoryview(records).cast("Q")[:: layout.WORDS].tolist()
     texts: dict[int, list[str]] = {}
-    for number in range(RECORDS):
-        record = bytes(memory[RECORDS_AT + number * RECORD.size : RECORDS_AT + (number + 1) * RECORD.size])
-        ticket, text, *numbers, outcome, again = RECORD.unpack(record)
-        if not ticket or ticket != again or ticket % RECORDS != number:
+    for number in [number for number, ticket in enumerate(tickets) if ticket]:
+        ticket, text, *numbers, outcome, again = RECORD.unpack_from(records, number * RECORD.size)
+        if ticket != again or ticket % RECORDS != number:
             continue
         if text not in texts:
             texts[text] = layout.parted(_text(memory, text))

@@ -98,8 +98,8 @@ class Accounts:
         if peer.node != self._node or peer.memory < 0:
             return None
         memory = shared_memory.look(peer.pid, peer.memory)
-        found = None if memory is None else flight.read(memory)
-        return memory if found is not None and found.said.get("beacon") == peer.port else None
+        is_its = memory is not None and flight.said(memory).get("beacon") == peer.port
+        return memory if is_its else None
 
     def of(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> dict[int, Account]:
         """What is known of each of ``peers``; those of this rank's node in any case."""

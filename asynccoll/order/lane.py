@@ -96,6 +96,7 @@ class Lane:
         self._lock = host.Lock()
         self._queue: deque[Job] = deque()
         self._active: Job | None = None
+        self._out_of_step = False  # a program broke off halfway: its peers may be at another of its calls
         self._turnstile = turnstile
         self._admitted: int | None = None  # the epoch for which the turnstile lets one operation start
         self._driving = False
@@ -221,6 +222,7 @@ class Lane:
             and not self._driving
             and self._turnstile is None
             and self._cut is None
+            and not self._out_of_step
             and not (self._together and self._given_up() is not None)
         )
 
@@ -473,7 +475,7 @@ class Lane:
             self._pass_up()
 
     def _may_start(self, job: Job) -> bool:
-        if self.communicator is None:
+        if self.communicator is None or self._out_of_step:
             return False
         return self._turnstile is None or not job.place or self._admitted == self.epoch
 
@@ -540,14 +542,19 @@ class Lane:
             raise interrupted
 
     def _refuse_rest(self, job: Job, error: BaseException) -> None:
-        """The program broke off by itself, so that its peers wait for the rest of it in vain.
+        """The program broke off halfway: its peers wait for the rest of it in vain, or are a call ahead.
 
-        What all of them raise alike (a mismatch that they compared) is no such thing, nor a native failure.
+        What all of them raise alike (a mismatch that they compared) is no such thing.
         """
-        native = job.step is not None and job.step.done() and job.step.error() is not None
-        if not job.place or native or isinstance(error, CollectiveError) or self._active is not job:
+        if not job.place or self._active is not job:
             return
-        if not isinstance(collective_error(error, self.name), PeerLostError):
+        native = job.step.error() if job.step is not None and job.step.done() else None
+        if native is not None:
+            self._out_of_step = True  # nothing more is issued until it is known what has failed
+            self.world.find_out(self, collective_error(native, str(self)))
+        elif not isinstance(error, CollectiveError) and not isinstance(
+            collective_error(error, self.name), PeerLostError
+        ):
             self.world.refuse(self, error, job.place, spare=job.promise, part=job.part)
 
     def _next_call(self, job: Job) -> Completion | None:
@@ -821,8 +828,8 @@ class Lane:
         lost = refusal is not None and refusal.loses(operation.sequence, operation.part)
         return refusal if lost else None
 
-    def lose(self, error: PeerLostError) -> None:
-        """A rank of the group is gone: give the lane up, and let those who wait for us know."""
+    def lose(self, error: CollectiveError) -> None:
+        """A rank is gone, or calls are out of step: give the lane up, and let those who wait for us know."""
         self.break_off(error)
         self.world.pass_on(self)
 

@@ -120,6 +120,9 @@ class World(Protocol):
     def diagnose(self, lane: Any, error: CollectiveError) -> CollectiveError:
         """The same failure with its culprit named."""
 
+    def find_out(self, lane: Any, error: CollectiveError) -> None:
+        """Have the lane lost because of this failure, on another thread, once its culprit is known."""
+
     def blame(self, operation: Any) -> Blame:
         """Which ranks keep an operation from ending, and what they do instead; asks them, within a bound."""
 

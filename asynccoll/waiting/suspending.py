@@ -36,10 +36,10 @@ _SLICE_SECONDS = 0.1
 
 def _late(operation: Operation) -> CollectiveTimeoutError:
     waited = host.monotonic() - operation.started
-    operation.extend()
     opening = operation.lane.communicator is None
     why = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
     blame = operation.lane.world.blame(operation)
+    operation.extend()  # not before that: asking may take as long as the time that the next wait is given
     who = f": {blame}" if str(blame) else why
     return CollectiveTimeoutError(
         f"{operation!r} is not ready after {waited:.3f} s{who}. It is still in flight, and later calls on "

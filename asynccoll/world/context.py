@@ -104,7 +104,7 @@ class Context:
         self.children = Children(self._close_lanes)
         self.recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
-        self._aborting: dict[host.Thread, None] = {}
+        self._helpers: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
         self.stall_seconds = stall_seconds()
         self.watch = Watch(self)
@@ -237,7 +237,7 @@ class Context:
         self.refusals.close()
         if not abort:
             self._say_how_far()
-        for thread in list(self._aborting):
+        for thread in list(self._helpers):
             thread.join(ABORT_SECONDS)
         for group in self._sorted_groups():
             group.close(abort=abort)
@@ -383,11 +383,25 @@ class Context:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
         communicator: Any = lane.communicator
         if communicator is not None:
-            thread = host.Thread(
-                target=_quietly, args=(communicator.abort,), name="asynccoll-abort", daemon=True
-            )
-            self._aborting[thread] = None
-            thread.start()
+            self._apart(communicator.abort, "asynccoll-abort")
+
+    def find_out(self, lane: Lane, error: CollectiveError) -> None:
+        """Have ``lane`` lost because of this failure, on another thread, once its culprit is known."""
+
+        def look() -> None:
+            found = error
+            with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store
+                found = self.diagnose(lane, error)
+            lane.lose(found)
+
+        if not self.closed:
+            self._apart(look, "asynccoll-find-out")
+
+    def _apart(self, action: Callable[[], object], name: str) -> None:
+        """Do it on a thread of its own, which is waited for where the world ends."""
+        thread = host.Thread(target=_quietly, args=(action,), name=name, daemon=True)
+        self._helpers[thread] = None
+        thread.start()
 
 
 def _farewell(rank: int) -> str:
