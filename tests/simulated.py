@@ -19,6 +19,8 @@ from compositions import Call, Program
 class SimulatedRank:
     """As much of `ranks.Rank` as a program needs; `signs` are those of all ranks."""
 
+    backend = "simulated"  # its threads are told by the scheduler whose they are
+
     def __init__(self, rank: int, size: int, signs: set[str]) -> None:
         self.rank = rank
         self.size = size
