@@ -546,15 +546,13 @@ class Lane:
 
         What all of them raise alike (a mismatch that they compared) is no such thing.
         """
-        if not job.place or self._active is not job:
+        if not job.place or isinstance(error, CollectiveError) or self._active is not job:
             return
-        native = job.step.error() if job.step is not None and job.step.done() else None
-        if native is not None:
+        failure = collective_error(error, str(self))
+        if job.step is not None and job.step.done() and job.step.error() is not None:
             self._out_of_step = True  # nothing more is issued until it is known what has failed
-            self.world.find_out(self, collective_error(native, str(self)))
-        elif not isinstance(error, CollectiveError) and not isinstance(
-            collective_error(error, self.name), PeerLostError
-        ):
+            self.world.find_out(self, failure)
+        elif not isinstance(failure, PeerLostError):
             self.world.refuse(self, error, job.place, spare=job.promise, part=job.part)
 
     def _next_call(self, job: Job) -> Completion | None:
