@@ -752,6 +752,63 @@ def test_layers_that_have_a_lane_keep_it() -> None:
     run(rank_does, 2)
 
 
+class Partly(nn.Module):
+    """A model whose middle is shared out."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.head = nn.Linear(3, 3).double()
+        self.blocks = ac.overlap.shard_layers(blocks())
+
+
+def test_parts_are_refused_by_what_takes_whole_models() -> None:
+    """Each rank has other ones: those of the first were given to all, or all averaged, in silence."""
+    takers: dict[str, Callable[[nn.Module], Any]] = {
+        "overlap_gradients": ac.overlap_gradients,
+        "overlap_gradients(init_sync=False)": lambda model: ac.overlap_gradients(model, init_sync=False),
+        "async_optim": lambda model: ac.async_optim(sgd(model)),
+        "shard_optimizer": lambda model: ac.overlap.shard_optimizer(model, sgd(model)),
+        "shard_optimizer of the rest": lambda model: ac.overlap.shard_optimizer(model, sgd(model.head)),
+        "average_parameters": lambda model: ac.overlap.average_parameters(model, every=1),
+        "broadcast_parameters": ac.overlap.broadcast_parameters,
+        "check_parameters": lambda model: ac.overlap.check_parameters(model).wait(),
+        "shard_layers": lambda model: ac.overlap.shard_layers([model]),
+        "auto_model": ac.auto_model,
+    }
+
+    async def rank_does(rank: int) -> None:
+        model = Partly(rank)
+        before = flat(model)
+        for name, take in takers.items():
+            with raising(ac.InvalidArgumentError, "this rank's part", "pass the other modules"):
+                take(model)
+            assert torch.equal(flat(model), before), name
+        model.blocks.float()
+        with raising(ac.InvalidArgumentError, "this rank's part"):
+            ac.overlap_gradients(model)
+        ac.overlap_gradients(model.head).close()
+
+    run(rank_does, 2)
+
+
+def test_layers_that_are_empty_are_refused() -> None:
+    """Those that are shared out already; so are parameters tied between two sets."""
+
+    async def rank_does(rank: int) -> None:
+        layers = blocks()
+        first, tied = ac.overlap.shard_layers(layers), nn.Linear(6, 6).double()
+        tied.weight = layers[1].weight  # type: ignore[assignment]
+        for again in (layers, [tied]):
+            with raising(ac.InvalidArgumentError, "is empty", "one set"):
+                ac.overlap.shard_layers(again)
+        with raising(ac.InvalidArgumentError, "is empty"):
+            ac.overlap_gradients(layers)
+        through(first, rank, 0).backward()
+
+    run(rank_does, 2)
+
+
 @SIZES
 def test_gradients_that_are_returned(size: int) -> None:
     """By torch.autograd.grad: this rank's parts of the sum, and nothing is added to .grad."""

@@ -27,7 +27,7 @@ from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
-from asynccoll.overlap.accepted import check_not_unscaled, ddp_models, scaler_told
+from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models, scaler_told
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.overlap.steps import Resumable, Steps, run
 
@@ -74,6 +74,7 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Mod
 def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
     """The same for a given place."""
     _refuse_apex(model)
+    check_whole(model.parameters())
     if not all(parameter.device == place.device for parameter in model.parameters()):
         move(model, place.device)
     if place.world_size == 1:

@@ -24,10 +24,12 @@ __all__ = [
     "check_not_unscaled",
     "check_reduce_dtype",
     "check_unaliased",
+    "check_whole",
     "ddp_models",
     "group_size",
     "module_with_buffers",
     "scaler_told",
+    "share_out",
     "source_of",
 ]
 
@@ -46,6 +48,35 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
             "itself: use the model without it (ac.overlap.broadcast_parameters has all ranks start alike), "
             "or have its buckets travel on a lane of ours (ac.overlap.ddp_hook)"
         )
+
+
+#: Parameters of layers that are shared out (``shard_layers``), by their ids: this rank's parts, and those
+#: that were taken over and are empty since.
+_parts: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_emptied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def share_out(parts: Iterable[torch.Tensor], emptied: Iterable[torch.Tensor] = ()) -> None:
+    """Have ``check_whole`` know parameters of sharded layers."""
+    _parts.update((id(x), x) for x in parts)
+    _emptied.update((id(x), x) for x in emptied)
+
+
+def check_whole(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters of sharded layers, which are other ones on every rank, or are empty."""
+    for parameter in parameters:
+        if _parts.get(id(parameter)) is parameter:
+            raise InvalidArgumentError(
+                f"a parameter of shape {list(parameter.shape)} is this rank's part of layers that are shared "
+                "out (shard_layers); other ranks have other parts, which must not be broadcast, averaged or "
+                "compared, and its gradient is reduced already: pass the other modules or parameters alone"
+            )
+        if _emptied.get(id(parameter)) is parameter and not parameter.numel():
+            raise InvalidArgumentError(
+                "a parameter is empty, because the layers that it belongs to are shared out (shard_layers): "
+                "they are called in a loop over what shard_layers has returned, which has the parameters to "
+                "train; layers with a parameter in common belong into one set"
+            )
 
 
 def check_initialized(parameters: Iterable[torch.Tensor]) -> None:

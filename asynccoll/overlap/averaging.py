@@ -25,7 +25,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
-from asynccoll.overlap.accepted import check_unaliased
+from asynccoll.overlap.accepted import check_unaliased, check_whole
 from asynccoll.waiting.work import Work
 
 __all__ = ["ParameterAverager", "average_parameters"]
@@ -72,7 +72,9 @@ class ParameterAverager:
     def _trained(self) -> list[torch.Tensor]:
         """What is trained by now: parameters may be added and unfrozen between two rounds."""
         found = self._given.parameters() if isinstance(self._given, torch.nn.Module) else self._given
-        return [parameter for parameter in found if parameter.requires_grad]
+        trained = [parameter for parameter in found if parameter.requires_grad]
+        check_whole(trained)
+        return trained
 
     def __repr__(self) -> str:
         state = f"an average is due at step {self._due}" if self._due is not None else "nothing in flight"

@@ -36,6 +36,7 @@ from asynccoll.overlap.accepted import (
     check_initialized,
     check_not_ddp,
     check_reduce_dtype,
+    check_whole,
     group_size,
     module_with_buffers,
     source_of,
@@ -110,6 +111,7 @@ class GradientReducer:
         self._source = source_of(model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         check_initialized(parameters)
+        check_whole(parameters)
         check_not_ddp(model, parameters)
         check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
         check_reduce_dtype(reduce_dtype)
@@ -168,6 +170,7 @@ class GradientReducer:
         known = self._identity[2]
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
+            check_whole(new)
             _check_unshared(self._identity[0], self._lane, {id(x) for x in new}, but=self)
             self._join(new)
             known.update(id(x) for x in new)

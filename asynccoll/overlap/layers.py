@@ -25,7 +25,7 @@ from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
-from asynccoll.overlap.accepted import check_unaliased
+from asynccoll.overlap.accepted import check_unaliased, check_whole, share_out
 from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
@@ -84,6 +84,7 @@ class ShardedLayers(nn.Module):
             raise InvalidArgumentError(f"rank {get_rank()} is not in {group!r}, so it has no part of layers")
         modules = list(layers)
         _check_unshared(modules)
+        emptied = list(nn.ModuleList(modules).parameters())
         # Not as submodules: their parameters are empty, and ours are the parts.
         # Those without a lane of their own share one forward, where their number tells them apart; backward,
         # whose order is autograd's, has one for each.
@@ -93,6 +94,7 @@ class ShardedLayers(nn.Module):
         _check_lane(*self._identity)
         self._layers = [Layer(index, module, rank, size, owner) for index, module in enumerate(modules)]
         self.shards = nn.ParameterList([shard.own for layer in self._layers for shard in layer.shards])
+        share_out(self.shards, emptied)
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
         self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(of_backward)}
@@ -118,6 +120,7 @@ class ShardedLayers(nn.Module):
         for layer in self._layers:
             for shard in layer.shards:
                 shard.own = next(parts)
+        share_out(self.shards)
         return self
 
     def __len__(self) -> int:
@@ -269,8 +272,8 @@ def shard_layers(
             there, on ``<lane>/again/backward``: less memory for half as much more communication.
 
     Raises:
-        InvalidArgumentError: two layers share a parameter, or its memory; ``ahead`` cannot be; this rank is
-            not in ``group``; other layers have this lane.
+        InvalidArgumentError: two layers share a parameter, or its memory, or one that is shared out already;
+            ``ahead`` cannot be; this rank is not in ``group``; other layers have this lane.
     """
     return ShardedLayers(
         layers, ahead=ahead, group=group, lane=lane, reshard_after_forward=reshard_after_forward
@@ -319,4 +322,5 @@ def _check_unshared(modules: list[nn.Module]) -> None:
                     f"layers {other} and {index} share a parameter, which would become two: leave the tied "
                     "layers out, or make one layer of both"
                 )
+    check_whole(nn.ModuleList(modules).parameters())
     check_unaliased(nn.ModuleList(modules).named_parameters())

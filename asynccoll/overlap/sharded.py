@@ -35,6 +35,7 @@ from asynccoll.overlap.accepted import (
     check_not_ddp,
     check_not_unscaled,
     check_unaliased,
+    check_whole,
     scaler_told,
 )
 from asynccoll.overlap.elementwise import check_elementwise
@@ -421,6 +422,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> S
 def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Refuse what cannot be shared out; the names of the model's parameters."""
     check_initialized(model.parameters())
+    check_whole(model.parameters())
     check_not_ddp(model, model.parameters())
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, given in enumerate(optimizer.param_groups):
