@@ -9,7 +9,8 @@ Two ranks, of one thread each. Two questions, asked in each place:
 - **Hidden fraction** of one all_reduce of 16 MiB that is started before and waited for after a computation
   that takes about as long: (computation + communication - both at once) / the shorter of the two.
 - **Time of a training step** of a perceptron of 16 MiB, in buckets of 4 MiB (the first of 1 MiB): against
-  ``DistributedDataParallel`` with the same buckets, as median of the ratios within a round.
+  ``DistributedDataParallel`` with the same buckets, as median of the ratios within a round; layers that are
+  shared out beside the same whose gradients are scattered after backward.
 
 Every round runs everything once, in an order that changes. The figures are printed, and written as JSON
 (``--data``) for a picture.
@@ -128,6 +129,12 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def perceptron_layers() -> list[nn.Module]:
+    """The same layer by layer, each with what follows it."""
+    parts = list(perceptron().children())
+    return [nn.Sequential(*parts[first : first + 2]) for first in range(0, len(parts), 2)]
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -175,6 +182,46 @@ def sharded_steps(x: Tensor) -> Peer:
     return steps
 
 
+def layered_step(x: Tensor) -> Peer:
+    """Layers that are shared out: each reduce_scatter leaves while backward goes on."""
+    layers = ac.overlap.shard_layers(perceptron_layers(), ahead=1)
+    optimizer = sgd(layers)
+
+    async def step() -> None:
+        optimizer.zero_grad()
+        h = x
+        async for layer in layers:
+            h = layer(h)
+        h.square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def scattered_after_step(x: Tensor) -> Peer:
+    """The same by hand, gathered ahead as well, but for gradients that are scattered once backward is over."""
+    rank, ranks = ac.get_rank(), ac.get_world_size()
+    wholes = [[p.detach() for p in layer.parameters()] for layer in perceptron_layers()]
+    parts = [nn.Parameter(torch.cat([p.reshape(-1) for p in whole]).chunk(ranks)[rank]) for whole in wholes]
+    optimizer = torch.optim.SGD(parts, lr=0.01, momentum=0.9)
+
+    async def step() -> None:
+        optimizer.zero_grad()
+        h, flats = x, []
+        starts = [partial(ac.all_gather, part.detach()) for part in parts]
+        async for flat in ac.overlap.prefetch(starts, ahead=1):
+            flats.append(flat.requires_grad_())
+            weight, bias = flat.split([WIDTH * WIDTH, WIDTH])
+            h = nn.functional.linear(h, weight.view(WIDTH, WIDTH), bias).relu()
+        h.square().mean().backward()
+        for part, flat in zip(parts, flats, strict=True):
+            assert flat.grad is not None
+            part.grad = await ac.reduce_scatter(flat.grad)
+        optimizer.step()
+
+    return step
+
+
 def blocking_step(x: Tensor) -> Peer:
     model = perceptron()
     optimizer = sgd(model)
@@ -220,6 +267,8 @@ def training_steps(x: Tensor, *, with_horovod: bool) -> dict[str, Peer]:
         "torch DDP": ddp_step(x, hooked=False),
         "ddp_hook": ddp_step(x, hooked=True),
         "overlap_gradients": overlapped_step(x),
+        "shard_layers": layered_step(x),
+        "shard_layers, scattered after backward": scattered_after_step(x),
         "blocking, a parameter at a time": blocking_step(x),
         "no communication": local_step(x),
         **({"Horovod": horovod_step(x)} if with_horovod else {}),
@@ -240,7 +289,8 @@ async def step_times(rounds: int, *, with_horovod: bool) -> dict[str, Any]:
     for one in steps.values():  # DDP makes its buckets anew in the second step
         await one()
     found = await side_by_side(steps, rounds=rounds, operations=1)
-    base = [name for name in ("torch DDP", "Horovod") if name in found]
+    bases = ("torch DDP", "Horovod", "shard_layers, scattered after backward")
+    base = [name for name in bases if name in found]
     return {
         "milliseconds": {name: series.median * 1e3 / STEPS for name, series in found.items()},
         **{f"ratio to {one}": {name: s.ratio_to(found[one]) for name, s in found.items()} for one in base},
@@ -295,7 +345,7 @@ def report(place: str, found: dict[str, Any]) -> None:
     ratios = [key for key in step if key.startswith("ratio")]
     print(f"{place}: a training step ({', '.join(ratios)})")
     for name, took in step["milliseconds"].items():
-        print(f"  {name:<34} {took:8.1f} ms " + " ".join(f"{step[key][name]:8.3f}" for key in ratios))
+        print(f"  {name:<40} {took:8.1f} ms " + " ".join(f"{step[key][name]:8.3f}" for key in ratios))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ and done again, gradients that are changed by hand, layers that some ranks leave
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import anyio
@@ -44,6 +45,26 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
+def one_process(
+    size: int,
+    steps: Iterable[int] = range(3),
+    *,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    max_norm: float = math.inf,
+    model: nn.Module | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The usual loop over the data of all ranks."""
+    model = model_of() if model is None else model
+    optimizer = make(model)
+    for step in steps:
+        optimizer.zero_grad()
+        mean_loss(model, size, step).backward()
+        if max_norm < math.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return model, optimizer
+
+
 async def cut_short(wait: Callable[[], Awaitable[Any]], here: bool) -> Any:
     """Wait; given up at once on the ranks that are told to, and done again."""
     if here:
@@ -67,6 +88,13 @@ def helped(kind: str, model: nn.Module) -> Any:
     if kind == "shard_optimizer":
         return ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
     return ac.async_optim(sgd(model), **SMALL)
+
+
+def sharded(
+    rank: int, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+) -> tuple[nn.Module, ac.overlap.ShardedOptimizer]:
+    model = model_of(rank)
+    return model, ac.overlap.shard_optimizer(model, make(model), **SMALL)
 
 
 async def finished(optimizer: Any) -> None:
@@ -145,20 +173,9 @@ def test_a_step_that_finds_everything_reduced(kind: str, size: int) -> None:
 def test_waits_of_a_sharded_optimizer_that_are_done_again(who: str, size: int) -> None:
     """Whatever was cut short goes on where it was: clipping, the step, the state of the whole optimizer."""
 
-    def alone() -> tuple[Tensor, Any]:
-        model = model_of()
-        optimizer = adamw(model)
-        for step in range(4):
-            optimizer.zero_grad()
-            mean_loss(model, size, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-        return flat(model), optimizer.state_dict()["state"]
-
     async def rank_does(rank: int) -> tuple[Tensor, Any]:
         here = {"last": rank == size - 1, "first": rank == 0, "all": True}[who]
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, adamw(model), **SMALL)
+        model, optimizer = sharded(rank, adamw)
         for step in range(4):
             optimizer.zero_grad()
             loss(model, rank, step).backward()
@@ -169,7 +186,8 @@ def test_waits_of_a_sharded_optimizer_that_are_done_again(who: str, size: int) -
         await optimizer.aclose()
         return flat(model), state
 
-    want, states = alone()
+    model, optimizer = one_process(size, range(4), make=adamw, max_norm=0.05)
+    want, states = flat(model), optimizer.state_dict()["state"]
     for got, state in run(rank_does, size).values():
         torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)
         for number, of_one in states.items():
@@ -181,19 +199,8 @@ def test_waits_of_a_sharded_optimizer_that_are_done_again(who: str, size: int) -
 def test_a_wait_that_is_cut_short_and_not_done_again(size: int) -> None:
     """Is completed by the next, as on the ranks where it was not cut short."""
 
-    def alone() -> Tensor:
-        model = model_of()
-        optimizer = sgd(model)
-        for step in range(3):
-            optimizer.zero_grad()
-            mean_loss(model, size, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-        return flat(model)
-
     async def rank_does(rank: int) -> Tensor:
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model, optimizer = sharded(rank)
         for step in range(3):
             optimizer.zero_grad()
             loss(model, rank, step).backward()
@@ -205,7 +212,7 @@ def test_a_wait_that_is_cut_short_and_not_done_again(size: int) -> None:
         await optimizer.aclose()
         return flat(model)
 
-    as_alone(rank_does, size, alone())
+    as_alone(rank_does, size, flat(one_process(size, max_norm=0.05)[0]))
 
 
 @SIZES
@@ -250,15 +257,6 @@ def test_waits_of_sharded_layers_that_are_done_again(size: int) -> None:
 def test_steps_that_are_cut_short(kind: str, size: int) -> None:
     """Done again, the closure is not called again; not done again, the next step is another one."""
 
-    def alone() -> Tensor:
-        model = model_of()
-        optimizer = sgd(model)
-        for step in range(4):
-            optimizer.zero_grad()
-            mean_loss(model, size, step).backward()
-            optimizer.step()
-        return flat(model)
-
     async def rank_does(rank: int) -> Tensor:
         model = model_of(rank)
         optimizer = helped(kind, model)
@@ -285,15 +283,14 @@ def test_steps_that_are_cut_short(kind: str, size: int) -> None:
         await finished(optimizer)
         return flat(model)
 
-    as_alone(rank_does, size, alone())
+    as_alone(rank_does, size, flat(one_process(size, range(4))[0]))
 
 
 def test_two_tasks_in_one_optimizer_are_told() -> None:
     """Their collectives would mix in another order on every rank."""
 
     async def rank_does(rank: int) -> None:
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, adamw(model), **SMALL)
+        model, optimizer = sharded(rank, adamw)
         loss(model, rank, 0).backward()
         await optimizer.step()
         told = []
@@ -316,8 +313,7 @@ def test_two_tasks_in_one_optimizer_are_told() -> None:
 
 def test_nothing_is_skipped_in_the_middle_of_a_wait() -> None:
     async def rank_does(rank: int) -> None:
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model, optimizer = sharded(rank)
         loss(model, rank, 0).backward()
         await optimizer.reduced()
         with anyio.move_on_after(0):
@@ -354,8 +350,7 @@ def test_gradients_written_to_after_the_reduction_are_told(how: str, then: str, 
                 parameter.grad.add_(0.1)
 
     async def rank_does(rank: int) -> Tensor:
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model, optimizer = sharded(rank)
         loss(model, rank, 5).backward()
         await optimizer.reduced()
         touch(model)
@@ -374,13 +369,7 @@ def test_gradients_written_to_after_the_reduction_are_told(how: str, then: str, 
         await optimizer.aclose()
         return flat(model)
 
-    model = model_of()
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        mean_loss(model, size, step).backward()
-        optimizer.step()
-    as_alone(rank_does, size, flat(model))
+    as_alone(rank_does, size, flat(one_process(size, range(2))[0]))
 
 
 @SIZES
@@ -406,8 +395,7 @@ def test_gradients_changed_in_place_where_nothing_has_gathered(size: int) -> Non
         return flat(model)
 
     async def rank_does(rank: int) -> Tensor:
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model, optimizer = sharded(rank)
         for step in range(3):
             optimizer.zero_grad()
             with optimizer.no_sync():
@@ -509,11 +497,7 @@ def test_gradients_changed_before_the_await_are_told(how: str, kind: str) -> Non
             await finished(gradients)
         return flat(model)
 
-    model = model_of()
-    optimizer = sgd(model)
-    mean_loss(model, 2, 1).backward()
-    optimizer.step()
-    as_alone(rank_does, 2, flat(model))
+    as_alone(rank_does, 2, flat(one_process(2, [1])[0]))
 
 
 # ---------------------------------------------------------------- parameters that share memory
@@ -570,13 +554,7 @@ def test_parameters_in_a_list(size: int) -> None:
         await optimizer.aclose()
         return flat(model)
 
-    model = Listed()
-    optimizer = sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_loss(model, size, step).backward()
-        optimizer.step()
-    as_alone(rank_does, size, flat(model))
+    as_alone(rank_does, size, flat(one_process(size, model=Listed())[0]))
 
 
 def test_parameters_that_are_frozen_later_or_have_no_shape() -> None:
@@ -624,6 +602,10 @@ def test_the_state_of_frozen_parameters_is_kept() -> None:
 def blocks(seed: int = 0) -> nn.ModuleList:
     torch.manual_seed(seed)
     return nn.ModuleList([*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)]).double()
+
+
+def joined(*wholes: dict[str, Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for whole in wholes for x in whole.values()])
 
 
 def through(layers: Any, rank: int, step: int) -> Tensor:
@@ -676,8 +658,7 @@ def test_two_sets_of_layers_that_ranks_leave_out(reshard: bool, size: int) -> No
             (one(*models, rank, step) / size).backward()
             for optimizer in optimizers:
                 optimizer.step()
-        wholes = [await layers.full_state_dict() for layers in models]
-        return torch.cat([x.reshape(-1) for whole in wholes for x in whole.values()])
+        return joined(*[await layers.full_state_dict() for layers in models])
 
     as_alone(rank_does, size, alone())
 
@@ -727,7 +708,7 @@ def test_a_rank_that_calls_no_layer(data: str, size: int) -> None:
             else:
                 (through(layers, rank, step) / size).backward()
             optimizer.step()
-        return torch.cat([x.reshape(-1) for x in (await layers.full_state_dict()).values()])
+        return joined(await layers.full_state_dict())
 
     if data == "no layer":
         run(rank_does, size)
@@ -846,8 +827,7 @@ def test_copies_of_models() -> None:
     """With whole parameters they can be copied and pickled; on their way that is refused, as parts are."""
 
     async def rank_does(rank: int) -> None:
-        model = model_of(rank)
-        optimizer = ac.overlap.shard_optimizer(model, sgd(model), **SMALL)
+        model, optimizer = sharded(rank)
         loss(model, rank, 0).backward()
         await optimizer.step()
         for attempt in (copy.deepcopy, pickle.dumps):
