@@ -199,7 +199,7 @@ def layered_step(x: Tensor) -> Peer:
 
 
 def scattered_after_step(x: Tensor) -> Peer:
-    """The same by hand, gathered ahead as well, but for gradients that are scattered once backward is over."""
+    """The same by hand, gathered ahead as well, but gradients are scattered once backward is over."""
     rank, ranks = ac.get_rank(), ac.get_world_size()
     wholes = [[p.detach() for p in layer.parameters()] for layer in perceptron_layers()]
     parts = [nn.Parameter(torch.cat([p.reshape(-1) for p in whole]).chunk(ranks)[rank]) for whole in wholes]
