@@ -604,6 +604,27 @@ def blocks(seed: int = 0) -> nn.ModuleList:
     return nn.ModuleList([*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)]).double()
 
 
+@SIZES
+def test_layers_that_are_kept_and_called_later(size: int) -> None:
+    async def rank_does(rank: int) -> Tensor:
+        layers = ac.overlap.shard_layers(blocks())
+        optimizer = sgd(layers)
+        for step in range(3):
+            optimizer.zero_grad()
+            (through(list(layers), rank, step) / size).backward()
+            optimizer.step()
+        return joined(await layers.full_state_dict())
+
+    layers = blocks()
+    optimizer = sgd(layers)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (through(layers, rank, step) / size).backward()
+        optimizer.step()
+    as_alone(rank_does, size, flat(layers))
+
+
 def joined(*wholes: dict[str, Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1) for whole in wholes for x in whole.values()])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -135,6 +135,7 @@ class GatheredLayer:
         self._parameters = parameters
         self._saving = saving
         self._loop = loop
+        loop.held.add(self)
 
     @property
     def parameters(self) -> Tensors:
@@ -295,6 +296,8 @@ class Pass:
         self.expected: list[Shard] = []
         #: whether a layer was called here whose backward may come
         self.used = False
+        #: its layers that somebody has kept, and may call later
+        self.held: WeakSet[GatheredLayer] = WeakSet()
         #: how many are gathered once more, the last first, and those of them that nobody has taken yet
         self._again = 0
         self._under_way: dict[Layer, Work[list[torch.Tensor]]] = {}
@@ -310,8 +313,12 @@ class Pass:
             self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
 
     def check_used(self) -> None:
-        """Refuse a loop that is over without a call of any layer, where other ranks may wait in backward."""
-        if self.expected and not self.used and self.expected[0].size > 1:
+        """Refuse a loop that is over without a call of any layer, where other ranks may wait in backward.
+
+        The last layer is held by the loop's own variable; who keeps more may be about to call them.
+        """
+        kept = len(self.held) > 1 or len(self._gathered) == 1
+        if self.expected and not (self.used or kept) and self.expected[0].size > 1:
             raise InvalidArgumentError(
                 "this rank has called no layer of the loop, so its backward comes to none of them, and the "
                 "other ranks would wait there for its zeros: call one at least and let the loss depend on it "
