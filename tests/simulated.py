@@ -41,15 +41,8 @@ class SimulatedRank:
 
 #: Faults after which calls may fail; after others each must come to what it must.
 _HURT = (Cancel, Fail, Interrupt, Kill, StoreLost)
-#: What ranks are told of one that has died or left. The others may then make different calls, where one has
-#: lost a call that another has not, and wait for each other until their time is over.
-_LOST = (
-    ac.PeerLostError,
-    ac.PeerRefusedError,
-    ac.AbortedError,
-    ac.NotInitializedError,
-    ac.CollectiveTimeoutError,
-)
+#: What ranks are told of one that has died or left.
+_LOST = (ac.PeerLostError, ac.PeerRefusedError, ac.AbortedError, ac.NotInitializedError)
 
 
 def complaints(
@@ -57,7 +50,7 @@ def complaints(
 ) -> tuple[list[str], Report]:
     """What is wrong, by all ranks, and what became of the simulation."""
     signs: tuple[set[str], ...] = (set(), set())  # of each world
-    hurt = _hurt_by(faults)
+    hurt = _hurt_by(faults, program)
     program = unwaited(program) if hurt else program
     told: dict[int, list[Exception]] = {}
 
@@ -114,7 +107,7 @@ def _thrown(args: Any) -> str:
 _OWN: tuple[type[BaseException], ...] = (KeyboardInterrupt, *compositions_run.CANCELLED)
 
 
-def _hurt_by(faults: Sequence[Fault]) -> tuple[type[Exception], ...]:
+def _hurt_by(faults: Sequence[Fault], program: Program) -> tuple[type[Exception], ...]:
     """What may be raised because of them."""
     if not any(isinstance(fault, _HURT) for fault in faults):
         return ()
@@ -122,7 +115,16 @@ def _hurt_by(faults: Sequence[Fault]) -> tuple[type[Exception], ...]:
         return (ac.AsyncCollError,)
     if any(isinstance(fault, Fail) for fault in faults):
         return (ac.CollectiveError, RuntimeError)
-    return _LOST
+    return (*_LOST, ac.CollectiveTimeoutError) if _may_part(program) else _LOST
+
+
+def _may_part(program: Program) -> bool:
+    """Whether survivors may make different calls, and wait for each other until their time is over.
+
+    A call that fails cancels those beside it in its task group or scope: on one rank before they call, on
+    another afterwards, also in groups without the rank that was lost. Who is lost is no answer there.
+    """
+    return len(program.tasks) > 1 or any(call.around for task in program.tasks for call in task.calls)
 
 
 def unwaited(program: Program) -> Program:
