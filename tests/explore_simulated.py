@@ -67,8 +67,8 @@ class Order:
     def faults(self) -> tuple[Fault, ...]:
         if self.number % 3 != 1 or not any(FAULTS):
             return ()
-        # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life; and
-        # the kernels of a call that one rank has not made run until somebody asks after them.
+        # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life;
+        # and kernels of a call that one rank has not made keep the device.
         kinds = [kind for kind in FAULTS if self.transport != "nccl" or kind not in ("silence", "fail")]
         if self.program.loop == "none":  # there is no task that could be cancelled
             kinds = [kind for kind in kinds if kind != "cancel"]
