@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests system mpi horovod xla gpu soak compositions explore determined planted training nightly quick lint types docs bench \
+.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training nightly quick lint types docs bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -42,23 +42,31 @@ test: ## everything: lint, types, docs, then all tests on a built wheel; what ra
 	@$(ENVS) build test horovod xla mpich openmpi & built=$$!; \
 		$(MAKE) --no-print-directory system lint types docs || { kill $$built 2>/dev/null; exit 1; }; wait $$built
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
-	@$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; \
+	@$(MAKE) --no-print-directory tests memory mpi horovod xla; status=$$?; \
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status
 
 tests:
-	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) $(CURDIR)/tests $(ARGS))
+	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) -k "$(call WAYS_IN_PAIRS,gloo)" $(CURDIR)/tests $(ARGS))
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks compositions \
 	faults forks gather groups lanes modes objects p2p reduce reduce_scatter refusals scaling scatter \
 	sync_parity training work
+# How one waits has nothing to do with how many ranks there are: all ways in pairs, one among more; with five ranks
+# the cases take turns.
+WAYS_IN_PAIRS = not (($(1)-1 or $(1)-3 or $(1)-4) and (trio or blocking))
+
+memory: ## the tests that run on any backend, between ranks that share memory
+	@$(call TWICE,$(WHEEL) env ASYNCCOLL_TEST_BACKENDS=memory $(PYTEST) $(AT_ONCE) \
+		-k "memory and $(call WAYS_IN_PAIRS,memory)" \
+		$(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks) $(ARGS))
+	@$(call TWICE,$(WHEEL) env ASYNCCOLL_TEST_BACKENDS=memory $(TWO_RANKS) $(PYTEST) $(AT_ONCE) \
+		-k memory $(IN_PAIRS) $(ARGS))
+
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mpi mpi_levels mpi_launch \
 	spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
-# How one waits has nothing to do with how many ranks there are: all ways in pairs, one among more; with five ranks
-# the cases take turns.
-WAYS_IN_PAIRS = not (($(1)-1 or $(1)-3 or $(1)-4) and (trio or blocking))
 MPI_WAYS  := "mpi and $(call WAYS_IN_PAIRS,mpi)"
 OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=3
 # What is ours alone, whichever MPI carries it, has been tried on MPICH.

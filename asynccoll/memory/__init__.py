@@ -5,7 +5,17 @@ Knows tensors and who is to fill them; not how, nor over which backend.
 
 from asynccoll.memory.aliasing import Claim, has_memory, may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
+from asynccoll.memory.fresh import fresh
 from asynccoll.memory.plain import plain_tensor
 from asynccoll.memory.unfilled import claims, refuse_unfilled
 
-__all__ = ["Claim", "claims", "has_memory", "may_overlap", "plain_tensor", "reduce_chunks", "refuse_unfilled"]
+__all__ = [
+    "Claim",
+    "claims",
+    "fresh",
+    "has_memory",
+    "may_overlap",
+    "plain_tensor",
+    "reduce_chunks",
+    "refuse_unfilled",
+]

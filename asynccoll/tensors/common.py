@@ -14,6 +14,7 @@ from asynccoll.backends.table import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.health.checks import checked, signature
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
+from asynccoll.memory.fresh import fresh
 from asynccoll.memory.plain import ORDINARY
 from asynccoll.modes.captured import as_called
 from asynccoll.order.job import Program, Start, What
@@ -292,7 +293,7 @@ def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int
     """Memory for ``shape`` elements of the wire: the caller's ``out`` where it can serve as it is."""
     if out is not None and out.dtype is wire.dtype and out.device == wire.device and _can_receive(out):
         return out.detach().view(shape)
-    return torch.empty(shape, dtype=wire.dtype, device=wire.device)
+    return fresh(shape, wire)
 
 
 def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
