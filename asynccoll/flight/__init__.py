@@ -13,7 +13,7 @@ of another process of this host. Must not know what an operation does, nor who a
 from asynccoll.flight.layout import NAME, RECORDS, lane_id
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
-from asynccoll.flight.recorder import Recorder
+from asynccoll.flight.recorder import Recorder, mark_ended
 
 __all__ = [
     "NAME",
@@ -24,6 +24,7 @@ __all__ = [
     "Recorder",
     "from_plain",
     "lane_id",
+    "mark_ended",
     "read",
     "said",
     "to_plain",

@@ -7,20 +7,24 @@ bounded, costs nothing until then, and tells of what there is: it judges nothing
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from asynccoll import flight, host
-from asynccoll.flight import Flight, Recorder
+from asynccoll.flight import Flight, Recorder, registry
 from asynccoll.host import answering, shared_memory
 from asynccoll.host.call_site import is_users
 
-__all__ = ["Account", "Accounts", "Peer"]
+__all__ = ["SECRET_VARIABLE", "Account", "Accounts", "Peer"]
 
+#: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
+#: own, which the others find in the store.
+SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long a rank may take to say where it stands.
 ASK_SECONDS = 0.3
 #: Ranks of this node whose memory is kept open, so that it can be read after their death.
@@ -84,6 +88,7 @@ class Accounts:
         self._recorder.say(
             host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port
         )
+        registry.register(os.environ.get(registry.VARIABLE, ""), self._rank, asdict(mine))
         return mine
 
     def hold(self, rank: int, peer: Peer) -> None:
@@ -115,10 +120,10 @@ class Accounts:
             said |= answering.ask(known, secret.encode(), "account", seconds)
         return {rank: _with_answer(near[rank], said.get(rank)) for rank in peers}
 
-    def last_seen(self, rank: int) -> Flight | None:
+    def last_seen(self, rank: int, peer: Peer) -> Flight | None:
         """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
         memory = self._held.get(rank)
-        return None if memory is None else flight.read(memory)
+        return None if memory is None else _recorded(memory, peer.pid)
 
     def own(self) -> Flight | None:
         """This rank's."""
@@ -129,7 +134,7 @@ class Accounts:
         if memory is None:
             return Account(rank)
         state = shared_memory.process_state(peer.pid)
-        return Account(rank, flight.read(memory), host.monotonic(), state, near=True)
+        return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, Any]:
         """What this rank tells others of itself."""
@@ -157,6 +162,14 @@ class Accounts:
             self._answers.close()
             self._answers = None
         self._held.clear()
+
+
+def _recorded(memory: memoryview, pid: int) -> Flight | None:
+    """What is in the memory of process ``pid``, with its exit code as long as nobody has asked for it."""
+    found = flight.read(memory)
+    if found is not None and found.ending != "exited" and (code := shared_memory.exit_code(pid)) is not None:
+        return replace(found, ending="exited", code=code)
+    return found
 
 
 def _with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.health.accounts import Account, Accounts, Peer
-from asynccoll.health.blame import last_words
+from asynccoll.health.blame import ending, last_words
 from asynccoll.host import lines, network
 from asynccoll.host.store import values
 
@@ -124,9 +124,13 @@ class Liveness:
         return {} if self._accounts is None else self._accounts.of(peers)
 
     def last_words(self, rank: int) -> str:
-        """Of a rank that is gone, as ``its last call was ...``; "" if that is not known."""
-        found = None if self._accounts is None else self._accounts.last_seen(rank)
-        return "" if found is None else last_words(found, host.monotonic())
+        """Of a rank that is gone: how it ended, and ``its last call was ...``; "" if that is not known."""
+        peer = self._peers.get(rank)
+        found = None if self._accounts is None or peer is None else self._accounts.last_seen(rank, peer)
+        if found is None:
+            return ""
+        now = host.monotonic()
+        return "; ".join(filter(None, (ending(found, now), last_words(found, now))))
 
     def disown(self) -> None:
         """In a forked child: a copy of the beacon would shine on after the rank has died."""

@@ -24,6 +24,7 @@ from asynccoll.launch import child, horovodrun, mpiexec, processes
 from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
+from asynccoll.launch.naming import naming
 from asynccoll.launch.report import Failure, read_failure, report
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
@@ -68,7 +69,7 @@ def _run(request: RunRequest, engine: _Engine) -> int:
         line = launcher.command(ranks, _program(request))
         guarded = [sys.executable, child.__file__, "program", *line]
         stopped: list[signal.Signals] = []
-        witness = Witness(Path(errors), ranks)
+        witness = Witness(Path(errors))
         with subprocess.Popen(guarded, env=environ) as running:
             processes.on_stop_signals(lambda number: _stop(running, number, stopped))
             code = running.wait()
@@ -94,6 +95,7 @@ def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
         **os.environ,
         "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
+        **naming(errors),
     }
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asynccoll.host.endings import in_words
+
 __all__ = ["Failure", "exit_code", "first_failure", "report"]
 
 _LAST_WORDS = "Extension modules:"
@@ -33,12 +35,7 @@ class Failure:
     @property
     def how(self) -> str:
         """The exit code or signal, in words."""
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"killed by signal {-self.code}"
+        return in_words(self.code)
 
 
 def read_failure(

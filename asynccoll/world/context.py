@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.flight import Recorder, lane_id
-from asynccoll.health.accounts import Account, Accounts
+from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.watchdog import Watch
+from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Identity"]
 
-#: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
-#: own, which the others find in the store.
-SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long the rank that serves the store stays for ranks that have not left yet.
 LEAVE_SECONDS = 30.0
 #: The same where something went wrong, so that they may be stuck.
@@ -233,6 +232,8 @@ class Context:
         said that they need it no more.
         """
         self.closed = True
+        error = sys.exc_info()[1]
+        self.say_ended("finalized", in_a_line(error) if error is not None else "")
         self.watch.stop()
         self.refusals.close()
         if not abort:
@@ -248,6 +249,10 @@ class Context:
         if self.clients is not None:
             self.clients.close()
         self.recorder.close()
+
+    def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
+        """Write down how this rank leaves (``layout.ENDINGS``), where peers of its node can read it."""
+        self.recorder.end(how, why, code)
 
     def _say_how_far(self) -> None:
         """Tell the peers which calls this rank has made, so that they do not take it for lost in those."""
