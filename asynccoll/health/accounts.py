@@ -20,7 +20,7 @@ from asynccoll.flight import Flight, Recorder, registry
 from asynccoll.host import answering, shared_memory
 from asynccoll.host.call_site import is_users
 
-__all__ = ["SECRET_VARIABLE", "Account", "Accounts", "Peer"]
+__all__ = ["SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
 #: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
 #: own, which the others find in the store.
@@ -69,6 +69,8 @@ class Accounts:
 
     def __init__(self, rank: int, recorder: Recorder, secret: str, node: str) -> None:
         """``secret``: the job's, "" if each rank has one of its own."""
+        #: where the others are, as far as this rank has asked
+        self.known: Mapping[int, Peer] = {}
         self._rank = rank
         self._recorder = recorder
         self._secret = secret
@@ -77,8 +79,11 @@ class Accounts:
         self._held: dict[int, memoryview] = {}
         self._main = host.get_ident()
 
-    def publish(self, address: str, port: int, secret: str) -> Peer:
-        """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``."""
+    def publish(self, address: str, port: int, secret: str, meets: str = "") -> Peer:
+        """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``.
+
+        ``meets``: the address of the store at which the ranks have met.
+        """
         known = self._secret or secret
         self._answers = answering.Answers(address, known.encode(), self._answer)
         mine = Peer(
@@ -86,8 +91,9 @@ class Accounts:
             self._answers.port, "" if self._secret else secret,
         )  # fmt: skip
         self._recorder.say(
-            host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port
-        )
+            host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port,
+            meets=meets,
+        )  # fmt: skip
         registry.register(os.environ.get(registry.VARIABLE, ""), self._rank, asdict(mine))
         return mine
 
@@ -110,15 +116,8 @@ class Accounts:
         """What is known of each of ``peers``; those of this rank's node in any case."""
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
-        said: dict[int, dict[str, Any]] = {}
-        for secret in {self._secret or peer.secret: None for peer in awake.values()}:
-            known = {
-                rank: (peer.address, peer.answers)
-                for rank, peer in awake.items()
-                if peer.answers and (self._secret or peer.secret) == secret
-            }
-            said |= answering.ask(known, secret.encode(), "account", seconds)
-        return {rank: _with_answer(near[rank], said.get(rank)) for rank in peers}
+        said = ask(awake, self._secret, "account", seconds)
+        return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
 
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:
         """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
@@ -137,7 +136,9 @@ class Accounts:
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, Any]:
-        """What this rank tells others of itself."""
+        """What this rank tells others of itself; or, asked for ``peers``, where the others are."""
+        if question == "peers":
+            return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
         found = self.own()
         stack = _stack(self._main)
         plain = None if found is None else flight.to_plain(found)
@@ -172,7 +173,22 @@ def _recorded(memory: memoryview, pid: int) -> Flight | None:
     return found
 
 
-def _with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
+def ask(
+    peers: Mapping[int, Peer], secret: str, question: str, seconds: float = ASK_SECONDS
+) -> dict[int, dict[str, Any]]:
+    """What ``peers`` answer within ``seconds``; ``secret``: the job's, "" if each has its own."""
+    said: dict[int, dict[str, Any]] = {}
+    for known in {secret or peer.secret: None for peer in peers.values()}:
+        asked = {
+            rank: (peer.address, peer.answers)
+            for rank, peer in peers.items()
+            if peer.answers and (secret or peer.secret) == known
+        }
+        said |= answering.ask(asked, known.encode(), question, seconds)
+    return said
+
+
+def with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
     if said is None:
         return account
     try:

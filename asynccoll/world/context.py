@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError
-from asynccoll.flight import Recorder, lane_id
+from asynccoll.flight import Recorder, dumps, lane_id
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.liveness import Liveness
@@ -49,6 +49,8 @@ LEAVE_SECONDS = 30.0
 #: The same where something went wrong, so that they may be stuck.
 ABORT_SECONDS = 2.0
 LEAVE_POLL_SECONDS = 0.005
+#: Failures that come sooner after each other share what was recorded at the first.
+DUMP_SECONDS = 10.0
 #: How often one looks whether the device has done what the host has seen done.
 LAND_POLL_SECONDS = 0.001
 
@@ -105,6 +107,8 @@ class Context:
         self._lock = host.Lock()
         self._helpers: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
+        self._dumped = -math.inf  # when, last
+        self._kept = False
         self.stall_seconds = stall_seconds()
         self.watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
@@ -345,7 +349,7 @@ class Context:
         heard = f"; {error}" if error is not None else f": {lane} cannot go on"
         words = [said for rank in lost if (said := self.liveness.last_words(rank))]
         last = f" ({'; '.join(words)})" if len(lost) == 1 and words else ""
-        named = PeerLostError(f"{who} {gone}{last}{heard}", lost)
+        named = PeerLostError(f"{who} {gone}{last}{heard}{self.dump()}", lost)
         named.__cause__ = error.__cause__ if error is not None else None
         return named
 
@@ -383,6 +387,19 @@ class Context:
     def tell_of_stall(self, operation: Operation) -> None:
         """Somebody has waited for it for ``stall_seconds``."""
         warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
+
+    def dump(self) -> str:
+        """Keep what ranks have recorded, for a failure whose text this ends; "" if nothing was kept."""
+        now = host.monotonic()
+        if self.clients is None or self.thread_rank or self.closed:
+            return ""
+        directory = dumps.directory_for(self.liveness.job())
+        if directory is None:
+            return ""
+        if now - self._dumped >= DUMP_SECONDS:
+            self._dumped = now
+            self._kept = dumps.write_dumps(directory, self.liveness.recorded())
+        return f" (asynccoll trace diff {directory} shows where the ranks part)" if self._kept else ""
 
     def pass_on(self, lane: Lane) -> None:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
