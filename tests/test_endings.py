@@ -14,6 +14,7 @@ import jobs
 from asynccoll import flight
 from asynccoll.flight import registry
 from asynccoll.host import endings, shared_memory
+from asynccoll.launch import report
 from asynccoll.launch.witness import Witness
 from patience import patient
 
@@ -128,3 +129,34 @@ def test_a_process_that_runs_has_no_exit_code() -> None:
     assert endings.in_words(-9) == "killed by SIGKILL"
     assert endings.in_words(-63) == "killed by signal 63"
     assert endings.in_a_line(KeyError("a\nb")) == "KeyError: 'a\\nb'"
+
+
+# What an abort means
+
+DIFFER = """
+    import asynccoll as ac, torch
+    ac.initialize()
+    for _ in range(3000):
+        ac.all_reduce(1).wait()
+    ac.all_reduce(torch.ones(4 + 4 * ac.get_rank())).wait()
+"""
+
+
+def test_an_abort_of_native_code_is_explained(tmp_path) -> None:
+    """Tensors of different size end a process in gloo: the launcher says who called what, and what to do."""
+    script = jobs.writing(tmp_path)(DIFFER)
+    with jobs.starting(tmp_path) as start:
+        code, _, said = start("run", "-n", 2, script).wait()
+    assert code == 128 + signal.SIGABRT
+    line = next(line for line in said.splitlines() if "native code gave up" in line)
+    assert re.search(
+        r"ranks called different things: lane 'default', #3001: rank 0: all_reduce float32\[4\] sum at .*:6; "
+        r"rank 1: all_reduce float32\[8\] sum at .*:6; .*ASYNCCOLL_CHECK=full",
+        line,
+    ), line
+
+
+def test_other_ends_are_not_explained() -> None:
+    assert report.what_aborted(1, {}) == ""
+    assert report.what_aborted(-signal.SIGKILL, {}) == ""
+    assert "what it said is above" in report.what_aborted(-signal.SIGABRT, {})

@@ -25,9 +25,10 @@ AT = {"lane": "default", "place": "train.py:8", "group": "world"}
 
 def call(sequence: int, operation: str = "all_reduce", of: str = "float32[4] sum", **more) -> Call:
     at = {**AT, "called": 10.0 + sequence, **more}
+    group, lane, called = at["group"], at["lane"], at["called"]
     return Call(
-        sequence, at["group"], at["lane"], at["lane"], operation, of, at["place"], sequence, at.get("part", 1),
-        -1, 16, at["called"], at["called"], 0.0, 0.0, "",
+        sequence, group, lane, lane, operation, of, at["place"], sequence, at.get("part", 1), -1, 16,
+        called, called, 0.0, 0.0, "",
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def _launch(
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = [_failure(rank, one, logs) for rank, one in error.failures.items()]
-        print(report(failures), file=sys.stderr, flush=True)
+        print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)
         processes.kill_children()
         return exit_code(first_failure(failures))
     except SignalException as stop:

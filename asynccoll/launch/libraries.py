@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.flight import Flight
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, horovodrun, mpiexec, processes
 from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.naming import naming
-from asynccoll.launch.report import Failure, read_failure, report
+from asynccoll.launch.report import Failure, read_failure, report, what_aborted
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
@@ -75,7 +76,7 @@ def _run(request: RunRequest, engine: _Engine) -> int:
             code = running.wait()
         first = witness.ended()
         processes.kill_children()
-        return _ended(code, stopped, Path(errors), ranks, first, engine.name)
+        return _ended(code, stopped, Path(errors), ranks, first, engine.name, witness.flights())
 
 
 def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
@@ -112,7 +113,13 @@ def _stop(running: subprocess.Popen[bytes], number: signal.Signals, stopped: lis
 
 
 def _ended(
-    code: int, stopped: list[signal.Signals], errors: Path, ranks: int, first: list[int], launcher: str
+    code: int,
+    stopped: list[signal.Signals],
+    errors: Path,
+    ranks: int,
+    first: list[int],
+    launcher: str,
+    flights: Mapping[int, Flight],
 ) -> int:
     """Tell how it ended; the exit code of ``asynccoll run``."""
     if stopped:
@@ -121,6 +128,8 @@ def _ended(
         return 128 + stopped[0]
     if code:
         print(_report(code, errors, ranks, first, launcher), file=sys.stderr, flush=True)
+        if meant := what_aborted(code, flights):
+            print(f"asynccoll run: {meant}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 

@@ -163,7 +163,7 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
             here = range(nodes.first, nodes.first + ranks)
-            raise failed(told, here, codes, str(error)) from None
+            raise failed(told, here, codes, str(error), witness.flights()) from None
         except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
             end(context.processes)
             raise
