@@ -13,6 +13,7 @@ from patience import patient
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ASYNCCOLL_STALL_WARNING", "0")  # tests wait for what never comes
+os.environ.setdefault("ASYNCCOLL_DUMPS", "off")  # and fail on purpose
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings

@@ -86,7 +86,19 @@ SAID = {
     ),
     "has ended": (
         near(behind(ending="ended", ended=99.3)),
-        f"{LATE}{LAST}; it ended its program in order 3.0 s ago, without calling this",
+        f"{LATE}{LAST}; its program ended, 3.0 s ago, without calling this",
+    ),
+    "has ended with a code": (
+        near(behind(ending="exited", ended=99.3, code=0)),
+        f"{LATE}{LAST}; it ended with exit code 0, 3.0 s ago, without calling this",
+    ),
+    "was killed": (
+        near(behind(ending="exited", ended=99.3, code=-9), state=""),
+        f"{LATE}{LAST}; its process was killed by SIGKILL, 3.0 s ago, without calling this",
+    ),
+    "died of an error": (
+        near(behind(ending="died", ended=99.3, code=1, said={"why": "LookupError: x"})),
+        f"{LATE}{LAST}; it ended with LookupError: x (exit code 1), 3.0 s ago, without calling this",
     ),
     "is gone": (
         near(behind(), state=""),
@@ -116,10 +128,11 @@ def test_nobody_is_blamed_who_has_called() -> None:
         (),
         "every rank has called it, and on rank 1 it is over",
     )
-    assert said(near(flight(call(41, lane="gradients")))) == (
-        (),
-        "every rank has called it: it is slow, or stuck in the network",
-    )
+    for account in (
+        near(flight(call(41, lane="gradients"))),
+        near(flight(call(41, lane="gradients"), ending="finalized", ended=99.0)),
+    ):
+        assert said(account) == ((), "every rank has called it: it is slow, or stuck in the network")
 
 
 def test_of_many_ranks_some_are_told() -> None:

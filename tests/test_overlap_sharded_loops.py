@@ -92,11 +92,13 @@ def test_a_hook_that_reads_before_ours(pair: World) -> None:
     pair.run(read_too_early, runner="asyncio")
 
 
-async def compiled(me: Rank) -> None:
+async def compiled(me: Rank, before: bool) -> None:
     ours, twin = normed(lambda layer: layer), normed(lambda layer: layer)
     whole = sgd(twin.parameters())
-    async with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
-        forward = torch.compile(ours, backend="eager")
+    forward = torch.compile(ours, backend="eager")
+    if before:
+        forward(batch(me.rank, 0))  # a graph without hooks
+    async with ac.overlap.shard_optimizer(forward, sgd(forward.parameters()), **SMALL) as optimizer:
         for turn in range(3):
             optimizer.zero_grad()
             forward(batch(me.rank, turn)).square().mean().backward()
@@ -110,9 +112,10 @@ async def compiled(me: Rank) -> None:
     same(ours, twin)
 
 
-def test_a_compiled_model(pair: World) -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["sharded first", "compiled first"])
+def test_a_compiled_model(pair: World, before: bool) -> None:
     """Its graph, too, reads the parameters of the last step."""
-    pair.run(compiled, runner="asyncio")
+    pair.run(compiled, before, runner="asyncio")
 
 
 def forget(how: str, optimizer: ac.overlap.ShardedOptimizer, model: nn.Module) -> None:

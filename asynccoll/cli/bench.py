@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, Table, print_json, print_table
+from asynccoll.cli.output import Bar, Table, add_json, print_json, print_table
 
 if TYPE_CHECKING:
     from asynccoll.bench.request import BenchRequest
@@ -71,7 +71,7 @@ def add(commands: Commands) -> None:
         "--peers", metavar="NAME,...",
         help="only these: asynccoll, torch, functional, ignite, horovod, mpi4py",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    add_json(parser)
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw time and bandwidth into .svg, .png or .pdf"
     )

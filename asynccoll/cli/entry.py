@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from asynccoll import __version__
-from asynccoll.cli import bench, explain, explore, info, run, top, trace
+from asynccoll.cli import bench, explain, explore, info, run, top, trace, where
 from asynccoll.cli.common import USAGE_ERROR
 from asynccoll.errors import AsyncCollError
 
 __all__ = ["main"]
 
 #: In the order in which ``--help`` shows them.
-COMMANDS = (run, info, top, trace, bench, explain, explore)
+COMMANDS = (run, info, top, where, trace, bench, explain, explore)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

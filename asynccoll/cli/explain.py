@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import print_json
+from asynccoll.cli.output import add_json, print_json
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["add"]
@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
         default=True,
         help="whether the ranks of a host share memory (ac.initialize(memory=...)); by default they do",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    add_json(parser)
     parser.set_defaults(carry_out=_explain)
 
 

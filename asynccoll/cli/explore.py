@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, print_json
+from asynccoll.cli.output import Bar, add_json, print_json
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
         help="another thread may go on before each of its statements, too",
     )  # fmt: skip
     parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    add_json(parser)
     parser.set_defaults(carry_out=_explore)
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from asynccoll import __version__
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, print_json, print_table
+from asynccoll.cli.output import Table, add_json, print_json, print_table
 
 __all__ = ["add"]
 
@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
         description="Each backend whose parts are here is tried: a world of one, in a process of its own.",
     )
     parser.add_argument("--no-try", action="store_true", help="only look which packages are there")
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    add_json(parser)
     parser.set_defaults(carry_out=_info)
 
 

@@ -6,6 +6,7 @@ same order. What a table says is the command's affair.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Bar", "Table", "console", "print_json", "print_table"]
+__all__ = ["Bar", "Table", "add_json", "console", "print_json", "print_table"]
 
 
 @dataclass(slots=True)
@@ -84,6 +85,11 @@ def plain_lines(table: Table) -> Iterable[str]:
             for cell, width, name in zip(line, widths, table.columns, strict=True)
         )
         yield "  ".join(cells).rstrip()
+
+
+def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on standard output") -> None:
+    """The option ``--json``, which every command that prints has."""
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 def print_json(what: Any) -> None:

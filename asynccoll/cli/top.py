@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, print_json, print_table
+from asynccoll.cli.output import Table, add_json, print_json, print_table
 
 if TYPE_CHECKING:
     from asynccoll.trace.live import RankNow
@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "-n", "--count", type=int, metavar="N", help="so often; on a terminal without end, else 1"
     )
-    parser.add_argument("--json", action="store_true", help="a JSON document each time")
+    add_json(parser, "a JSON document each time")
     parser.set_defaults(carry_out=_top)
 
 

@@ -6,16 +6,19 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll.cli import run
+from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, print_json, print_table
+from asynccoll.cli.output import Table, add_json, print_json, print_table
 
 if TYPE_CHECKING:
     from asynccoll.trace import Trace
     from asynccoll.trace.findings import Findings
+    from asynccoll.trace.stragglers import Straggling
 
 __all__ = ["add"]
 
@@ -64,13 +67,35 @@ def _add_merge(kinds: Commands) -> None:
     parser.set_defaults(carry_out=_merge)
 
 
+def _add_diff(kinds: Commands) -> None:
+    parser = kinds.add_parser(
+        "diff",
+        help="where the ranks part, by what they had recorded at a failure",
+        description="Aligns the last calls of all ranks, lane by lane. The ranks need not be there any more. "
+        "The exit code is 1 if they part.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="of dumps, as an error's text names it")
+    add_json(parser)
+    parser.set_defaults(carry_out=_diff)
+
+
+def _add_stragglers(kinds: Commands) -> None:
+    parser = kinds.add_parser(
+        "stragglers", help="of each operation, who called it last, and how long the others waited"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE named, or dumps")
+    parser.add_argument("-n", "--most", type=int, default=20, metavar="N", help="so many lines, default 20")
+    add_json(parser)
+    parser.set_defaults(carry_out=_stragglers)
+
+
 #: What there is after ``asynccoll trace``, in the order of its help.
-KINDS = (_add_run, _add_merge)
+KINDS = (_add_run, _add_merge, _add_diff, _add_stragglers)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to write, default here")
-    parser.add_argument("--json", action="store_true", help="what was found, as one JSON document")
+    add_json(parser)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -95,6 +120,43 @@ def _run(given: argparse.Namespace) -> int:
 def _merge(given: argparse.Namespace) -> int:
     _show(given.directory, given)
     return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from asynccoll.flight import partings
+    from asynccoll.flight.dumps import read_dumps
+
+    flights = read_dumps(given.directory)
+    found = partings(flights)
+    if given.json:
+        print_json({"ranks": list(flights), "partings": [one.to_dict() for one in found]})
+        return 1 if found else 0
+    return 1 if print_partings(found, flights) else 0
+
+
+def _stragglers(given: argparse.Namespace) -> int:
+    from asynccoll.trace.stragglers import by_line, load_arrivals
+
+    arrivals = load_arrivals(given.directory)
+    lines = by_line(arrivals)[: given.most]
+    if given.json:
+        print_json([one.to_dict() for one in lines])
+        return 0
+    print_table(_stragglers_table(lines, len(arrivals)))
+    return 0
+
+
+def _stragglers_table(lines: Sequence[Straggling], operations: int) -> Table:
+    from asynccoll.trace.words import duration
+
+    columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
+    title = f"who came last, of {operations} operations that several ranks called"
+    table = Table(columns, title=title, left=frozenset({"operation", "lane", "line"}))
+    for one in lines:
+        times = (duration(one.total), duration(one.median), duration(one.longest))
+        who = (f"rank {one.rank}", str(one.last))
+        table.rows.append((one.operation, one.lane, str(one.calls), *who, *times, one.place))
+    return table
 
 
 def _show(directory: Path, given: argparse.Namespace) -> None:

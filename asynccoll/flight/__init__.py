@@ -10,20 +10,24 @@ of another process of this host. Must not know what an operation does, nor who a
             print(call.lane, call.sequence, call.operation, call.place, call.state)
 """
 
+from asynccoll.flight.comparing import Parting, partings
 from asynccoll.flight.layout import NAME, RECORDS, lane_id
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
-from asynccoll.flight.recorder import Recorder
+from asynccoll.flight.recorder import Recorder, mark_ended
 
 __all__ = [
     "NAME",
     "RECORDS",
     "Call",
     "Flight",
+    "Parting",
     "Progress",
     "Recorder",
     "from_plain",
     "lane_id",
+    "mark_ended",
+    "partings",
     "read",
     "said",
     "to_plain",

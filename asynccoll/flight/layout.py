@@ -1,6 +1,6 @@
 """How a flight recorder's memory is laid out: what its writer and its readers, of any version, agree on.
 
-    header    4 KiB    who it is, clocks, how the rank ended; then a JSON object
+    header    4 KiB    who it is, clocks, how the rank ended; then what it says of itself, as JSON
     lanes     64 KiB   of each lane the last place in its order, however long ago that was
     records   88 KiB   a ring: the operation of ticket t is in record t % 1,024
     texts     2 MiB    what records say in words, each kind of call once, in two halves
@@ -19,7 +19,9 @@ from collections.abc import Sequence
 __all__ = [
     "BEGUN",
     "ENDED",
+    "ENDING",
     "ENDINGS",
+    "ENDING_AT",
     "HALF_BYTES",
     "HEADER",
     "HEADER_BYTES",
@@ -29,6 +31,7 @@ __all__ = [
     "LENGTH",
     "MAGIC",
     "NAME",
+    "NO_CODE",
     "OUTCOME",
     "PARTS",
     "RECORD",
@@ -49,12 +52,18 @@ __all__ = [
 #: Of the memory, by which it is found among a process's descriptors.
 NAME = "asynccoll-flight"
 MAGIC = b"acflight"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
-#: magic, version, rank, world size, pid, monotonic and wall clock at the beginning, when and how it ended.
-HEADER = struct.Struct("=8sIiiidddI")
-#: How a rank's life in its world is: by the number in the header.
-ENDINGS = ("running", "finalized", "ended", "died")
+#: magic, version, rank, world size, pid, monotonic and wall clock at the beginning.
+HEADER = struct.Struct("=8sIiiidd")
+#: When and how it ended, behind the header; then the exit code, as ``subprocess`` has it.
+ENDING = struct.Struct("=dIi")
+ENDING_AT = 64
+#: How a rank's life in its world is, by its number: it goes on; ``finalize``; its program came to its end, or
+#: to an error; its process is over, as whoever started it has seen.
+ENDINGS = ("running", "finalized", "ended", "died", "exited")
+#: Which exit code nobody knows.
+NO_CODE = -(1 << 31)
 #: A JSON object, behind its length.
 SAID_AT = 128
 LENGTH = struct.Struct("=I")

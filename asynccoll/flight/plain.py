@@ -8,7 +8,7 @@ from typing import Any
 
 from asynccoll.flight.reading import Call, Flight, Progress
 
-__all__ = ["from_plain", "to_plain"]
+__all__ = ["from_plain", "plain_call", "to_plain"]
 
 #: Of an answer: the latest are what is asked after.
 _MOST_CALLS = 1024
@@ -21,6 +21,23 @@ def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
     plain["calls"] = [[getattr(call, field.name) for field in fields(call)] for call in kept]
     plain["lanes"] = [asdict(one) for one in flight.lanes]
     return plain
+
+
+def plain_call(call: Call, now: float) -> dict[str, Any]:
+    """For people and programs: what was called, where, and how many seconds ago; None is not known."""
+    return {
+        "operation": call.operation,
+        "sequence": call.sequence,
+        "of": call.of,
+        "lane": call.lane,
+        "group": call.group,
+        "size_bytes": call.size_bytes,
+        "place": call.place,
+        "state": call.state,
+        "ago_s": round(now - call.called, 3) if now else None,
+        "took_s": round(call.ended - call.called, 6) if call.ended else None,
+        "failure": call.failure,
+    }
 
 
 def from_plain(plain: Mapping[str, Any]) -> Flight:

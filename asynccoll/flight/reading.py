@@ -72,7 +72,8 @@ class Flight:
     """What one rank has recorded: ``calls``, the oldest first, and ``lanes``, each of those that are open.
 
     ``began`` and ``wall`` are the monotonic and the wall clock at the same moment. ``ending`` is one of
-    ``layout.ENDINGS``, ``ended`` when that was (monotonic). ``said``: host, address and the like.
+    ``layout.ENDINGS``, ``ended`` when that was (monotonic; 0.0 if nobody knows), ``code`` the exit code,
+    negative for a signal, if it is known. ``said``: host, address, the error it died of (``why``).
     """
 
     rank: int
@@ -85,6 +86,7 @@ class Flight:
     calls: tuple[Call, ...]
     lanes: tuple[Progress, ...]
     said: dict[str, Any] = field(default_factory=dict)
+    code: int | None = None
 
     def reached(self, group: str, lane_key: str) -> int:
         """The place of its latest call on that lane; 0 if it has made none."""
@@ -102,11 +104,12 @@ def read(memory: memoryview | bytes) -> Flight | None:
     head = _head(memory)
     if head is None:
         return None
-    rank, world_size, pid, began, wall, ended, how = head
+    rank, world_size, pid, began, wall, ended, how, code = head
     calls = tuple(sorted(_calls(memory), key=lambda call: call.ticket))
     return Flight(
-        rank, world_size, pid, began, wall, ENDINGS[how], ended, calls, tuple(_lanes(memory)), said(memory)
-    )
+        rank, world_size, pid, began, wall, ENDINGS[how], ended, calls, tuple(_lanes(memory)), said(memory),
+        None if code == layout.NO_CODE else code,
+    )  # fmt: skip
 
 
 def said(memory: memoryview | bytes) -> dict[str, Any]:
@@ -126,8 +129,9 @@ def _head(memory: memoryview | bytes) -> tuple[Any, ...] | None:
     if len(memory) < layout.SIZE_BYTES:
         return None
     magic, version, *rest = layout.HEADER.unpack_from(memory)
-    known = magic == layout.MAGIC and version == layout.VERSION and rest[-1] < len(ENDINGS)
-    return tuple(rest) if known else None
+    ended, how, code = layout.ENDING.unpack_from(memory, layout.ENDING_AT)
+    known = magic == layout.MAGIC and version == layout.VERSION and how < len(ENDINGS)
+    return (*rest, ended, how, code) if known else None
 
 
 def _lanes(memory: memoryview | bytes) -> Iterator[Progress]:

@@ -17,12 +17,14 @@ from asynccoll.flight import layout
 from asynccoll.flight.layout import BEGUN, ENDED, OUTCOME, RECORD, RECORDS, RECORDS_AT, WAITED, WORDS
 from asynccoll.host import shared_memory
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "mark_ended"]
 
 _SLOT = RECORD.size
 _MASK = RECORDS - 1
 _LANE_WORDS = layout.LANE.size // 8
 _pack = RECORD.pack_into
+#: Of the error a rank died of: the rest is in its log.
+_WHY_CHARACTERS = 300
 
 
 class Recorder:
@@ -53,9 +55,8 @@ class Recorder:
 
     def _begin(self) -> None:
         began, wall = host.monotonic(), host.wall_clock()
-        layout.HEADER.pack_into(
-            self._buffer, 0, layout.MAGIC, layout.VERSION, *self._head, began, wall, 0.0, 0
-        )
+        layout.ENDING.pack_into(self._buffer, layout.ENDING_AT, 0.0, 0, layout.NO_CODE)
+        layout.HEADER.pack_into(self._buffer, 0, layout.MAGIC, layout.VERSION, *self._head, began, wall)
 
     @property
     def descriptor(self) -> int:
@@ -185,11 +186,16 @@ class Recorder:
 
     # The end
 
-    def end(self, how: int) -> None:
-        """This rank leaves its world: ``how`` as in ``layout.ENDINGS``."""
-        head = (layout.MAGIC, layout.VERSION, *self._head)
-        began, wall = layout.HEADER.unpack_from(self._buffer)[5:7]
-        layout.HEADER.pack_into(self._buffer, 0, *head, began, wall, host.monotonic(), how)
+    def end(self, how: str, why: str = "", code: int | None = None) -> None:
+        """This rank leaves its world: ``how`` is one of ``layout.ENDINGS``, ``why`` the error it died of.
+
+        The first to say so is right: a program that dies leaves its world because of that.
+        """
+        if layout.ENDING.unpack_from(self._buffer, layout.ENDING_AT)[1]:
+            return
+        if why:
+            self.say(why=why[:_WHY_CHARACTERS])
+        mark_ended(self._buffer, how, code, host.monotonic())
 
     def close(self) -> None:
         """What is written from now on nobody reads."""
@@ -204,3 +210,9 @@ class Recorder:
         """In a forked child: it is the parent's, and that goes on writing."""
         self._lock = host.Lock()
         self.close()
+
+
+def mark_ended(memory: Any, how: str, code: int | None, now: float) -> None:
+    """Write into a recorder's ``memory`` that its rank has ended; also done by whoever has seen it end."""
+    known = layout.NO_CODE if code is None else code
+    layout.ENDING.pack_into(memory, layout.ENDING_AT, now, layout.ENDINGS.index(how), known)

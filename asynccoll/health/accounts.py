@@ -7,20 +7,24 @@ bounded, costs nothing until then, and tells of what there is: it judges nothing
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from asynccoll import flight, host
-from asynccoll.flight import Flight, Recorder
+from asynccoll.flight import Flight, Recorder, registry
 from asynccoll.host import answering, shared_memory
 from asynccoll.host.call_site import is_users
 
-__all__ = ["Account", "Accounts", "Peer"]
+__all__ = ["SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
+#: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
+#: own, which the others find in the store.
+SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long a rank may take to say where it stands.
 ASK_SECONDS = 0.3
 #: Ranks of this node whose memory is kept open, so that it can be read after their death.
@@ -65,6 +69,8 @@ class Accounts:
 
     def __init__(self, rank: int, recorder: Recorder, secret: str, node: str) -> None:
         """``secret``: the job's, "" if each rank has one of its own."""
+        #: where the others are, as far as this rank has asked
+        self.known: Mapping[int, Peer] = {}
         self._rank = rank
         self._recorder = recorder
         self._secret = secret
@@ -73,8 +79,11 @@ class Accounts:
         self._held: dict[int, memoryview] = {}
         self._main = host.get_ident()
 
-    def publish(self, address: str, port: int, secret: str) -> Peer:
-        """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``."""
+    def publish(self, address: str, port: int, secret: str, meets: str = "") -> Peer:
+        """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``.
+
+        ``meets``: the address of the store at which the ranks have met.
+        """
         known = self._secret or secret
         self._answers = answering.Answers(address, known.encode(), self._answer)
         mine = Peer(
@@ -82,8 +91,10 @@ class Accounts:
             self._answers.port, "" if self._secret else secret,
         )  # fmt: skip
         self._recorder.say(
-            host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port
-        )
+            host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port,
+            meets=meets,
+        )  # fmt: skip
+        registry.register(os.environ.get(registry.VARIABLE, ""), self._rank, asdict(mine))
         return mine
 
     def hold(self, rank: int, peer: Peer) -> None:
@@ -105,20 +116,13 @@ class Accounts:
         """What is known of each of ``peers``; those of this rank's node in any case."""
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
-        said: dict[int, dict[str, Any]] = {}
-        for secret in {self._secret or peer.secret: None for peer in awake.values()}:
-            known = {
-                rank: (peer.address, peer.answers)
-                for rank, peer in awake.items()
-                if peer.answers and (self._secret or peer.secret) == secret
-            }
-            said |= answering.ask(known, secret.encode(), "account", seconds)
-        return {rank: _with_answer(near[rank], said.get(rank)) for rank in peers}
+        said = ask(awake, self._secret, "account", seconds)
+        return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
 
-    def last_seen(self, rank: int) -> Flight | None:
+    def last_seen(self, rank: int, peer: Peer) -> Flight | None:
         """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
         memory = self._held.get(rank)
-        return None if memory is None else flight.read(memory)
+        return None if memory is None else _recorded(memory, peer.pid)
 
     def own(self) -> Flight | None:
         """This rank's."""
@@ -129,10 +133,12 @@ class Accounts:
         if memory is None:
             return Account(rank)
         state = shared_memory.process_state(peer.pid)
-        return Account(rank, flight.read(memory), host.monotonic(), state, near=True)
+        return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, Any]:
-        """What this rank tells others of itself."""
+        """What this rank tells others of itself; or, asked for ``peers``, where the others are."""
+        if question == "peers":
+            return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
         found = self.own()
         stack = _stack(self._main)
         plain = None if found is None else flight.to_plain(found)
@@ -159,7 +165,30 @@ class Accounts:
         self._held.clear()
 
 
-def _with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
+def _recorded(memory: memoryview, pid: int) -> Flight | None:
+    """What is in the memory of process ``pid``, with its exit code as long as nobody has asked for it."""
+    found = flight.read(memory)
+    if found is not None and found.ending != "exited" and (code := shared_memory.exit_code(pid)) is not None:
+        return replace(found, ending="exited", code=code)
+    return found
+
+
+def ask(
+    peers: Mapping[int, Peer], secret: str, question: str, seconds: float = ASK_SECONDS
+) -> dict[int, dict[str, Any]]:
+    """What ``peers`` answer within ``seconds``; ``secret``: the job's, "" if each has its own."""
+    said: dict[int, dict[str, Any]] = {}
+    for known in {secret or peer.secret: None for peer in peers.values()}:
+        asked = {
+            rank: (peer.address, peer.answers)
+            for rank, peer in peers.items()
+            if peer.answers and (secret or peer.secret) == known
+        }
+        said |= answering.ask(asked, known.encode(), question, seconds)
+    return said
+
+
+def with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
     if said is None:
         return account
     try:

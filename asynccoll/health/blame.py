@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from asynccoll.flight import Call, Flight
 from asynccoll.health.accounts import Account
+from asynccoll.host.endings import in_words
 
-__all__ = ["Awaited", "Blame", "blame", "last_words"]
+__all__ = ["Awaited", "Blame", "blame", "ending", "last_words"]
 
 #: More lines are for who asks for them (``asynccoll where``).
 _MOST_TOLD = 8
@@ -21,11 +22,6 @@ _STATES = {
     "D": "its process sleeps in the kernel (a disk, or swapping)",
     "Z": "its process has ended",
     "": "its process is gone",
-}
-_ENDINGS = {
-    "finalized": "left its world (finalize)",
-    "ended": "ended its program in order",
-    "died": "ended its program with an error",
 }
 
 
@@ -96,11 +92,11 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     has_called = _has_called(awaited, flight)
     stuck = account.near and account.state in _STATES and account.state != "D"
     if has_called:
-        ended = gone or flight.ending != "running"
+        # Who leaves in order has done its part.
+        ended = (gone and flight.ending == "running") or _has_failed(flight)
         return f"has called it; {_now(account, gone)}" if stuck or ended else _other(awaited, flight)
-    said = (
-        "is gone, without calling it" if gone and flight.ending == "running" else f"has not called {awaited}"
-    )
+    unheard = gone and flight.ending == "running"
+    said = "is gone, without calling it" if unheard else f"has not called {awaited}"
     return f"{said}; {last_words(flight, account.now)}; {_now(account, gone)}".removesuffix("; ")
 
 
@@ -129,12 +125,33 @@ def last_words(flight: Flight, now: float) -> str:
     return f"its last call was {last.name} at {last.place}{ago}, {last.state}"
 
 
+def _has_failed(flight: Flight) -> bool:
+    return "why" in flight.said or (flight.ending == "exited" and flight.code != 0)
+
+
+def ending(flight: Flight, now: float) -> str:
+    """How a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it has not, as far as is known."""
+    ago = f", {max(0.0, now - flight.ended):.1f} s ago" if now and flight.ended else ""
+    if flight.ending == "running":
+        return ""
+    why = flight.said.get("why", "")
+    if flight.ending == "finalized":
+        return f"it left its world (finalize{', on ' * bool(why)}{why}){ago}"
+    code = "" if flight.code is None else in_words(flight.code)
+    if flight.code is not None and flight.code < 0:
+        return f"its process was {code}{ago}"
+    if why:
+        return f"it ended with {why}{f' ({code})' if code else ''}{ago}"
+    if code:
+        return f"it ended with {code}{ago}"
+    return f"its {'process has' if flight.ending == 'exited' else 'program'} ended{ago}"
+
+
 def _now(account: Account, gone: bool) -> str:
     """What it does now."""
     flight = account.flight
-    if flight is not None and flight.ending in _ENDINGS:
-        ago = f" {max(0.0, account.now - flight.ended):.1f} s ago" if account.now else ""
-        return f"it {_ENDINGS[flight.ending]}{ago}, without calling this"
+    if flight is not None and flight.ending != "running":
+        return f"{ending(flight, account.now)}, without calling this"
     if gone and account.state not in ("Z", ""):
         return "its process is gone"
     if account.near and account.state in _STATES:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.health.accounts import Account, Accounts, Peer
-from asynccoll.health.blame import last_words
+from asynccoll.health.blame import ending, last_words
 from asynccoll.host import lines, network
 from asynccoll.host.store import values
 
 if TYPE_CHECKING:
+    from asynccoll.flight import Flight
     from asynccoll.host.store import Clients
 
 __all__ = ["Liveness"]
@@ -45,6 +46,7 @@ class Liveness:
         self._accounts = accounts
         self._one_host = one_host
         self._beacon: lines.Line | None = None
+        self._mine: Peer | None = None
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
         self._silent: dict[int, float] = {}  # since when
@@ -57,7 +59,9 @@ class Liveness:
         self._beacon, port = lines.listen(address)
         mine = Peer(address, port, host.gethostname(), host.getpid())
         if self._accounts is not None:
-            mine = self._accounts.publish(address, port, secrets.token_hex(16))
+            mine = self._accounts.publish(address, port, secrets.token_hex(16), clients.address)
+            self._accounts.known = self._peers
+        self._mine = mine
         with clients.borrow() as store:
             store.set(_key(self._rank), json.dumps(asdict(mine)))
 
@@ -123,10 +127,31 @@ class Liveness:
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         return {} if self._accounts is None else self._accounts.of(peers)
 
+    def job(self) -> str:
+        """By what all ranks know this world: where its first rank is."""
+        first = self._mine if self._rank == 0 else self._peers.get(0, self._mine)
+        return f"{first.host} {first.pid} {first.port}" if first is not None else ""
+
+    def recorded(self) -> dict[int, Flight]:
+        """What this rank has recorded, and those of its node whose memory is open: nobody is asked."""
+        if self._accounts is None:
+            return {}
+        own = self._accounts.own()
+        found = {} if own is None else {self._rank: own}
+        for rank, peer in self._peers.items():
+            seen = self._accounts.last_seen(rank, peer)
+            if seen is not None:
+                found[rank] = seen
+        return found
+
     def last_words(self, rank: int) -> str:
-        """Of a rank that is gone, as ``its last call was ...``; "" if that is not known."""
-        found = None if self._accounts is None else self._accounts.last_seen(rank)
-        return "" if found is None else last_words(found, host.monotonic())
+        """Of a rank that is gone: how it ended, and ``its last call was ...``; "" if that is not known."""
+        peer = self._peers.get(rank)
+        found = None if self._accounts is None or peer is None else self._accounts.last_seen(rank, peer)
+        if found is None:
+            return ""
+        now = host.monotonic()
+        return "; ".join(filter(None, (ending(found, now), last_words(found, now))))
 
     def disown(self) -> None:
         """In a forked child: a copy of the beacon would shine on after the rank has died."""

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
+from asynccoll.host.endings import in_a_line
+
 __all__ = ["EXIT_SECONDS", "install"]
 
 #: How long a script that ends with work in flight may take to let it finish.
@@ -34,6 +36,9 @@ class Open(Protocol):
     """A world that is open when the program ends."""
 
     rank: int
+
+    def say_ended(self, how: str, why: str, code: int | None) -> None:
+        """Write down, where its peers can read it, that its program ends."""
 
     def outstanding(self) -> Sequence[Stuck]:
         """The operations that are not done."""
@@ -100,14 +105,30 @@ class _Ending(Generic[W]):
     def _close(self, context: W, *, abort: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            context.say_ended(*_how())
             context.close(abort=abort, patience=EXIT_SECONDS)
         self._forget(context)
 
 
 def _died() -> bool:
     """Whether an uncaught exception ends the program."""
-    return getattr(sys, "last_value", None) is not None
+    return _uncaught() is not None
 
+
+def _uncaught() -> BaseException | None:
+    return getattr(sys, "last_value", None)
+
+
+def _how() -> tuple[str, str, int | None]:
+    """How the program ends, of what, and with which exit code, as far as that is known from inside."""
+    error = _uncaught()
+    if error is not None:
+        return "died", in_a_line(error), 1
+    return "ended", "", exit_code
+
+
+#: With which code this process ends, where that is known: to who runs the program and catches ``SystemExit``.
+exit_code: int | None = None
 
 _endings: list[_Ending[Any]] = []
 _register: Any = getattr(threading, "_register_atexit", None)  # what concurrent.futures uses, by this name

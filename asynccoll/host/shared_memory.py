@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Memory", "find", "look", "process_state"]
+__all__ = ["Memory", "exit_code", "find", "look", "process_state"]
 
 _PROC = Path("/proc")
 
@@ -51,14 +51,18 @@ def _file(name: str, size: int) -> int:
     return descriptor
 
 
-def look(pid: int, descriptor: int) -> memoryview | None:
-    """What process ``pid`` of this host has at ``descriptor``, to be read; None if that cannot be opened."""
+def look(pid: int, descriptor: int, *, write: bool = False) -> memoryview | None:
+    """What process ``pid`` of this host has at ``descriptor``, to be read; None if that cannot be opened.
+
+    With ``write`` it may be written to as well: by who starts the process, to say how it ended.
+    """
+    how, access = (os.O_RDWR, mmap.ACCESS_WRITE) if write else (os.O_RDONLY, mmap.ACCESS_READ)
     try:
-        opened = os.open(_PROC / str(pid) / "fd" / str(descriptor), os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(_PROC / str(pid) / "fd" / str(descriptor), how | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return memoryview(mmap.mmap(opened, 0, access=mmap.ACCESS_READ))
+        return memoryview(mmap.mmap(opened, 0, access=access))
     except (OSError, ValueError):  # a pipe, a socket, an empty file
         return None
     finally:
@@ -81,3 +85,15 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return status.rpartition(")")[2].split()[0]
+
+
+def exit_code(pid: int) -> int | None:
+    """How process ``pid`` of this host ended, as ``subprocess`` has it; None if it has not, or is reaped."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] != "Z":
+        return None
+    status = int(fields[-1])  # as waitpid has it
+    return -(status & 0x7F) if status & 0x7F else status >> 8

@@ -28,9 +28,14 @@ _LONGEST_PAUSE_SECONDS = 0.02
 
 def host_of(store: dist.Store) -> str | None:
     """The host that serves ``store``, if it is one that a host serves."""
+    served = _served(store)
+    return None if served is None else served.host
+
+
+def _served(store: dist.Store) -> dist.TCPStore | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else None
+    return store if isinstance(store, dist.TCPStore) else None
 
 
 class Clients:
@@ -38,7 +43,10 @@ class Clients:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store  # the user's or the rendezvous' own; others may block on it
-        self.host = host_of(store)
+        served = _served(store)
+        self.host = None if served is None else served.host
+        #: As ``host:port``; "" if it is none that a host serves.
+        self.address = "" if served is None else f"{served.host}:{served.port}"
         self._client: dist.Store | None = None
         self._gone: dist.DistNetworkError | None = None
         self._lock = host.RLock()

@@ -61,10 +61,12 @@ def main() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         (_run_script if kind == "script" else _run_module)(target, arguments)
+        tell_peers(0)
     except KeyboardInterrupt:
         _set_excepthook(quiet=True)  # the launcher tells of it once, not every rank
         raise
     except SystemExit as stop:
+        tell_peers(_exit_code(stop))
         if error_file and stop.code not in (None, 0):
             record(Path(error_file), stop, shown=True)
             abort_mpi(stop.code if isinstance(stop.code, int) else 1)
@@ -170,6 +172,13 @@ def abort_mpi(code: int) -> None:
         mpi._set_abort_status(code)
 
 
+def tell_peers(code: int) -> None:
+    """Have the exit code written down with how this rank ends: what ends its worlds does not see it."""
+    exits = sys.modules.get("asynccoll.host.exits")
+    if exits is not None:
+        exits.exit_code = code  # type: ignore[attr-defined]  # a module's
+
+
 def _restarts_left() -> bool:
     """Whether the launcher will start over, and so never shows what happened this time."""
     done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -215,6 +224,8 @@ def _told(error: BaseException) -> str:
 def _exit_code(error: BaseException) -> int:
     """What Python ends with after ``error``, if nobody kills it on the way out."""
     code = error.code if isinstance(error, SystemExit) else 1
+    if code is None:
+        return 0
     return code if isinstance(code, int) else 1
 
 

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -30,11 +30,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from asynccoll.backends.api.tcpstore import await_name, await_server
 from asynccoll.environment.info import LAST_PORT
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.health.accounts import SECRET_VARIABLE
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, loopback, processes
 from asynccoll.launch.counting import number_of_ranks
+from asynccoll.launch.naming import naming
 from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
 from asynccoll.launch.request import RunRequest
+from asynccoll.launch.witness import Witness
 
 __all__ = ["run"]
 
@@ -49,31 +52,40 @@ def run(request: RunRequest) -> int:
     given = parser.parse_args(_torchrun_arguments(request))
     _silence_torch()
     temporary = not given.log_dir
-    with _log_directory(given) as logs:
+    with _log_directory(given) as logs, _passing_directory("asynccoll-job-") as job:
         try:
             _check_numbers(given)
             _check_meeting(given, request.options)
-            _set_environment(given, request.backend)
+            _set_environment(given, request.backend, job)
             config, command, arguments = _configure(given)
-            return _launch(config, command, arguments, logs, temporary=temporary)
+            passing = [job, logs] if temporary else [job]
+            return _launch(config, command, arguments, logs, Witness(job), passing)
         except AsyncCollError:
             raise
         except (AssertionError, ValueError) as error:  # how torchrun refuses values
             raise InvalidArgumentError(f"{error}; see `asynccoll run --help`") from error
 
 
-def _launch(config: LaunchConfig, command: str, arguments: list[str], logs: Path, *, temporary: bool) -> int:
+def _launch(
+    config: LaunchConfig,
+    command: str,
+    arguments: list[str],
+    logs: Path,
+    witness: Witness,
+    passing: Sequence[Path],
+) -> int:
+    """``passing``: directories that go away with this process."""
     processes.adopt_orphans()
     processes.on_stop_signals(
         _raise_stop,
-        stuck=lambda number: _give_up(number, logs if temporary else None),
+        stuck=lambda number: _give_up(number, passing),
     )
     try:
         _await_first_host(config)
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = [_failure(rank, one, logs) for rank, one in error.failures.items()]
-        print(report(failures), file=sys.stderr, flush=True)
+        print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)
         processes.kill_children()
         return exit_code(first_failure(failures))
     except SignalException as stop:
@@ -114,11 +126,11 @@ def _say_stopped(number: signal.Signals) -> int:
     return 128 + number
 
 
-def _give_up(number: signal.Signals, made: Path | None) -> None:
+def _give_up(number: signal.Signals, passing: Sequence[Path]) -> None:
     """End this process from beside its main thread, which waits for other hosts in torch's code."""
     processes.kill_children()
-    if made is not None:
-        shutil.rmtree(made, ignore_errors=True)
+    for directory in passing:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(_say_stopped(number))
 
 
@@ -211,8 +223,12 @@ def _on_loopback(given: argparse.Namespace) -> bool:
     return _one_host(given) and not said and given.master_addr == loopback.ADDRESS
 
 
-def _set_environment(given: argparse.Namespace, backend: str | None) -> None:
+def _set_environment(given: argparse.Namespace, backend: str | None, job: Path) -> None:
     """What the ranks inherit; whatever the user has set stays."""
+    named = naming(job)
+    if not (given.standalone or _one_host(given)) and SECRET_VARIABLE not in os.environ:
+        del named[SECRET_VARIABLE]  # launchers of other hosts would not know it
+    os.environ.update(named)
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend
     ranks = number_of_ranks(given.nproc_per_node)
@@ -252,8 +268,15 @@ def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
             raise InvalidArgumentError(f"--log-dir {logs} cannot be made: {error.strerror}") from error
         yield logs
         return
-    with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as made:
-        given.log_dir = made
+    with _passing_directory("asynccoll-run-") as made:
+        given.log_dir = str(made)
+        yield made
+
+
+@contextlib.contextmanager
+def _passing_directory(prefix: str) -> Iterator[Path]:
+    """A directory that goes away."""
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made:
         yield Path(made)
 
 

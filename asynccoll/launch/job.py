@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError, SpawnError
+from asynccoll.flight import Flight
 from asynccoll.launch import child
-from asynccoll.launch.report import Failure, first_failure, read_failure
+from asynccoll.launch.report import Failure, first_failure, read_failure, what_aborted
 
 __all__ = ["Job", "failed", "portable"]
 
@@ -55,13 +56,22 @@ class Job:
         child.record(Path(self.directory, f"{rank}.json"), error, shown=False)
 
 
-def failed(job: Job, ranks: range, codes: Mapping[int, int], otherwise: str) -> SpawnError:
+def failed(
+    job: Job,
+    ranks: range,
+    codes: Mapping[int, int],
+    otherwise: str,
+    flights: Mapping[int, Flight] | None = None,
+) -> SpawnError:
     """The error for a job of which some rank failed: that of the first, with its traceback."""
     failures = [found for rank in ranks if (found := _failure(job, rank, codes.get(rank))) is not None]
     if not failures:
         return SpawnError(otherwise)
     first = first_failure(failures)
-    text = f"rank {first.rank} failed on {first.host}: {first.message or first.how}"
+    meant = what_aborted(first.code, flights or {})
+    text = (
+        f"rank {first.rank} failed on {first.host}: {first.message or first.how}" + "; " * bool(meant) + meant
+    )
     return SpawnError(f"{text}\n\n{first.trace}" if first.trace else text, first.rank)
 
 

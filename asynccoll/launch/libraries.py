@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.flight import Flight
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, horovodrun, mpiexec, processes
 from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
-from asynccoll.launch.report import Failure, read_failure, report
+from asynccoll.launch.naming import naming
+from asynccoll.launch.report import Failure, read_failure, report, what_aborted
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
@@ -68,13 +70,13 @@ def _run(request: RunRequest, engine: _Engine) -> int:
         line = launcher.command(ranks, _program(request))
         guarded = [sys.executable, child.__file__, "program", *line]
         stopped: list[signal.Signals] = []
-        witness = Witness(Path(errors), ranks)
+        witness = Witness(Path(errors))
         with subprocess.Popen(guarded, env=environ) as running:
             processes.on_stop_signals(lambda number: _stop(running, number, stopped))
             code = running.wait()
         first = witness.ended()
         processes.kill_children()
-        return _ended(code, stopped, Path(errors), ranks, first, engine.name)
+        return _ended(code, stopped, Path(errors), ranks, first, engine.name, witness.flights())
 
 
 def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
@@ -94,6 +96,7 @@ def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
         **os.environ,
         "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
+        **naming(errors),
     }
 
 
@@ -110,7 +113,13 @@ def _stop(running: subprocess.Popen[bytes], number: signal.Signals, stopped: lis
 
 
 def _ended(
-    code: int, stopped: list[signal.Signals], errors: Path, ranks: int, first: list[int], launcher: str
+    code: int,
+    stopped: list[signal.Signals],
+    errors: Path,
+    ranks: int,
+    first: list[int],
+    launcher: str,
+    flights: Mapping[int, Flight],
 ) -> int:
     """Tell how it ended; the exit code of ``asynccoll run``."""
     if stopped:
@@ -119,6 +128,8 @@ def _ended(
         return 128 + stopped[0]
     if code:
         print(_report(code, errors, ranks, first, launcher), file=sys.stderr, flush=True)
+        if meant := what_aborted(code, flights):
+            print(f"asynccoll run: {meant}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 

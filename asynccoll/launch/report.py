@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Failure", "exit_code", "first_failure", "report"]
+from asynccoll.flight import Flight, partings
+from asynccoll.host.endings import in_words
 
+__all__ = ["Failure", "exit_code", "first_failure", "report", "what_aborted"]
+
+#: As ``subprocess``, shells and MPI launchers have it.
+_ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT, signal.SIGABRT)
 _LAST_WORDS = "Extension modules:"
 _RUNNER = str(Path("asynccoll", "launch", "child.py"))
 _WIDTH = 160
@@ -33,12 +38,7 @@ class Failure:
     @property
     def how(self) -> str:
         """The exit code or signal, in words."""
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"killed by signal {-self.code}"
+        return in_words(self.code)
 
 
 def read_failure(
@@ -95,13 +95,43 @@ def exit_code(failure: Failure) -> int:
     return failure.code if failure.code >= 0 else 128 - failure.code
 
 
-def report(failures: Sequence[Failure], *, program: str = "asynccoll run") -> str:
-    """The first failure with its traceback, then one line for each other rank that failed."""
+def what_aborted(code: int, flights: Mapping[int, Flight]) -> str:
+    """What it means that native code ended a rank (SIGABRT), and what to do; "" for other ends.
+
+    ``flights``: what the ranks had recorded.
+    """
+    if code not in _ABORTED:
+        return ""
+    different = [one for one in partings(flights) if one.kind == "different"]
+    todo = (
+        "let all ranks make the same call; with ASYNCCOLL_CHECK=full, such calls are refused with an error "
+        "on each rank before anything is sent"
+    )
+    if different:
+        return f"native code gave up, for ranks called different things: {different[0]}; {todo}"
+    return (
+        "native code gave up; what it said is above. In a collective the usual cause are tensors of "
+        f"different sizes: {todo}"
+    )
+
+
+def report(
+    failures: Sequence[Failure],
+    *,
+    program: str = "asynccoll run",
+    flights: Mapping[int, Flight] | None = None,
+) -> str:
+    """The first failure with its traceback, then one line for each other rank that failed.
+
+    ``flights``: what the ranks had recorded, by which an abort is explained.
+    """
     first = first_failure(failures)
     head = f"{program}: rank {first.rank} failed on {first.host} (pid {first.pid}): {first.how}"
     lines = [head]
     if first.trace and not first.shown:
         lines += ["", first.trace, ""]
+    if meant := what_aborted(first.code, flights or {}):
+        lines.append(f"{program}: {meant}")
     stopped = []
     for failure in failures:
         if failure is first:

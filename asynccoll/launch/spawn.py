@@ -29,10 +29,13 @@ from asynccoll.backends.table import check_usable, starting
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.health.accounts import SECRET_VARIABLE
 from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
 from asynccoll.launch.job import Job, failed, portable
+from asynccoll.launch.naming import naming
 from asynccoll.launch.place import without_place
 from asynccoll.launch.processes import end
+from asynccoll.launch.witness import Witness
 from asynccoll.runtime.process import finalize, initialize
 
 __all__ = ["ABOUT_STARTING", "known_backend", "spawn"]
@@ -146,20 +149,26 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
     with _reporting(replace(task, options=kwargs)) as told:
         start: Any = mp.start_processes
         rank = _forked_rank if how["start_method"] == "fork" else _rank
-        context = _kept(lambda: start(rank, (told, nodes, variables), ranks, join=False, **how))
+        named = naming(told.directory)
+        if (nodes.nnodes or 1) > 1 and SECRET_VARIABLE not in os.environ:
+            del named[SECRET_VARIABLE]  # who spawns on other nodes would not know it
+        context = _kept(lambda: start(rank, (told, nodes, variables, named), ranks, join=False, **how))
         if not join:
             context.asynccoll_store = store  # the ranks meet there for as long as they live
             return context
+        witness = Witness(Path(told.directory))
         try:
             while not context.join():
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
             here = range(nodes.first, nodes.first + ranks)
-            raise failed(told, here, codes, str(error)) from None
+            raise failed(told, here, codes, str(error), witness.flights()) from None
         except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
             end(context.processes)
             raise
+        finally:
+            witness.ended()
     return None
 
 
@@ -224,9 +233,12 @@ def _forked_rank(*told: Any) -> None:
     _rank(*told)
 
 
-def _rank(local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, object]) -> None:
+def _rank(
+    local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, object], named: Mapping[str, str]
+) -> None:
     """The program of one rank."""
     child.die_with_launcher()
+    os.environ.update(named)
     rank = nodes.first + local_rank
     place = {
         "RANK": rank,
@@ -267,7 +279,7 @@ def _run_by_plan(
     with _planned(task) as (told, plan):
         ended = subprocess.run(
             [sys.executable, child.__file__, "program", *line(plan)],
-            env=environ,
+            env={**environ, **naming(told.directory)},
             stdin=subprocess.DEVNULL,
             check=False,
         )

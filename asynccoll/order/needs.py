@@ -126,5 +126,8 @@ class World(Protocol):
     def blame(self, operation: Any) -> Blame:
         """Which ranks keep an operation from ending, and what they do instead; asks them, within a bound."""
 
+    def dump(self) -> str:
+        """Keep what ranks have recorded, for a failure whose text this ends."""
+
     def pass_on(self, lane: Any) -> None:
         """Let those who wait for this rank on the lane know that it has given up."""

@@ -5,6 +5,7 @@ Knows nothing of optimizers; that is ``sharded``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -226,7 +227,8 @@ class ShardReducer(GradientReducer):
             raise InvalidArgumentError(
                 f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
                 "it had come back from the last step. The forward of the module that it belongs to waits for "
-                "it, and was not called: call the module, or `await optimizer.gathered()` after the step"
+                "it, and was not called: call the module, or `await optimizer.gathered()` after the step "
+                "(so, too, if torch.compile takes a graph again that it made of another model, without hooks)"
             )
         super()._arrived(bucket, index)
 
@@ -252,6 +254,8 @@ def _zeroed(x: torch.Tensor) -> bool:
 
 def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[Any]:
     """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # graphs made before there were hooks would go on without them
     where = {id(x): (bucket.arrival, i) for bucket in buckets for i, x in enumerate(bucket.parameters)}
     for module in model.modules():
         own: dict[Arrival, list[int]] = {}

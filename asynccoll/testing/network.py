@@ -145,6 +145,16 @@ def look(pid: int, descriptor: int) -> memoryview | None:
     return memoryview(memory.buffer) if is_there else None
 
 
+def exit_code(_pid: int) -> int | None:
+    """Of a rank that is gone nobody has seen how it ended."""
+    return None
+
+
+def directory_for(_job: str) -> None:
+    """Simulated ranks leave no dumps."""
+    return
+
+
 def process_state(pid: int) -> str:
     """As ``host.shared_memory.process_state``."""
     scheduler = running()

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from asynccoll import host
+from asynccoll.flight import dumps
 from asynccoll.host import answering, forks, lines, primitives, shared_memory, state
 from asynccoll.host import network as real_network
 from asynccoll.testing import device, network
@@ -28,7 +29,8 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
         exchanged(lines, _LINES, network),
         exchanged(real_network, ("own_address",), network),
         exchanged(answering, ("Answers", "ask"), network),
-        exchanged(shared_memory, ("Memory", "look", "process_state"), network),
+        exchanged(shared_memory, ("Memory", "exit_code", "look", "process_state"), network),
+        exchanged(dumps, ("directory_for",), network),
         _simulated_locks(),
         exchanged(streams, ("marked", "order_after"), device),
     ):

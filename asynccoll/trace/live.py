@@ -13,12 +13,13 @@ from typing import Any
 
 from asynccoll import flight, host
 from asynccoll.flight import Call, Flight
+from asynccoll.flight.comparing import members
 from asynccoll.host import shared_memory
 
-__all__ = ["RankNow", "Snapshot", "snapshot", "survey"]
+__all__ = ["STATES", "RankNow", "Snapshot", "snapshot", "survey"]
 
 _PROC = Path("/proc")
-_STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
+STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def snapshot(root: int | None = None) -> Snapshot:
         for descriptor in shared_memory.find(pid, flight.NAME):
             memory = shared_memory.look(pid, descriptor)
             found = None if memory is None else flight.read(memory)
-            if found is not None and found.pid == pid and found.ending == "running":
+            if found is not None and found.pid == pid and found.ending != "finalized":
                 flights[pid] = found
                 states[pid] = shared_memory.process_state(pid)
     return Snapshot(host.monotonic(), flights, states, parents)
@@ -121,7 +122,7 @@ def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iter
         rank=recorded.rank,
         world_size=recorded.world_size,
         pid=pid,
-        state=_STATES.get(now.states.get(pid, ""), "running"),
+        state=STATES.get(now.states.get(pid, ""), "running"),
         calls_per_second=len(new) / seconds,
         bytes_per_second=sum(call.size_bytes for call in new) / seconds,
         operation=shown.operation if shown else "",
@@ -148,12 +149,7 @@ def _behind(recorded: Flight, job: Iterable[Flight]) -> int:
             lane.sequence - recorded.reached(lane.group, lane.lane_key)
             for other in job
             for lane in other.lanes
-            if _is_in(recorded.rank, lane.group)
+            if members({recorded.rank: recorded}, lane.group)
         ),
         default=0,
     )
-
-
-def _is_in(rank: int, group: str) -> bool:
-    """Whether ``rank`` is a member of the group with this key: ``world``, or the ranks, as ``0-2-5``."""
-    return group == "world" or str(rank) in group.split("-")

@@ -43,7 +43,7 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
     who = f": {blame}" if str(blame) else why
     return CollectiveTimeoutError(
         f"{operation!r} is not ready after {waited:.3f} s{who}. It is still in flight, and later calls on "
-        "its lane wait behind it; await the same work again to go on waiting",
+        f"its lane wait behind it; await the same work again to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
         operation=operation.name,
         lane=operation.lane.name,

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError
-from asynccoll.flight import Recorder, lane_id
-from asynccoll.health.accounts import Account, Accounts
+from asynccoll.flight import Recorder, dumps, lane_id
+from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.watchdog import Watch
+from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
@@ -42,14 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Identity"]
 
-#: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
-#: own, which the others find in the store.
-SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long the rank that serves the store stays for ranks that have not left yet.
 LEAVE_SECONDS = 30.0
 #: The same where something went wrong, so that they may be stuck.
 ABORT_SECONDS = 2.0
 LEAVE_POLL_SECONDS = 0.005
+#: Failures that come sooner after each other share what was recorded at the first.
+DUMP_SECONDS = 10.0
 #: How often one looks whether the device has done what the host has seen done.
 LAND_POLL_SECONDS = 0.001
 
@@ -106,6 +107,8 @@ class Context:
         self._lock = host.Lock()
         self._helpers: dict[host.Thread, None] = {}
         self.world = self.add_group(tuple(range(self.world_size)))
+        self._dumped = -math.inf  # when, last
+        self._kept = False
         self.stall_seconds = stall_seconds()
         self.watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
@@ -233,6 +236,8 @@ class Context:
         said that they need it no more.
         """
         self.closed = True
+        error = sys.exc_info()[1]
+        self.say_ended("finalized", in_a_line(error) if error is not None else "")
         self.watch.stop()
         self.refusals.close()
         if not abort:
@@ -248,6 +253,10 @@ class Context:
         if self.clients is not None:
             self.clients.close()
         self.recorder.close()
+
+    def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
+        """Write down how this rank leaves (``layout.ENDINGS``), where peers of its node can read it."""
+        self.recorder.end(how, why, code)
 
     def _say_how_far(self) -> None:
         """Tell the peers which calls this rank has made, so that they do not take it for lost in those."""
@@ -340,7 +349,7 @@ class Context:
         heard = f"; {error}" if error is not None else f": {lane} cannot go on"
         words = [said for rank in lost if (said := self.liveness.last_words(rank))]
         last = f" ({'; '.join(words)})" if len(lost) == 1 and words else ""
-        named = PeerLostError(f"{who} {gone}{last}{heard}", lost)
+        named = PeerLostError(f"{who} {gone}{last}{heard}{self.dump()}", lost)
         named.__cause__ = error.__cause__ if error is not None else None
         return named
 
@@ -378,6 +387,19 @@ class Context:
     def tell_of_stall(self, operation: Operation) -> None:
         """Somebody has waited for it for ``stall_seconds``."""
         warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
+
+    def dump(self) -> str:
+        """Keep what ranks have recorded, for a failure whose text this ends; "" if nothing was kept."""
+        now = host.monotonic()
+        if self.clients is None or self.thread_rank or self.closed:
+            return ""
+        directory = dumps.directory_for(self.liveness.job())
+        if directory is None:
+            return ""
+        if now - self._dumped >= DUMP_SECONDS:
+            self._dumped = now
+            self._kept = dumps.write_dumps(directory, self.liveness.recorded())
+        return f" (asynccoll trace diff {directory} shows where the ranks part)" if self._kept else ""
 
     def pass_on(self, lane: Lane) -> None:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""

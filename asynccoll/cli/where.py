@@ -1,0 +1,73 @@
+"""``asynccoll where``: what each rank of a running or hung job called last, and where it stands now."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from asynccoll.cli.calls import call_cells, call_columns, print_partings
+from asynccoll.cli.common import Commands
+from asynccoll.cli.output import Table, add_json, print_json, print_table
+from asynccoll.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from asynccoll.trace.whereabouts import Job
+
+__all__ = ["add"]
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "where",
+        help="ask a running or hung job from outside where each rank is",
+        description="Ranks of this host are read from their flight recorders, so it tells of those that are "
+        "stopped or stuck in native code as well; those of other hosts are asked. Stacks are told by ranks "
+        "that answer. The exit code is 1 if there is no rank.",
+    )
+    parser.add_argument(
+        "job",
+        nargs="?",
+        help="a process (a rank, or its launcher), host:port where the ranks have met, or the job's "
+        "directory; all jobs of this host if left out",
+    )
+    parser.add_argument(
+        "-n", "--calls", type=int, default=3, metavar="N", help="so many last calls, default 3"
+    )
+    add_json(parser)
+    parser.set_defaults(carry_out=_where)
+
+
+def _where(given: argparse.Namespace) -> int:
+    from asynccoll.trace.whereabouts import find_jobs
+
+    if given.calls < 0:
+        raise InvalidArgumentError(f"--calls must be at least 0, got {given.calls}")
+    jobs = find_jobs(given.job)
+    if given.json:
+        print_json([job.to_dict(given.calls) for job in jobs])
+    elif not jobs:
+        print("no rank of asynccoll runs here, or none that you may look into")
+    else:
+        for job in jobs:
+            _print(job, given.calls)
+    return 0 if jobs else 1
+
+
+def _print(job: Job, calls: int) -> None:
+    met = f", met at {job.meets}" if job.meets else ""
+    title = f"{len(job.ranks)} of {job.world_size} ranks{met}"
+    columns = ("rank", "host", "pid", "process", *call_columns)
+    table = Table(columns, title=title, left=frozenset(columns) - {"rank", "pid", "called"})
+    for one in job.ranks:
+        who = (str(one.rank), one.peer.host, str(one.peer.pid), one.state)
+        made = [call_cells(call, one.account.now) for call in one.last(calls)]
+        for call in made or [("no call", *["-"] * (len(call_columns) - 1))]:
+            table.rows.append((*who, *call))
+            who = ("", "", "", "")
+    print_table(table)
+    for one in job.ranks:
+        if one.account.stack:
+            print(f"\nrank {one.rank} stands in")
+            print("\n".join(f"  {frame}" for frame in one.account.stack))
+    print()
+    print_partings(job.partings, {one.rank: one for one in job.ranks})

@@ -1,0 +1,123 @@
+"""Where the ranks of a job part: the first place of each lane at which they did not call the same thing.
+
+Pure: flights of the ranks go in, read from memory or from dumps; what comes out is shown by who asks. Only
+places that are still recorded on every rank that has used the lane can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asynccoll.flight.reading import Call, Flight
+
+__all__ = ["Parting", "members", "partings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Of one lane: up to ``agreed`` all calls were the same; of the place behind it, what each rank called.
+
+    ``calls`` has None for a rank that has called nothing there. ``kind`` is ``"different"`` (in operation,
+    shape, dtype, reduction or root) or ``"absent"`` (some have called, some have not).
+    """
+
+    kind: str
+    group: str
+    lane: str
+    agreed: int
+    calls: Mapping[int, Call | None]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not called."""
+        return tuple(rank for rank, call in self.calls.items() if call is None)
+
+    def sides(self) -> list[tuple[tuple[int, ...], str]]:
+        """What was called, and by whom; ranks that called the same thing on the same line are one side."""
+        found: dict[str, list[int]] = {}
+        for rank, call in self.calls.items():
+            found.setdefault("has not called" if call is None else _told(call), []).append(rank)
+        return [(tuple(ranks), text) for text, ranks in found.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "kind": self.kind,
+            "group": self.group,
+            "lane": self.lane,
+            "agreed": self.agreed,
+            "sides": [{"ranks": list(ranks), "called": text} for ranks, text in self.sides()],
+        }
+
+    def __str__(self) -> str:
+        where = "" if self.group == "world" else f" of ranks {self.group.replace('-', ', ')}"
+        sides = "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}: {text}" for ranks, text in self.sides()
+        )
+        return f"lane {self.lane!r}{where}, #{self.agreed + 1}: {sides}"
+
+
+def partings(flights: Mapping[int, Flight]) -> list[Parting]:
+    """Each lane on which the ranks part; those that called different things first."""
+    lanes = {
+        (call.group, call.lane_key): call.lane
+        for one in flights.values()
+        for call in one.calls
+        if call.sequence
+    }
+    found = [
+        parting
+        for (group, key), lane in lanes.items()
+        if (parting := _parting(members(flights, group), group, key, lane)) is not None
+    ]
+    return sorted(found, key=lambda one: one.kind == "absent")
+
+
+def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
+    """Those of ``flights`` that are in the group with this key: ``world``, or the ranks, as ``0-2-5``."""
+    ranks = group.split("-")
+    return {rank: one for rank, one in sorted(flights.items()) if group == "world" or str(rank) in ranks}
+
+
+def _parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:
+    made = {rank: _by_place(one, group, key) for rank, one in flights.items()}
+    first = max((min(places) for places in made.values() if places), default=1)
+    for place in sorted({place for places in made.values() for place in places if place >= first}):
+        for calls in _parts({rank: places.get(place, []) for rank, places in made.items()}):
+            if kind := _kind(calls):
+                return Parting(kind, group, lane, place - 1, calls)
+    return None
+
+
+def _by_place(one: Flight, group: str, key: str) -> dict[int, list[Call]]:
+    found: dict[int, list[Call]] = {}
+    for call in one.on_lane(group, key):
+        if call.sequence:
+            found.setdefault(call.sequence, []).append(call)
+    return found
+
+
+def _parts(calls: Mapping[int, list[Call]]) -> Iterator[dict[int, Call | None]]:
+    """One after the other, where a call is several operations; who has begun it may not be through yet."""
+    for number in range(max(map(len, calls.values()))):
+        yield {
+            rank: made[number] if number < len(made) else None
+            for rank, made in calls.items()
+            if number == 0 or number < len(made)
+        }
+
+
+def _kind(calls: Mapping[int, Call | None]) -> str:
+    if len({(call.operation, call.of) for call in calls.values() if call is not None}) > 1:
+        return "different"
+    return "absent" if None in calls.values() and any(calls.values()) else ""
+
+
+def _told(call: Call) -> str:
+    return f"{call.operation} {call.of}".rstrip() + f" at {call.place}"
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))

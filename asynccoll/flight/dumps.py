@@ -1,0 +1,84 @@
+"""What ranks had recorded when something failed, kept in files: bounded, and read without the ranks.
+
+    /tmp/asynccoll-UID/JOB/rank-0.json    one for each rank of this host that was seen
+
+A job has one directory, named alike by all of its ranks; a later failure replaces what an earlier one left.
+Of each user the latest jobs are kept. What cannot be written is not: a full disk must not hide the failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.flight.plain import from_plain, to_plain
+from asynccoll.flight.reading import Flight
+
+__all__ = ["VARIABLE", "directory_for", "read_dumps", "write_dumps"]
+
+#: Where the directories of jobs are; ``off`` writes nothing.
+VARIABLE = "ASYNCCOLL_DUMPS"
+_MOST_JOBS = 20
+_PREFIX, _SUFFIX = "rank-", ".json"
+
+
+def directory_for(job: str) -> Path | None:
+    """The directory of the job that is known by ``job``; None where nothing is to be written."""
+    said = os.environ.get(VARIABLE, "")
+    if said == "off":
+        return None
+    parent = Path(said) if said else Path(tempfile.gettempdir(), f"asynccoll-{os.getuid()}")
+    return parent / hashlib.blake2b(job.encode(), digest_size=6).hexdigest()
+
+
+def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
+    """Write what each rank has recorded; whether all of it is there."""
+    try:
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        if directory.parent.stat().st_uid != os.getuid():
+            return False  # somebody else's, who could read it, or have it written elsewhere
+        directory.mkdir(mode=0o700, exist_ok=True)
+        for rank, flight in flights.items():
+            plain = to_plain(flight)
+            plain["said"] = {key: value for key, value in flight.said.items() if key != "secret"}
+            unfinished = directory / f"{_PREFIX}{rank}.{os.getpid()}"
+            unfinished.write_text(json.dumps(plain))
+            unfinished.replace(directory / f"{_PREFIX}{rank}{_SUFFIX}")
+    except OSError:
+        return False
+    _forget_old(directory.parent)
+    return True
+
+
+def _forget_old(parent: Path) -> None:
+    """All but the latest jobs'. Of several ranks that do so at a time one is enough."""
+    with contextlib.suppress(OSError):
+        jobs = sorted((one for one in parent.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime)
+        for old in jobs[:-_MOST_JOBS]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def read_dumps(directory: Path) -> dict[int, Flight]:
+    """What is in ``directory``, by rank.
+
+    Raises:
+        InvalidArgumentError: nothing that can be read.
+    """
+    found: dict[int, Flight] = {}
+    for file in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError, ValueError):
+            flight = from_plain(json.loads(file.read_text()))
+            found[flight.rank] = flight
+    if not found:
+        raise InvalidArgumentError(
+            f"there is no dump in {str(directory)!r}: expected files {_PREFIX}*{_SUFFIX}; an error names "
+            "their directory"
+        )
+    return dict(sorted(found.items()))

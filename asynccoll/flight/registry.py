@@ -1,0 +1,42 @@
+"""Where the ranks of a job are found by whoever started them, or looks after them from outside.
+
+A launcher makes a directory that only its user can read, and names it to its ranks; each leaves a note there
+once it has joined its world: process, memory, address. A note may be of a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["VARIABLE", "register", "registered"]
+
+#: Names the directory.
+VARIABLE = "ASYNCCOLL_JOB_DIRECTORY"
+_PREFIX, _SUFFIX = "rank-", ".json"
+
+
+def register(directory: str, rank: int, told: Mapping[str, Any]) -> None:
+    """Leave a note of ``rank``; without a directory, or if it is gone, nowhere."""
+    if not directory:
+        return
+    note = Path(directory, f"{_PREFIX}{rank}{_SUFFIX}")
+    unfinished = note.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        unfinished.write_text(json.dumps(told))
+        unfinished.replace(note)
+
+
+def registered(directory: Path) -> dict[int, dict[str, Any]]:
+    """The notes there, by rank; what is none is left out."""
+    found: dict[int, dict[str, Any]] = {}
+    for note in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(note.read_text())
+            if isinstance(told, dict):
+                found[int(note.name[len(_PREFIX) : -len(_SUFFIX)])] = told
+    return dict(sorted(found.items()))

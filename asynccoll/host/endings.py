@@ -1,0 +1,23 @@
+"""How a process, or a program, ended, in words."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+
+__all__ = ["in_a_line", "in_words"]
+
+
+def in_words(code: int) -> str:
+    """``exit code 3``, ``killed by SIGKILL``: ``code`` as ``subprocess`` has it, negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def in_a_line(error: BaseException) -> str:
+    """``ValueError: no such file``, as the last line of a traceback has it."""
+    return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]

@@ -1,0 +1,178 @@
+"""Where the ranks of a job are, asked from outside: by its directory, a process, or where its ranks have met.
+
+The ranks of this host are read from their flight recorders, whatever state they are in; those of other hosts
+are found through one that is here and answers, and asked. Stacks only the ranks themselves can tell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from asynccoll import flight, host
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.flight import Flight, Parting, partings, registry
+from asynccoll.flight.plain import plain_call
+from asynccoll.health.accounts import SECRET_VARIABLE, Account, Peer, ask, with_answer
+from asynccoll.health.blame import ending
+from asynccoll.host import shared_memory
+from asynccoll.trace.live import STATES, snapshot
+
+__all__ = ["Job", "Whereabouts", "find_jobs"]
+
+#: How long a rank may take to answer: longer than where somebody waits for a collective meanwhile.
+_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """One rank: what it recorded, the state of its process where that is known, and where it stands."""
+
+    rank: int
+    peer: Peer
+    account: Account
+
+    @property
+    def state(self) -> str:
+        """``running``, ``stopped``, ``gone`` ...; how it ended; or that it does not answer."""
+        one = self.account
+        if one.flight is not None and (ended := ending(one.flight, one.now)):
+            return ended.removeprefix("it ")
+        if one.near and one.state in STATES:
+            return STATES[one.state]
+        if one.answers:
+            return "running"
+        return "does not answer (native code?)" if one.near else "does not answer"
+
+    def to_dict(self, calls: int) -> dict[str, Any]:
+        """For programs: its last ``calls`` calls, and all that are in flight."""
+        one = self.account
+        return {
+            "rank": self.rank,
+            "host": self.peer.host,
+            "pid": self.peer.pid,
+            "state": self.state,
+            "calls": [plain_call(call, one.now) for call in self.last(calls)],
+            "stands": one.stands,
+            "stack": list(one.stack),
+        }
+
+    def last(self, calls: int) -> list[flight.Call]:
+        """Its last ``calls`` calls, and all earlier ones that are in flight."""
+        made = () if self.account.flight is None else self.account.flight.calls
+        early = [call for call in made[: max(0, len(made) - calls)] if call.state in ("queued", "in flight")]
+        return [*early, *made[max(0, len(made) - calls) :]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The ranks of one world, in order. ``partings``: where they part, as far as they have recorded it."""
+
+    world_size: int
+    meets: str
+    ranks: tuple[Whereabouts, ...]
+
+    @property
+    def partings(self) -> list[Parting]:
+        """See ``flight.partings``."""
+        recorded = {one.rank: one.account.flight for one in self.ranks if one.account.flight is not None}
+        return partings(recorded)
+
+    def to_dict(self, calls: int) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "world_size": self.world_size,
+            "meets": self.meets,
+            "ranks": [one.to_dict(calls) for one in self.ranks],
+            "partings": [one.to_dict() for one in self.partings],
+        }
+
+
+def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
+    """The jobs that ``what`` names: a job's directory, a process, ``host:port``; None: all of this host.
+
+    ``secret``: the job's; by default what ``ASYNCCOLL_SECRET`` says.
+
+    Raises:
+        InvalidArgumentError: ``what`` is none of these.
+    """
+    known = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
+    if what is not None and Path(what).is_dir():
+        return _of_directory(Path(what), known)
+    flights: Iterable[Flight]
+    if what is None or what.isdigit():
+        flights = snapshot(None if what is None else int(what)).flights.values()
+    elif re.fullmatch(r".+:\d+", what):
+        flights = [one for one in snapshot().flights.values() if one.said.get("meets") == what]
+    else:
+        raise InvalidArgumentError(
+            f"{what!r} is no job: expected its directory, a process number, or host:port, where its ranks "
+            "have met"
+        )
+    return [_asked(near, known) for near in _jobs(flights)]
+
+
+def _of_directory(directory: Path, secret: str) -> list[Job]:
+    told = registry.registered(directory)
+    if not told:
+        raise InvalidArgumentError(
+            f"no rank has registered in {str(directory)!r}; for the dumps of a failure there is "
+            "asynccoll trace diff"
+        )
+    near = {rank: _read(rank, Peer(**said)) for rank, said in told.items()}
+    return [_asked(near, secret)]
+
+
+def _jobs(flights: Iterable[Flight]) -> list[dict[int, tuple[Peer, Account]]]:
+    """Ranks of this host, by job: those that have met at one place."""
+    jobs: dict[tuple[str, int], dict[int, tuple[Peer, Account]]] = {}
+    for one in flights:
+        alone = "" if one.said.get("meets") else str(one.pid)
+        key = (one.said.get("meets") or alone, one.world_size)
+        jobs.setdefault(key, {})[one.rank] = _near(one)
+    return [jobs[key] for key in sorted(jobs)]
+
+
+def _near(one: Flight) -> tuple[Peer, Account]:
+    said = one.said
+    peer = Peer(
+        said.get("address", ""), said.get("beacon", 0), said.get("host", host.gethostname()), one.pid,
+        said.get("node", ""), -1, said.get("port", 0), said.get("secret", ""),
+    )  # fmt: skip
+    state = shared_memory.process_state(one.pid)
+    return peer, Account(one.rank, one, host.monotonic(), state, near=True)
+
+
+def _read(rank: int, peer: Peer) -> tuple[Peer, Account]:
+    """A rank of this host that has left a note; its process may be gone."""
+    memory = shared_memory.look(peer.pid, peer.memory)
+    found = None if memory is None else flight.read(memory)
+    if found is None:
+        return peer, Account(rank, None, host.monotonic(), shared_memory.process_state(peer.pid), near=True)
+    return replace(peer, secret=found.said.get("secret", peer.secret)), _near(found)[1]
+
+
+def _asked(near: Mapping[int, tuple[Peer, Account]], secret: str) -> Job:
+    """The job of the ranks ``near``, each asked where it stands, and those of other hosts as well."""
+    peers = {rank: peer for rank, (peer, _) in near.items()}
+    awake = {rank: peer for rank, peer in peers.items() if near[rank][1].state not in ("T", "Z", "")}
+    known = secret or next((peer.secret for peer in peers.values()), "")
+    for answer in ask(awake, "", "peers", _SECONDS).values():
+        for rank, told in answer.get("peers", {}).items():
+            if int(rank) not in peers:
+                far = Peer(**told)
+                peers[int(rank)] = awake[int(rank)] = replace(far, secret=far.secret or known)
+    said = ask(awake, "", "account", _SECONDS)
+    accounts = {
+        rank: with_answer(near[rank][1] if rank in near else Account(rank), said.get(rank)) for rank in peers
+    }
+    recorded: Sequence[Flight] = [one.flight for one in accounts.values() if one.flight is not None]
+    return Job(
+        max((one.world_size for one in recorded), default=len(peers)),
+        next((one.said["meets"] for one in recorded if one.said.get("meets")), ""),
+        tuple(Whereabouts(rank, peers[rank], accounts[rank]) for rank in sorted(peers)),
+    )

@@ -1,0 +1,162 @@
+"""How a rank ended is told to those who wait for it: its exit code, its signal, the error it died of."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import jobs
+from asynccoll import flight
+from asynccoll.flight import registry
+from asynccoll.host import endings, shared_memory
+from asynccoll.launch import report
+from asynccoll.launch.witness import Witness
+from patience import patient
+
+SCRIPT = """
+    import os, signal, sys, asynccoll as ac
+    ac.initialize("BACKEND")
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        HOW
+    else:
+        try:
+            ac.all_reduce(2, lane="gradients", timeout=30).wait()
+        except ac.CollectiveError as error:
+            print(type(error).__name__, error.ranks, error, flush=True)
+        os._exit(0)
+"""
+
+#: What rank 1 does, and what rank 0 is told of it.
+ENDS = {
+    "ends": ("pass", r"it ended with exit code 0, \d\.\d s ago"),
+    "exits with 3": ("sys.exit(3)", r"it ended with exit code 3, \d\.\d s ago"),
+    "raises": ("raise LookupError('of my own')", r"it ended with LookupError: of my own \(exit code 1\)"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", r"its process was killed by SIGKILL"),
+    "leaves": (
+        "ac.finalize(); sys.stdin.read(); __import__('time').sleep(60)",
+        r"it left its world \(finalize\), \d\.\d s ago",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_how_a_rank_ended_is_told(tmp_path, how: str) -> None:
+    does, said = ENDS[how]
+    source = SCRIPT.replace("BACKEND", "gloo").replace("HOW", does)
+    script = jobs.writing(tmp_path)(source)
+    with jobs.starting(tmp_path) as start:  # the launcher would end rank 0 as soon as it looks
+        (heard,) = start("run", "-n", 2, "--monitor-interval", 30, script).lines(1)
+    assert heard.startswith("PeerLostError (1,) rank 1 (host "), heard
+    assert re.search(
+        said + r".*its last call was all_reduce #1 on lane 'default' at .*program.py:\d+", heard
+    ), heard
+
+
+# What a launcher sees
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """A process with a flight recorder, that ends as it is told to; and who watches it."""
+    program = (
+        "import sys, os, signal\n"
+        "from asynccoll import flight\n"
+        "from asynccoll.flight import registry\n"
+        "recorder = flight.Recorder(1, 2)\n"
+        "registry.register(sys.argv[1], 1, {'pid': os.getpid(), 'memory': recorder.descriptor})\n"
+        "print('there', flush=True)\n"
+        "exec(sys.stdin.readline())\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout.readline() == "there\n"
+    yield child
+    child.kill()
+    child.communicate()
+
+
+CODES = {
+    "sys.exit(0)": 0,
+    "sys.exit(7)": 7,
+    "os._exit(250)": 250,
+    "os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+}
+
+
+@pytest.mark.parametrize("how", CODES)
+def test_who_starts_a_rank_writes_down_how_it_ended(tmp_path, rank, how: str) -> None:
+    """Into the memory that its peers have open; who waits for the process learns its exit code as well."""
+    told = registry.registered(tmp_path)[1]
+    peers = shared_memory.look(told["pid"], told["memory"])
+    witness = Witness(tmp_path)
+    while 1 not in witness.flights():
+        pass  # it looks every twentieth of a second
+    assert flight.read(peers).ending == "running"
+    rank.stdin.write(how + "\n")
+    rank.stdin.flush()
+    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+    assert shared_memory.exit_code(rank.pid) == CODES[how]
+    while flight.read(peers).ending == "running":
+        pass
+    assert witness.ended() == [1]
+    found = flight.read(peers)
+    assert (found.ending, found.code) == ("exited", CODES[how])
+    assert rank.wait(patient(10)) == CODES[how]
+
+
+def test_what_a_rank_says_of_its_end_first_stands() -> None:
+    recorder = flight.Recorder(0, 2)
+    recorder.end("died", "LookupError: of my own", 1)
+    recorder.end("finalized")
+    found = flight.read(recorder.buffer)
+    assert (found.ending, found.code, found.said["why"]) == ("died", 1, "LookupError: of my own")
+    recorder.close()
+
+
+def test_a_process_that_runs_has_no_exit_code() -> None:
+    assert shared_memory.exit_code(os.getpid()) is None
+    assert endings.in_words(3) == "exit code 3"
+    assert endings.in_words(-9) == "killed by SIGKILL"
+    assert endings.in_words(-63) == "killed by signal 63"
+    assert endings.in_a_line(KeyError("a\nb")) == "KeyError: 'a\\nb'"
+
+
+# What an abort means
+
+DIFFER = """
+    import asynccoll as ac, torch
+    ac.initialize(memory=False)
+    for _ in range(3000):
+        ac.all_reduce(1).wait()
+    ac.all_reduce(torch.ones(4 + 4 * ac.get_rank())).wait()
+"""
+
+
+def test_an_abort_of_native_code_is_explained(tmp_path) -> None:
+    """Tensors of different size end a process in gloo: the launcher says who called what, and what to do."""
+    script = jobs.writing(tmp_path)(DIFFER)
+    with jobs.starting(tmp_path) as start:
+        code, _, said = start("run", "-n", 2, script).wait()
+    assert code == 128 + signal.SIGABRT
+    line = next(line for line in said.splitlines() if "native code gave up" in line)
+    assert re.search(
+        r"ranks called different things: lane 'default', #3001: rank 0: all_reduce float32\[4\] sum at .*:6; "
+        r"rank 1: all_reduce float32\[8\] sum at .*:6; .*ASYNCCOLL_CHECK=full",
+        line,
+    ), line
+
+
+def test_other_ends_are_not_explained() -> None:
+    assert report.what_aborted(1, {}) == ""
+    assert report.what_aborted(-signal.SIGKILL, {}) == ""
+    assert "what it said is above" in report.what_aborted(-signal.SIGABRT, {})

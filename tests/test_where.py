@@ -1,0 +1,227 @@
+"""A job is asked from outside, while it hangs and afterwards: where, dumps, diff, stragglers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import jobs
+from asynccoll import errors, flight
+from asynccoll.cli import main
+from asynccoll.flight import Call, Flight, Progress, dumps, partings
+from asynccoll.trace.stragglers import by_line, load_arrivals
+from asynccoll.trace.whereabouts import find_jobs
+
+# Where ranks part
+
+
+AT = {"lane": "default", "place": "train.py:8", "group": "world"}
+
+
+def call(sequence: int, operation: str = "all_reduce", of: str = "float32[4] sum", **more) -> Call:
+    at = {**AT, "called": 10.0 + sequence, **more}
+    group, lane, called = at["group"], at["lane"], at["called"]
+    return Call(
+        sequence, group, lane, lane, operation, of, at["place"], sequence, at.get("part", 1), -1, 16,
+        called, called, 0.0, 0.0, "",
+    )  # fmt: skip
+
+
+def recorded(rank: int, *calls: Call, size: int = 3) -> Flight:
+    lanes = {(one.group, one.lane_key): one.sequence for one in calls}
+    progress = tuple(Progress(group, key, place) for (group, key), place in lanes.items())
+    return Flight(rank, size, 70 + rank, 0.0, 0.0, "running", 0.0, calls, progress)
+
+
+def told(*flights: Flight) -> list[str]:
+    return [str(one) for one in partings({one.rank: one for one in flights})]
+
+
+def test_ranks_that_called_the_same_do_not_part() -> None:
+    assert told(*(recorded(rank, call(1), call(2)) for rank in range(3))) == []
+
+
+def test_a_different_call_is_shown_from_both_sides() -> None:
+    assert told(
+        recorded(0, call(1), call(2)),
+        recorded(1, call(1), call(2, of="float32[5] sum", place="train.py:9")),
+        recorded(2, call(1), call(2)),
+    ) == [
+        (
+            "lane 'default', #2: ranks 0, 2: all_reduce float32[4] sum at train.py:8; "
+            "rank 1: all_reduce float32[5] sum at train.py:9"
+        )
+    ]
+
+
+def test_the_first_place_counts_and_differences_before_absences() -> None:
+    late = recorded(1, call(1), call(1, "broadcast", lane="eval"))
+    assert told(
+        recorded(0, call(1), call(2), call(3, "barrier", ""), call(1, "all_gather", lane="eval")), late
+    ) == [
+        (
+            "lane 'eval', #1: rank 0: all_gather float32[4] sum at train.py:8; "
+            "rank 1: broadcast float32[4] sum at train.py:8"
+        ),
+        "lane 'default', #2: rank 0: all_reduce float32[4] sum at train.py:8; rank 1: has not called",
+    ]
+
+
+def test_what_is_recorded_no_longer_is_not_compared() -> None:
+    """Rank 1 is far ahead, and its ring begins at 5: of what was before, nobody knows."""
+    ahead = recorded(1, *(call(place) for place in range(5, 9)))
+    behind = recorded(0, *(call(place, of="float32[9] sum") for place in range(1, 5)))
+    assert told(behind, ahead) == [PARTS_AT_5]
+
+
+PARTS_AT_5 = "lane 'default', #5: rank 0: has not called; rank 1: all_reduce float32[4] sum at train.py:8"
+
+
+def test_a_group_is_compared_among_its_members() -> None:
+    of = {"group": "0-2"}
+    assert told(recorded(0, call(1, **of)), recorded(1), recorded(2, call(1, **of))) == []
+    assert told(recorded(0, call(1, **of)), recorded(1), recorded(2)) == [
+        (
+            "lane 'default' of ranks 0, 2, #1: rank 0: all_reduce float32[4] sum at train.py:8; "
+            "rank 2: has not called"
+        )
+    ]
+
+
+def test_a_call_of_several_parts_is_compared_part_by_part() -> None:
+    zero, one = (
+        recorded(rank, call(1), call(1, of=of, part=2)) for rank, of in enumerate(("int64[2]", "int64[3]"))
+    )
+    (parting,) = partings({0: zero, 1: one})
+    assert parting.sides() == [
+        ((0,), "all_reduce int64[2] at train.py:8"),
+        ((1,), "all_reduce int64[3] at train.py:8"),
+    ]
+
+
+# Dumps
+
+
+def test_a_dump_is_what_was_recorded(tmp_path: Path) -> None:
+    flights = {0: recorded(0, call(1), call(2)), 1: recorded(1, call(1))}
+    assert dumps.write_dumps(tmp_path / "job", flights)
+    assert dumps.read_dumps(tmp_path / "job") == flights
+    assert (tmp_path / "job").stat().st_mode & 0o077 == 0
+
+
+def test_the_dumps_of_some_jobs_are_kept(tmp_path: Path) -> None:
+    for number in range(25):
+        dumps.write_dumps(tmp_path / f"job{number}", {0: recorded(0)})
+        os.utime(tmp_path / f"job{number}", (number, number))
+    assert len(list(tmp_path.iterdir())) <= 21
+    assert (tmp_path / "job24").is_dir()
+
+
+def test_what_cannot_be_written_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not dumps.write_dumps(tmp_path / "file" / "job", {0: recorded(0)})
+    with pytest.raises(errors.InvalidArgumentError, match="there is no dump in"):
+        dumps.read_dumps(tmp_path)
+
+
+def test_no_secret_is_in_a_dump(tmp_path: Path) -> None:
+    recorder = flight.Recorder(0, 2)
+    recorder.say(host="n1", secret="of the job")
+    dumps.write_dumps(tmp_path / "job", {0: flight.read(recorder.buffer)})
+    recorder.close()
+    (file,) = (tmp_path / "job").iterdir()
+    assert "of the job" not in file.read_text()
+    assert dumps.read_dumps(tmp_path / "job")[0].said == {"host": "n1"}
+
+
+# Stragglers
+
+
+def test_who_came_last_and_by_how_much(tmp_path: Path, capsys) -> None:
+    """Of each operation: rank 1 is 0.5 and 1.5 s late, rank 0 once 0.25 s."""
+    zero = recorded(0, call(1, called=10.0), call(2, called=20.0), call(3, called=30.25))
+    one = recorded(1, call(1, called=10.5), call(2, called=21.5), call(3, called=30.0))
+    dumps.write_dumps(tmp_path / "job", {0: zero, 1: one})
+    lines = by_line(load_arrivals(tmp_path / "job"))
+    assert [(line.rank, line.calls, line.last, line.total, line.median, line.longest) for line in lines] == [
+        (1, 3, 2, 2.0, 1.0, 1.5),
+        (0, 3, 1, 0.25, 0.25, 0.25),
+    ]
+    assert main(["trace", "stragglers", str(tmp_path / "job"), "--json", "-n", "1"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (shown["rank"], shown["longest"]) == (1, 1.5)
+    assert main(["trace", "stragglers", str(tmp_path / "job")]) == 0
+    assert "who came last, of 3 operations" in capsys.readouterr().out
+
+
+# A job that hangs
+
+HANGS = """
+    import ctypes, os, signal, sys, asynccoll as ac, torch
+    ac.initialize()
+    ac.all_reduce(torch.ones(4)).wait()
+    if ac.get_rank() == 1:
+        print(os.getpid(), flush=True)
+        if sys.argv[1] == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif sys.argv[1] == "native":
+            ctypes.PyDLL(None).sleep(100)
+        sys.stdin.read()
+        __import__("time").sleep(100)
+    try:
+        ac.all_reduce(torch.ones(5), lane="gradients", timeout=1).wait()
+    except ac.CollectiveTimeoutError as error:
+        print(error, flush=True)
+    ac.all_reduce(torch.ones(5), lane="gradients").wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["sleeping", "stopped", "native"])
+def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str) -> None:
+    script = jobs.writing(tmp_path)(HANGS)
+    kept = tmp_path / "dumps"
+    with jobs.starting(tmp_path) as start:
+        job = start("run", "-n", 2, script, how, ASYNCCOLL_DUMPS=str(kept))
+        pid, heard = job.lines(2)
+        code = main(["where", str(job.process.pid), "--json"])
+        (asked,) = json.loads(capsys.readouterr().out)
+        assert code == 0
+        (met,) = {one.meets for one in find_jobs(pid)}
+        assert [len(one.ranks) for one in find_jobs(met)] == [2]
+        main(["where", met])
+        shown = capsys.readouterr().out
+        if how == "stopped":
+            os.kill(int(pid), signal.SIGCONT)
+    zero, one = asked["ranks"]
+    assert (one["pid"], asked["world_size"]) == (int(pid), 2)
+    states = {"sleeping": "running", "stopped": "stopped", "native": "does not answer (native code?)"}
+    assert (zero["state"], one["state"]) == ("running", states[how])
+    assert [(c["operation"], c["of"], c["state"]) for c in one["calls"]] == [
+        ("all_reduce", "float32[4] sum", "finished")
+    ]
+    assert (zero["calls"][-1]["lane"], zero["calls"][-1]["place"][-13:]) == ("gradients", "program.py:17")
+    assert any("program.py" in frame for frame in zero["stack"])
+    assert bool(one["stack"]) is (how == "sleeping")
+    assert [(p["lane"], p["kind"], p["agreed"]) for p in asked["partings"]] == [("gradients", "absent", 0)]
+    assert "lane 'gradients': not all ranks have called at #1" in shown
+    # The ranks are gone: what is left is in the directory that the error has named.
+    (directory,) = re.findall(r"asynccoll trace diff (\S+) shows", heard)
+    assert Path(directory).parent == kept
+    assert main(["trace", "diff", directory, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == [0, 1]
+    (parting,) = found["partings"]
+    assert parting["sides"][1] == {"ranks": [1], "called": "has not called"}
+
+
+def test_there_is_no_such_job(capsys, tmp_path: Path) -> None:
+    assert main(["where", "1.2.3.4:5"]) == 1
+    assert "no rank of asynccoll runs here" in capsys.readouterr().out
+    for wrong, why in (("nonsense", "is no job"), (str(tmp_path), "no rank has registered")):
+        assert main(["where", wrong]) == 2
+        assert why in capsys.readouterr().err
