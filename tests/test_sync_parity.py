@@ -10,6 +10,7 @@ import torch
 
 import parity
 import worlds
+from ranks import NATIVE
 
 SIZES = [size for size in (1, 2, 4) if size in worlds.WORLD_SIZES]
 PLACES = [(backend, size) for backend in worlds.BACKENDS for size in SIZES]
@@ -74,10 +75,15 @@ def _called(idist, name):
     return getattr(idist, name)()
 
 
+def _is_gloo(me):
+    """What ignite has, too, whether or not ranks of a host share memory beside it."""
+    return NATIVE.get(me.backend, me.backend) == "gloo"
+
+
 def queries(me):
     names = ["device", "get_world_size", "get_rank", "get_local_rank", "hostname"]
     names += ["get_nproc_per_node", "get_nnodes", "get_node_rank"]
-    if me.backend == "gloo":
+    if _is_gloo(me):
         names += ["backend", "model_name", "available_backends"]
     else:
         _, ours = parity.modules()
@@ -185,7 +191,7 @@ def made_groups(me):
     for ranks in [group for group in GROUPS[me.size] if group is not None]:
         groups = {idist: idist.new_group(ranks) for idist in (theirs, ours)}
         named = {idist: idist.new_group(ranks, backend="gloo") for idist in (theirs, ours)}
-        if me.backend == "gloo":
+        if _is_gloo(me):
             with me.case(f"what it is {ranks}"):
                 assert type(groups[ours]) is type(groups[theirs])
         for made in (groups, named):
@@ -204,7 +210,7 @@ def made_groups(me):
                     make(me.rank),
                 )
     world = torch.distributed.group.WORLD
-    if me.backend == "gloo":
+    if _is_gloo(me):
         parity.compare(me, "the world's", lambda i, x: i.all_reduce(x, group=world), torch.tensor([me.rank]))
         parity.compare(me, "the world's", lambda i, x: i.all_gather(x, group=world), {"rank": me.rank})
     theirs.barrier()
@@ -237,7 +243,7 @@ def errors(me):
         "one_rank_first of nobody": lambda i: i.one_rank_first(rank=me.size).__enter__(),
         "one_rank_first of -1": lambda i: i.one_rank_first(rank=-1, local=True).__enter__(),
     }
-    if me.backend == "gloo":  # the texts are torch's, or tell the backends
+    if _is_gloo(me):  # the texts are torch's, or tell the backends
         wrong["new_group of nobody"] = lambda i: i.new_group([me.size])
         wrong["unknown backend"] = lambda i: i.initialize("abc")
         wrong["spawn on an unknown backend"] = lambda i: i.spawn("abc", print, ())

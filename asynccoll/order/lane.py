@@ -228,21 +228,24 @@ class Lane:
 
     def _announce(self, what: What, spot: Spot) -> None:
         """Tell a communicator that wants to know what the call is that is issued now. With the lock held."""
+        together = self._together
+        place, part = (self.sequence, self._part + 1) if together else (self.sequence + 1, 1)
+        self._tell_what(self._of_whole(what), spot, place, part, together)
+
+    def _tell_what(self, what: What, spot: Spot, place: int, part: int, shares: bool) -> None:
         announce = getattr(self._connection.communicator, "announce", None)
-        if announce is not None:
-            together = self._together
-            place, part = (self.sequence, self._part + 1) if together else (self.sequence + 1, 1)
-            announce(self._of_whole(what), spot, place, part, together)
+        if announce is not None and self.compares_calls:  # what differs is found before, and told all alike
+            announce(None, spot, place, part, False)
+        elif announce is not None:
+            announce(what, spot, place, part, shares)
 
     def _of_whole(self, what: What) -> What:
         return (self._whole, what) if self._together else what
 
     def _announce_job(self, job: Job) -> None:
         """The same of a queued call, or of the next step of a program."""
-        announce = getattr(self._connection.communicator, "announce", None)
-        if announce is not None:
-            shares = job.shares or job.program is not None
-            announce(job.what, job.called, job.place, job.part, shares)
+        shares = job.shares or job.program is not None
+        self._tell_what(job.what, job.called, job.place, job.part, shares)
 
     def _begin(self, job: Job) -> None:
         """Issue the first calls of a program that its waiter may drive. With the lock held."""

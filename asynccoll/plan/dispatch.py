@@ -92,7 +92,7 @@ def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce:
         return
     raise UnsupportedOpError(
         f"{op.value} of a sparse tensor is not supported on {capabilities.backend} "
-        "(only all_reduce with op='sum' on gloo and horovod is); pass x.to_dense()"
+        "(only all_reduce with op='sum' on gloo, through memory and on horovod is); pass x.to_dense()"
     )
 
 
@@ -146,7 +146,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
             "horovod has it for all_reduce of floats, where it is built with MPI or NCCL"
         )
     wire, dtype, on_wire, divide, why = arithmetic(spec.dtype, reduce, known)
-    native = known.reduces(dtype, on_wire) and op in known.ops and op not in known.compose
+    native = _has_native(op, spec, known) and known.reduces(dtype, on_wire)
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
         native = False  # the product of complex numbers is not that of their parts
     dense = op is Op.ALL_REDUCE and not spec.sparse
@@ -194,6 +194,11 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
         divide=divide,
         why=why,
     )
+
+
+def _has_native(op: Op, spec: TensorSpec, known: Capabilities) -> bool:
+    """Whether the backend has a call of its own for it that is the one to use."""
+    return op in known.ops and op not in known.compose and not (spec.sparse and known.gathers_sparse)
 
 
 def _nodes_first(topology: Topology, policy: Policy) -> str:

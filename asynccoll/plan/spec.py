@@ -157,7 +157,10 @@ class Capabilities:
     reduce: tuple[tuple[torch.dtype, frozenset[ReduceOp]], ...]
     move: frozenset[torch.dtype]
     devices: frozenset[str] = frozenset({"cpu"})
+    #: sparse tensors have a sum
     sparse: bool = False
+    #: ... which everybody works out, of what all ranks have gathered
+    gathers_sparse: bool = False
     #: collectives whose native call is slower than, or not awaitable unlike, a composition
     compose: frozenset[Op] = frozenset()
     #: collectives that its communicator builds of another native call: (ours, what is called)

@@ -92,7 +92,7 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[A
     cls = type(x)
     if isinstance(x, dict):
         keys = sorted(x) if {*map(type, x)} == {str} else sorted(x, key=_key_order)
-        return cls.__name__, tuple(map(repr, keys)), [x[key] for key in keys], _dict_maker(x, keys)
+        return cls.__name__, tuple(map(_key_name, keys)), [x[key] for key in keys], _dict_maker(x, keys)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return cls.__name__, tuple(x._fields), list(x), lambda values: tuple.__new__(cls, values)
     if isinstance(x, (list, tuple)):
@@ -100,6 +100,15 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[A
         return cls.__name__, (), list(x), make
     names = tuple(field.name for field in dataclasses.fields(x))
     return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
+
+
+def _key_name(key: Any) -> str:
+    """What a key is called where trees are compared: the same for keys that are one."""
+    if isinstance(key, numbers.Real):
+        return repr(math.trunc(key) if math.isfinite(key) and key == math.trunc(key) else float(key))
+    if type(key) is tuple:
+        return f"({', '.join(map(_key_name, key))})"
+    return repr(key)
 
 
 def _key_order(key: Any) -> tuple[Any, ...]:

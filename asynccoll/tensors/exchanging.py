@@ -57,7 +57,7 @@ def all_to_all_call(
         finish,
         received.view(shape) if value is received else value,
         shape=x.shape[1:],
-        detail=detail or "even" if len(set(in_splits)) == 1 else detail,
+        detail=detail,
         refill=encoding_again(wire, x, plan),
     )
 

@@ -29,6 +29,7 @@ from asynccoll.tensors.common import (
 )
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.tensors.nodes import nodes_first, scattered_by_node
+from asynccoll.tensors.sparse import sum_sparse
 
 #: Up to here a copy costs less than the longer way of a call that fills another tensor.
 _SMALL_BYTES = 64 << 10
@@ -42,7 +43,7 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
     if x.layout is not torch.strided:
         if out is not None:
             raise InvalidArgumentError("all_reduce: out= is for a dense tensor; a sparse sum is returned")
-        return _all_reduce_sparse(route.plan, x)
+        return sum_sparse(lane, route.plan, x)
     return _ALL_REDUCE[route.plan.via](lane, route, x, out if route.in_order else kept(x, out))
 
 
@@ -93,19 +94,6 @@ def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) ->
         value,
         shape=x.shape,
         detail=route.plan.reduce,
-    )
-
-
-def _all_reduce_sparse(plan: Plan, x: torch.Tensor) -> Call:
-    buffer = x.detach().coalesce().clone()
-    return Call(
-        plan,
-        lambda communicator: communicator.all_reduce(buffer, ReduceOp.SUM),
-        buffer._values(),
-        None,
-        buffer,
-        shape=x.shape,
-        detail="sum sparse",
     )
 
 

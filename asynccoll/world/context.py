@@ -159,7 +159,8 @@ class Context:
         given_up = lambda: self.closed or lane.broken is not None  # noqa: E731  # what it says
         group = lane.group
         assert isinstance(group, Group)
-        disagreed = lambda place, error: self.refuse(lane, error, place)  # noqa: E731  # so all parts are lost
+        # All parts of that call are lost, and what is still in flight of them.
+        disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # what it says
         opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)

@@ -22,6 +22,8 @@ MEMORY = Capabilities(
         *((dtype, _ARITHMETIC | {ReduceOp.AVG}) for dtype in _FLOATS),
     ),
     move=frozenset((*_INTEGERS, *_FLOATS, *_MOVED, torch.bool)),
+    sparse=True,
+    gathers_sparse=True,
     keeps_input=frozenset({Op.ALL_REDUCE, Op.REDUCE}),
 )
 

@@ -1,0 +1,70 @@
+"""The sum of sparse tensors: by the backend, or of what all ranks have gathered, worked out on each.
+
+Shapes: three ranks with ``(5,)`` and 2, 0 and 1 values get ``(5,)`` with up to 3 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from asynccoll.order.lane import Lane
+from asynccoll.plan.spec import Plan, ReduceOp
+from asynccoll.tensors.common import Call
+from asynccoll.transport.completion import Completion
+
+__all__ = ["sum_sparse"]
+
+
+def sum_sparse(lane: Lane, plan: Plan, x: torch.Tensor) -> Call:
+    """The sum of every rank's sparse ``x``."""
+    mine = x.detach().coalesce()
+    if plan.via == "native":
+        buffer = mine.clone()
+        start = lambda communicator: communicator.all_reduce(buffer, ReduceOp.SUM)  # noqa: E731
+        return Call(plan, start, buffer._values(), None, buffer, shape=x.shape, detail="sum sparse")
+    gathered = _Gathered(mine, lane.group.size)
+    values = mine.values()
+    return Call(
+        plan, None, values, gathered.total, shape=x.shape, detail="sum sparse", program=gathered.program
+    )
+
+
+class _Gathered:
+    """The indices and values of all ranks: how many differs, so that all send as many as the longest has."""
+
+    def __init__(self, mine: torch.Tensor, size: int) -> None:
+        self._mine = mine
+        self._size = size
+
+    def program(self, communicator: Any) -> Generator[Completion, None, Completion]:
+        """Gather them."""
+        mine, size = self._mine, self._size
+        self._counts = torch.empty(size, dtype=torch.int64)
+        yield communicator.all_gather(self._counts, torch.tensor([mine.values().shape[0]]))
+        longest = int(self._counts.max())
+        indices, values = mine.indices().t(), mine.values()
+        self._indices = indices.new_empty((size, longest, indices.shape[1]))
+        self._values = values.new_empty((size, longest, *values.shape[1:]))
+        yield communicator.all_gather(self._indices.view(-1), _padded(indices, longest))
+        sent = _padded(values, longest).view(torch.uint8)  # of any dtype
+        last: Completion = communicator.all_gather(self._values.view(-1).view(torch.uint8), sent)
+        return last
+
+    def total(self) -> torch.Tensor:
+        """Their sum, in the order of ranks, so that each has the same bits."""
+        counts = self._counts.tolist()
+        indices = torch.cat([row[:count] for row, count in zip(self._indices, counts, strict=True)])
+        values = torch.cat([row[:count] for row, count in zip(self._values, counts, strict=True)])
+        shape, device = self._mine.shape, self._mine.device
+        whole = torch.sparse_coo_tensor(indices.t(), values, shape, device=device, check_invariants=False)
+        return whole.coalesce()
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The flat ``rows``, of which there are to be so many."""
+    padded = rows.new_zeros((count, *rows.shape[1:]))
+    padded[: rows.shape[0]].copy_(rows)
+    return padded.view(-1)
