@@ -565,6 +565,24 @@ def test_the_cause_comes_before_its_consequences(failures, first):
     assert report.first_failure(failures).rank == first
 
 
+def test_ranks_that_fail_in_the_same_way_are_told_together():
+    """Each with its own exit; a mismatch, say, is raised on every rank with one text of several lines."""
+    mismatch = "CollectiveMismatchError: ranks called different things:\n  rank 0: all_reduce"
+    said = [mismatch, mismatch, "OSError: gone", mismatch, "OSError: gone", ""]
+    failures = [
+        report.Failure(rank, 100 + rank, 1, "host", time=1.0 + rank, message=text)
+        for rank, text in enumerate(said)
+    ]
+    failures.append(report.Failure(6, 106, -signal.SIGTERM, "host"))
+    assert report.report(failures).splitlines() == [
+        "asynccoll run: rank 0 failed on host (pid 100): exit code 1",
+        "asynccoll run: ranks 1, 3 failed alike",
+        "asynccoll run: ranks 2, 4 failed too: OSError: gone",
+        "asynccoll run: rank 5 failed too: exit code 1",
+        "asynccoll run: stopped rank 6",
+    ]
+
+
 def test_an_unknown_signal_and_long_messages_are_told_all_the_same():
     failures = [
         Failure(0, code=-99, **A),

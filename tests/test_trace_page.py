@@ -47,7 +47,7 @@ def text(browser, selector):
 def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     browser.open(html)
     cards = text(browser, "#cards")
-    assert "21 % hidden" in cards  # 0.4 s behind backward, of 1.8 s in flight on one rank and 0.1 on the other
+    assert "21 % hidden" in cards  # 0.4 s of 1.8 on one rank, none of 0.1 on the other
     assert "rank 1 is late" in cards
     assert "it was in load" in cards
     assert "1 operation not over" in cards

@@ -121,7 +121,7 @@ def report(
     program: str = "asynccoll run",
     flights: Mapping[int, Flight] | None = None,
 ) -> str:
-    """The first failure with its traceback, then one line for each other rank that failed.
+    """The first failure with its traceback, then a line for all others that failed in the same way.
 
     ``flights``: what the ranks had recorded, by which an abort is explained.
     """
@@ -132,18 +132,27 @@ def report(
         lines += ["", first.trace, ""]
     if meant := what_aborted(first.code, flights or {}):
         lines.append(f"{program}: {meant}")
-    stopped = []
+    stopped: list[int] = []
+    others: dict[str, list[int]] = {}
     for failure in failures:
         if failure is first:
             continue
         if failure.time is None and failure.code in (-signal.SIGTERM, -signal.SIGKILL):
-            stopped.append(str(failure.rank))
+            stopped.append(failure.rank)
+        elif failure.message and failure.message == first.message:
+            others.setdefault("failed alike", []).append(failure.rank)
         else:
             told = _shortened(failure.message) or failure.how
-            lines.append(f"{program}: rank {failure.rank} failed too: {told}")
+            others.setdefault(f"failed too: {told}", []).append(failure.rank)
+    lines += [f"{program}: {_named(ranks)} {how}" for how, ranks in others.items()]
     if stopped:
-        lines.append(f"{program}: stopped rank{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
+        lines.append(f"{program}: stopped {_named(stopped)}")
     return "\n".join(lines)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks as people write them."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _shortened(text: str) -> str:
