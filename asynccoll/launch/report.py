@@ -34,6 +34,8 @@ class Failure:
     message: str = ""
     trace: str = ""
     shown: bool = False
+    #: the ranks that this one found to be gone
+    lost: tuple[int, ...] = ()
 
     @property
     def how(self) -> str:
@@ -65,6 +67,7 @@ def read_failure(
         message=str(message.get("message", "")),
         trace="" if ours.get("exited") else str(extra.get("py_callstack", "")).strip(),
         shown=bool(ours.get("shown")),
+        lost=tuple(ours.get("lost", ())),
     )
 
 
@@ -79,7 +82,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
     A rank that died without a word (killed, crashed) makes its peers raise, hardly ever the other
     way round; among those that recorded an error the earliest counts. SIGTERM comes last: that is
-    how the launcher stops the peers of a failed rank.
+    how the launcher stops the peers of a failed rank. But not where the earliest error is that such a rank
+    was gone: then somebody else had stopped it.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -87,7 +91,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
             return 1, failure.time
         return (2 if failure.code == -signal.SIGTERM else 0), 0.0
 
-    return min(failures, key=order)
+    first = min(failures, key=order)
+    return next((one for one in failures if one.time is None and one.rank in first.lost), first)
 
 
 def exit_code(failure: Failure) -> int:
