@@ -513,7 +513,7 @@ def unlaunched(monkeypatch):
 
 
 def test_info_tells_versions_backends_and_who_launched(capsys, unlaunched):
-    assert main(["info", "--json"]) == 0
+    assert main(["info", "--no-try", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["torch"].startswith("2.")
     assert "gloo" in found["backends"]
@@ -521,13 +521,13 @@ def test_info_tells_versions_backends_and_who_launched(capsys, unlaunched):
     assert "shared by ranks of a host" in found["memory"]
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         unlaunched.setenv(name, value)
-    assert main(["info"]) == 0
+    assert main(["info", "--no-try"]) == 0
     assert re.search(r"^launcher +torchrun: rank 1 of 2", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_info_tells_what_is_wrong_with_the_environment(capsys, unlaunched):
     unlaunched.setenv("RANK", "1")
-    assert main(["info"]) == 0
+    assert main(["info", "--no-try"]) == 0
     assert "missing WORLD_SIZE" in capsys.readouterr().out
 
 
@@ -559,10 +559,37 @@ A = {"host": "h", "pid": 1}
         ([Failure(0, code=-15, **A), Failure(1, code=3, **A)], 1),
         ([Failure(0, code=-15, **A), Failure(1, code=-15, **A)], 0),
         ([Failure(0, code=-6, time=4.0, **A), Failure(1, code=-6, **A)], 1),
+        ([Failure(0, code=1, time=4.0, lost=(1,), **A), Failure(1, code=-15, **A)], 1),
+        (
+            [
+                Failure(0, code=1, time=5.0, lost=(1,), **A),
+                Failure(1, code=-15, **A),
+                Failure(2, code=1, time=4.0, **A),
+            ],
+            2,
+        ),
     ],
 )
 def test_the_cause_comes_before_its_consequences(failures, first):
     assert report.first_failure(failures).rank == first
+
+
+def test_ranks_that_fail_in_the_same_way_are_told_together():
+    """Each with its own exit; a mismatch, say, is raised on every rank with one text of several lines."""
+    mismatch = "CollectiveMismatchError: ranks called different things:\n  rank 0: all_reduce"
+    said = [mismatch, mismatch, "OSError: gone", mismatch, "OSError: gone", ""]
+    failures = [
+        report.Failure(rank, 100 + rank, 1, "host", time=1.0 + rank, message=text)
+        for rank, text in enumerate(said)
+    ]
+    failures.append(report.Failure(6, 106, -signal.SIGTERM, "host"))
+    assert report.report(failures).splitlines() == [
+        "asynccoll run: rank 0 failed on host (pid 100): exit code 1",
+        "asynccoll run: ranks 1, 3 failed alike",
+        "asynccoll run: ranks 2, 4 failed too: OSError: gone",
+        "asynccoll run: rank 5 failed too: exit code 1",
+        "asynccoll run: stopped rank 6",
+    ]
 
 
 def test_an_unknown_signal_and_long_messages_are_told_all_the_same():

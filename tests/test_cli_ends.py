@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -219,6 +220,27 @@ def test_a_rank_that_is_stopped_on_its_way_out_ends_with_its_own_code(tmp_path, 
     assert errors.count("ValueError: the reason of 0") == 1
     assert "exit code 1" in errors
     assert "SIGTERM" not in errors
+
+
+@on_linux
+def test_a_rank_that_somebody_else_stops_is_named(start, script):
+    """It ends as those do that the launcher stops; but its peer had found it gone before."""
+    script("""
+        import os, signal, asynccoll as ac
+        ac.initialize("gloo")
+        ac.barrier().wait()
+        if ac.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which may be quicker than the news
+        ac.all_reduce(1).wait()
+    """)
+    code, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert code == 128 + signal.SIGTERM
+    assert re.search(
+        r"^asynccoll run: rank 1 failed on \S+ \(pid \d+\): killed by SIGTERM$", errors, re.MULTILINE
+    )
+    assert "asynccoll run: rank 0 failed too: PeerLostError: rank 1" in errors
+    assert "stopped" not in errors
 
 
 @on_linux

@@ -47,7 +47,7 @@ def text(browser, selector):
 def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     browser.open(html)
     cards = text(browser, "#cards")
-    assert "32 % hidden" in cards or re.search(r"\d+ % hidden", cards)
+    assert "21 % hidden" in cards  # 0.4 s of 1.8 on one rank, none of 0.1 on the other
     assert "rank 1 is late" in cards
     assert "it was in load" in cards
     assert "1 operation not over" in cards
@@ -56,7 +56,8 @@ def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     assert "rank 1 has not called it" in hang
     assert "</script><b>train.py:20" in hang
     assert "train.py:14" in text(browser, "#waits")
-    assert text(browser, "#stragglers").count("all_reduce") == 2 or "1 of 1" in text(browser, "#stragglers")
+    stragglers = text(browser, "#stragglers")
+    assert "1 of 1" in stragglers and "0 of 1" in stragglers
     assert "backward" in text(browser, "#keys")
     rows = browser.run("trace.bars.map(bar => [bar.rank.rank, bar.row.name, bar.spans.length])")
     assert rows == [[0, "MainThread", 1], [0, "default", 2], [1, "MainThread", 1], [1, "default", 1]]

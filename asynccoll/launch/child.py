@@ -198,6 +198,7 @@ def record(path: Path, error: BaseException, *, shown: bool) -> None:
             "host": socket.gethostname(),
             "exited": isinstance(error, SystemExit),
             "code": _exit_code(error),
+            "lost": _lost(error),
             "shown": shown,
             "time": now,
         },
@@ -219,6 +220,14 @@ def _told(error: BaseException) -> str:
     if not (isinstance(inside, tuple) and inside and isinstance(inside[0], BaseException)):
         return own
     return f"{'; '.join(map(_told, inside))} (in {own})"
+
+
+def _lost(error: BaseException) -> list[int]:
+    """The ranks that had gone before, as the library names them (it is not imported here)."""
+    if type(error).__name__ == "PeerLostError":
+        return [rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int)]
+    inside = getattr(error, "exceptions", ())
+    return [rank for one in inside for rank in _lost(one)] if isinstance(inside, tuple) else []
 
 
 def _exit_code(error: BaseException) -> int:

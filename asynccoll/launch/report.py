@@ -34,6 +34,8 @@ class Failure:
     message: str = ""
     trace: str = ""
     shown: bool = False
+    #: the ranks that this one found to be gone
+    lost: tuple[int, ...] = ()
 
     @property
     def how(self) -> str:
@@ -65,6 +67,7 @@ def read_failure(
         message=str(message.get("message", "")),
         trace="" if ours.get("exited") else str(extra.get("py_callstack", "")).strip(),
         shown=bool(ours.get("shown")),
+        lost=tuple(ours.get("lost", ())),
     )
 
 
@@ -79,7 +82,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
     A rank that died without a word (killed, crashed) makes its peers raise, hardly ever the other
     way round; among those that recorded an error the earliest counts. SIGTERM comes last: that is
-    how the launcher stops the peers of a failed rank.
+    how the launcher stops the peers of a failed rank. But not where the earliest error is that such a rank
+    was gone: then somebody else had stopped it.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -87,7 +91,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
             return 1, failure.time
         return (2 if failure.code == -signal.SIGTERM else 0), 0.0
 
-    return min(failures, key=order)
+    first = min(failures, key=order)
+    return next((one for one in failures if one.time is None and one.rank in first.lost), first)
 
 
 def exit_code(failure: Failure) -> int:
@@ -121,7 +126,7 @@ def report(
     program: str = "asynccoll run",
     flights: Mapping[int, Flight] | None = None,
 ) -> str:
-    """The first failure with its traceback, then one line for each other rank that failed.
+    """The first failure with its traceback, then a line for all others that failed in the same way.
 
     ``flights``: what the ranks had recorded, by which an abort is explained.
     """
@@ -132,18 +137,27 @@ def report(
         lines += ["", first.trace, ""]
     if meant := what_aborted(first.code, flights or {}):
         lines.append(f"{program}: {meant}")
-    stopped = []
+    stopped: list[int] = []
+    others: dict[str, list[int]] = {}
     for failure in failures:
         if failure is first:
             continue
         if failure.time is None and failure.code in (-signal.SIGTERM, -signal.SIGKILL):
-            stopped.append(str(failure.rank))
+            stopped.append(failure.rank)
+        elif failure.message and failure.message == first.message:
+            others.setdefault("failed alike", []).append(failure.rank)
         else:
             told = _shortened(failure.message) or failure.how
-            lines.append(f"{program}: rank {failure.rank} failed too: {told}")
+            others.setdefault(f"failed too: {told}", []).append(failure.rank)
+    lines += [f"{program}: {_named(ranks)} {how}" for how, ranks in others.items()]
     if stopped:
-        lines.append(f"{program}: stopped rank{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
+        lines.append(f"{program}: stopped {_named(stopped)}")
     return "\n".join(lines)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks as people write them."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _shortened(text: str) -> str:
