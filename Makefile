@@ -171,7 +171,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@$(MAKE) --no-print-directory explore determined training soak
 
 # Those of files that start whole programs are left to `make test`.
-PROGRAMS := cli cli_ends cli_hosts compiled examples exit faults hosts launchers meeting nodes notebook packaging parallel slurm spawn sync_launch
+PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where
 INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1
