@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training nightly quick lint types docs bench \
+.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training faults nightly quick lint types docs bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -158,6 +158,10 @@ training: ## draw trainings, look whether they come to what one process does (SE
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		python $(CURDIR)/tests/explore_training.py $(SECONDS) $(SIZES)
 
+faults: ## every fault in every operation, however one waits (docs/faults.md), in fresh processes each: some half an hour
+	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_FAULTS=all ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
+		$(PYTEST) $(AT_ONCE:loadfile=load) $(call TESTS_OF,faults_matrix) $(ARGS)
+
 # Where each backend's tests run: BACKEND:ON.
 EVERYWHERE := gloo:test mpi:mpich mpi:openmpi horovod:horovod xla-tpu:xla
 DRAWN      := all_gather all_reduce all_to_all broadcast codecs compositions env fusion nodes p2p reduce_scatter scatter
@@ -169,6 +173,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS)
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
 	@$(MAKE) --no-print-directory explore determined training soak
+	@$(MAKE) --no-print-directory faults
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where

@@ -15,6 +15,7 @@ from asynccoll import flight
 from asynccoll.flight import registry
 from asynccoll.host import endings, shared_memory
 from asynccoll.launch import report
+from asynccoll.launch.naming import naming
 from asynccoll.launch.witness import Witness
 from patience import patient
 
@@ -160,3 +161,13 @@ def test_other_ends_are_not_explained() -> None:
     assert report.what_aborted(1, {}) == ""
     assert report.what_aborted(-signal.SIGKILL, {}) == ""
     assert "what it said is above" in report.what_aborted(-signal.SIGABRT, {})
+
+
+def test_a_launcher_makes_a_secret_unless_the_user_has_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("ASYNCCOLL_SECRET", raising=False)
+    one, other = naming(tmp_path), naming(tmp_path)
+    assert one["ASYNCCOLL_JOB_DIRECTORY"] == str(tmp_path)
+    assert len(bytes.fromhex(one["ASYNCCOLL_SECRET"])) == 16
+    assert one["ASYNCCOLL_SECRET"] != other["ASYNCCOLL_SECRET"]
+    monkeypatch.setenv("ASYNCCOLL_SECRET", "mine")
+    assert naming(tmp_path)["ASYNCCOLL_SECRET"] == "mine"

@@ -1,0 +1,54 @@
+"""Every fault of `faults_matrix` is told as its table says; thirty cells here, all in `make faults`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import faults_matrix
+import worlds
+from faults_matrix import CULPRIT, FAULTS, PLACES, Cell
+from patience import patient
+
+ALL = os.environ.get("ASYNCCOLL_TEST_FAULTS") == "all"
+PLACES_HERE = tuple(name for name, (backend, _) in PLACES.items() if backend in worlds.BACKENDS)
+CELLS = list(faults_matrix.cells(PLACES_HERE))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("one", CELLS if ALL else faults_matrix.some(CELLS, 30), ids=str)
+def test_a_fault_is_told_as_the_table_says(one: Cell) -> None:
+    fault = FAULTS[one.fault]
+    backend, options = PLACES[one.place]
+    with worlds.fresh(backend, one.size, **options, **fault.options) as world:
+        dies = [CULPRIT] if fault.dies else []
+        results = world.run(
+            faults_matrix.cell, one.fault, one.operation, runner=one.way, dies=dies, timeout=patient(20)
+        )
+        world.kill()
+    own = results.pop(CULPRIT)
+    if fault.dies:
+        assert own in (worlds.Died(0), worlds.Died(-signal.SIGKILL))
+    else:
+        assert (own and own[0]) == fault.own, own
+    for error, ranks, seconds, text in results:
+        assert error == fault.error, text
+        if fault.names:
+            assert ranks == (CULPRIT,), text
+            assert f"rank {CULPRIT} " in text or f"rank {CULPRIT}:" in text
+        assert seconds < fault.seconds + patient(1.0) - 1.0, text
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    page = Path(__file__).parent.parent / "docs" / "faults.md"
+    assert page.read_text() == faults_matrix.table(), (
+        "write it anew: python tests/faults_matrix.py > docs/faults.md"
+    )
+
+
+def test_there_are_enough_cells() -> None:
+    assert len(list(faults_matrix.cells())) >= 200
+    assert len({one.fault for one in faults_matrix.some(list(faults_matrix.cells()), 30)}) == len(FAULTS)
