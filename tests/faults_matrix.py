@@ -65,7 +65,7 @@ WAYS = ("asyncio", "trio", "blocking")
 
 #: Where it is tried: the backend's name, and what `initialize` is told besides.
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
-    "memory": ("gloo", {}),
+    "memory": ("gloo", {"memory": True}),
     "gloo": ("gloo", {"memory": False}),
     "mpi": ("mpi", {}),
     "horovod": ("horovod", {}),
@@ -243,8 +243,17 @@ def cells(places: tuple[str, ...] = ("memory", "gloo")) -> Iterator[Cell]:
 
 
 def some(of: list[Cell], most: int) -> list[Cell]:
-    """So many, spread over faults, operations and ways."""
-    return [of[number * len(of) // most] for number in range(min(most, len(of)))]
+    """So many: of each fault in turn, each time in another operation and way."""
+    by_fault: dict[str, list[Cell]] = {}
+    for one in of:
+        by_fault.setdefault(one.fault, []).append(one)
+    turns = itertools.count()
+    picked = [
+        mine[(turn * 7 + number) % len(mine)]
+        for turn in itertools.islice(turns, -(-most // max(1, len(by_fault))))
+        for number, mine in enumerate(by_fault.values())
+    ]
+    return picked[:most]
 
 
 async def cell(me: Rank, name: str, operation: str) -> Any:
