@@ -163,7 +163,7 @@ faults: ## every fault in every operation, however one waits (docs/faults.md), i
 		$(PYTEST) $(AT_ONCE:loadfile=load) $(call TESTS_OF,faults_matrix) $(ARGS)
 
 # Where each backend's tests run: BACKEND:ON.
-EVERYWHERE := gloo:test mpi:mpich mpi:openmpi horovod:horovod xla-tpu:xla
+EVERYWHERE := gloo:test memory:test mpi:mpich mpi:openmpi horovod:horovod xla-tpu:xla
 DRAWN      := all_gather all_reduce all_to_all broadcast codecs compositions env fusion nodes p2p reduce_scatter scatter
 nightly: ## what takes long, the same code with more seeds: drawn data, programs (SECONDS a backend), trainings, soak
 	@env HYPOTHESIS_PROFILE=explore ASYNCCOLL_TEST_RUNNERS=asyncio $(WHEEL) $(PYTEST) $(AT_ONCE) $(call TESTS_OF,$(DRAWN))

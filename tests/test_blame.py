@@ -310,9 +310,11 @@ def test_who_is_late_is_named(backend: str, size: int, runner: str, how: str) ->
 async def asked(me: Rank) -> tuple[tuple[int, ...], str]:
     await me.get(ac.all_reduce(torch.ones(2)))
     if me.rank == 1:
+        me.show("recorded")  # which comes after a call's start, and its peer may be on its way by then
         me.see("asked")
         await me.get(ac.barrier())
         return (), ""
+    me.see("recorded")
     work = ac.barrier()
     found = ac.who_is_missing(work)
     me.show("asked")
