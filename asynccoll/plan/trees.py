@@ -104,8 +104,11 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[A
 
 def _key_name(key: Any) -> str:
     """What a key is called where trees are compared: the same for keys that are one."""
+    if isinstance(key, numbers.Integral):
+        return repr(int(key))
     if isinstance(key, numbers.Real):
-        return repr(math.trunc(key) if math.isfinite(key) and key == math.trunc(key) else float(key))
+        value = float(key)
+        return repr(int(value) if value.is_integer() else value)
     if type(key) is tuple:
         return f"({', '.join(map(_key_name, key))})"
     return repr(key)
