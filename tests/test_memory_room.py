@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import asynccoll as ac
 import oracle
 import worlds
 from asynccoll.backends.memory.arena import Arena
+from patience import patient
 from ranks import Rank
 from worlds import World
 
@@ -63,3 +66,33 @@ def test_many_lanes(world: World) -> None:
     for first, used, again in world.run(many_lanes, timeout=60):
         assert 0 < used - first < 24 * 34 << 10
         assert again - used < 1 << 10
+
+
+#: A lane's memory that is garbage in the parent, not collected yet, when it forks.
+FORKED = """
+import gc, mmap, os
+from asynccoll.backends.memory.arena import Arena, map_region
+gc.disable()
+arena = Arena()
+offset, layout = arena.lend(2)
+circle = [map_region(arena.descriptor, offset, layout.total_bytes)]
+circle.append(circle)
+del circle
+child = os.fork()
+if child == 0:
+    own = [mmap.mmap(-1, 1 << 20) for _ in range(200)]
+    for one in own:
+        one[:8] = b"12345678"
+    gc.collect()
+    os._exit(any(one[:8] != b"12345678" for one in own))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.processes
+def test_a_child_keeps_what_it_maps_where_its_parent_has_a_lane() -> None:
+    """The kernel gives it those addresses again, and collecting the parent's garbage would unmap them."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=patient(20), check=True
+    )
+    assert ended.stdout.split() == ["0"], ended.stderr

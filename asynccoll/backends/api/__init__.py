@@ -18,7 +18,7 @@ from asynccoll.backends.api.request import Request, of_torch
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import mismatch
-from asynccoll.host import give_way, network
+from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.memory.aliasing import may_overlap
@@ -76,6 +76,7 @@ __all__ = [
     "detect",
     "dtype_name",
     "flatten",
+    "forks",
     "give_way",
     "host",
     "locate",

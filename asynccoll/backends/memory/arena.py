@@ -12,9 +12,11 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections import defaultdict
 from typing import NamedTuple
 
+from asynccoll.backends.api import forks
 from asynccoll.backends.memory.layout import BLOCK_WORDS, STATE, Layout
 
 __all__ = ["Arena", "map_region"]
@@ -29,11 +31,24 @@ _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
+#: What is mapped in this process, by anybody.
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
 def map_region(descriptor: int, offset: int, length: int) -> mmap.mmap:
     """``length`` bytes from ``offset``, on a page; unmapped with the last reference, not there in a child."""
     mapped = mmap.mmap(descriptor, length, mmap.MAP_SHARED, offset=offset)
+    _mapped.add(mapped)
     mapped.madvise(mmap.MADV_DONTFORK)
     return mapped
+
+
+def _keep_in_child() -> None:
+    """Never unmap there: the child may have put something of its own where these are in the parent."""
+    forks.keep(*_mapped)
+
+
+forks.in_child(after_in_child=_keep_in_child)
 
 
 class _Lent(NamedTuple):
