@@ -533,15 +533,15 @@ def test_info_tells_what_is_wrong_with_the_environment(capsys, unlaunched):
 
 def test_explain_prints_the_plan_and_why(capsys):
     arguments = ["explain", "reduce_scatter", "--shape", "4,4", "--dtype", "int16"]
-    assert main([*arguments, "--backend", "gloo", "--world-size", "4", "--memory"]) == 0
+    assert main([*arguments, "--backend", "gloo", "--world-size", "4"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("reduce_scatter on memory: ")
     assert "  - through memory that ranks share" in output
-    assert main([*arguments, "--world-size", "4"]) == 0
+    assert main([*arguments, "--world-size", "4", "--no-memory"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("reduce_scatter on gloo: ")
     assert "  - gloo: memory=False" in output
-    assert main([*arguments, "--world-size", "4", "--nodes", "2", "--memory"]) == 0
+    assert main([*arguments, "--world-size", "4", "--nodes", "2"]) == 0
     assert "  - gloo: these ranks are on 2 hosts" in capsys.readouterr().out
 
 

@@ -165,9 +165,14 @@ def test_only_what_the_wire_reduces() -> None:
 
 
 def test_it_is_explained() -> None:
-    said = str(explain_offline("all_reduce", backend="gloo", world_size=16, nodes=4, shape=(1 << 17,)))
-    assert "all_reduce on gloo: all_reduce (composed by nodes)" in said
-    assert "4 nodes of 4 ranks" in said
+    for memory, how in ((False, "4 nodes of 4 ranks"), (True, "4 hosts of 4 ranks: through memory")):
+        said = str(
+            explain_offline(
+                "all_reduce", backend="gloo", world_size=16, nodes=4, shape=(1 << 17,), memory=memory
+            )
+        )
+        assert "all_reduce on gloo: all_reduce (composed by nodes)" in said
+        assert how in said
     with pytest.raises(ac.InvalidArgumentError, match="16 ranks"):
         explain_offline("all_reduce", backend="gloo", world_size=16, nodes=3)
 

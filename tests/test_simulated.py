@@ -199,7 +199,7 @@ def test_slow_links_take_their_time() -> None:
 
 def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parent.parent / "docs" / "simulation.md"
-    first, explored, second = re.findall(
+    first, explored, second, racing = re.findall(
         r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {}
@@ -209,6 +209,10 @@ def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     for test in tests:
         test()
     exec(second, {})  # as above
+    exec(racing, names)  # as above
+    counter = names["Counter"]()
+    counter.add()
+    assert counter.n == 1
     assert "rank 1, MainThread" in capsys.readouterr().out
 
 

@@ -42,8 +42,9 @@ class _Gathered:
     def program(self, communicator: Any) -> Generator[Completion, None, Completion]:
         """Gather them."""
         mine, size = self._mine, self._size
-        self._counts = torch.empty(size, dtype=torch.int64)
-        yield communicator.all_gather(self._counts, torch.tensor([mine.values().shape[0]]))
+        self._counts = torch.empty(size, dtype=torch.int64, device=mine.device)
+        here = torch.full((1,), mine.values().shape[0], dtype=torch.int64, device=mine.device)
+        yield communicator.all_gather(self._counts, here)
         longest = int(self._counts.max())
         indices, values = mine.indices().t(), mine.values()
         self._indices = indices.new_empty((size, longest, indices.shape[1]))
