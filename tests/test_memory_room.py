@@ -15,6 +15,9 @@ import asynccoll as ac
 import oracle
 import worlds
 from asynccoll.backends.memory.arena import Arena
+from asynccoll.backends.memory.engine import Engine
+from asynccoll.backends.memory.layout import ABORTED, CLOSED, Layout
+from asynccoll.backends.memory.region import Region
 from patience import patient
 from ranks import Rank
 from worlds import World
@@ -96,3 +99,25 @@ def test_a_child_keeps_what_it_maps_where_its_parent_has_a_lane() -> None:
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=patient(20), check=True
     )
     assert ended.stdout.split() == ["0"], ended.stderr
+
+
+class NoBells:
+    """Of a rank without others."""
+
+    crowded = False
+
+    def wake(self, index: int) -> None: ...
+
+    def ring(self, index: int) -> None: ...
+
+
+def test_who_has_left_writes_nothing_more() -> None:
+    """A lane given up is closed later, when its memory may be another lane's."""
+    layout = Layout(2, 4096)
+    buffer = bytearray(layout.total_bytes)
+    engine = Engine(Region(buffer, layout, 0), NoBells(), "a lane", [0, 1])
+    engine.stop(ABORTED, ac.PeerLostError("given up"))
+    assert any(buffer)
+    buffer[:] = bytes(len(buffer))
+    engine.stop(CLOSED, ac.AbortedError("closed"))
+    assert not any(buffer)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from asynccoll.backends.api import forks
-from asynccoll.backends.memory.layout import BLOCK_WORDS, STATE, Layout
+from asynccoll.backends.memory.layout import BLOCK_WORDS, LEFT, Layout
 
 __all__ = ["Arena", "map_region"]
 
@@ -61,7 +61,7 @@ class _Lent(NamedTuple):
     def is_left(self) -> bool:
         """Whether all ranks have left it."""
         words = memoryview(self.mapping)[: self.layout.splits].cast("Q")
-        return all(words[rank * BLOCK_WORDS + STATE] for rank in range(self.layout.size))
+        return all(words[rank * BLOCK_WORDS + LEFT] for rank in range(self.layout.size))
 
 
 class Arena:

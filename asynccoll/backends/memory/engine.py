@@ -30,6 +30,7 @@ from asynccoll.backends.memory.layout import (
     ASLEEP,
     CLOSED,
     COMBINED,
+    LEFT,
     LENGTHS,
     PLACES,
     POSTED,
@@ -99,6 +100,7 @@ class Engine:
         self._room = SLOTS  # up to here every slot was seen to be free
         self._sleepers = 0
         self._halted = False
+        self._left = False
         self._naps = count(1)  # each has a number of its own
         self._watched = False
         self._listened: dict[Exchange, None] = {}  # calls that are not over and have callbacks
@@ -518,16 +520,14 @@ class Engine:
         self._end_all(collective_error(error, f"moving data through the memory of {self._where}"))
 
     def stop(self, state: int, error: CollectiveError) -> None:
-        """Leave: end what is in flight here, and soon on the others that wait for this rank."""
+        """Leave: end what is in flight here, and soon on the others that wait for this rank. Once."""
         with self._lock:
+            if self._left:
+                return  # and the memory may be another lane's by now
+            self._left = True
             self._words[self._mine + STATE] = state
             self._end_all(error)
         self._tell_others()
         if self._untold:
             self._bells.ring(self.region.index)
-
-    @property
-    def all_left(self) -> bool:
-        """Whether no rank uses the region any more."""
-        words = self._words
-        return bool(words[self._mine + STATE]) and all(words[base + STATE] for base in self.region.others)
+        self._words[self._mine + LEFT] = 1

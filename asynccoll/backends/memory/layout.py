@@ -18,6 +18,7 @@ __all__ = [
     "BLOCK_WORDS",
     "CLOSED",
     "COMBINED",
+    "LEFT",
     "LENGTHS",
     "PLACES",
     "POSTED",
@@ -47,6 +48,8 @@ ASLEEP = 4 * _LINE_WORDS
 WATCHING = ASLEEP + 1
 #: whether the rank has left, and how
 STATE = 5 * _LINE_WORDS
+#: not 0 once it writes nothing there any more: the memory may be another lane's when all have left
+LEFT = STATE + 1
 #: by slot: the place of the call in the lane's order << 1 | whether parts share it
 PLACES = 6 * _LINE_WORDS
 BLOCK_WORDS = 8 * _LINE_WORDS
