@@ -162,7 +162,7 @@ def test_the_first_failure_is_told(tmp_path: Path) -> None:
     ended = run(tmp_path, RAISES)
     assert ended.code != 0
     assert "asynccoll run: rank 1 failed" in ended.err, ended.said
-    assert ended.err.count("LookupError: of my own") == 1, ended.said
+    assert ended.err.count("\nLookupError: of my own") == 1, ended.said
     assert ended.err.count("Traceback") == 1, "horovodrun has none of its own to show"
 
 

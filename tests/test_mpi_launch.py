@@ -140,7 +140,7 @@ def test_an_uncaught_error_ends_the_job(tmp_path: Path, start) -> None:
     assert "LookupError: of my own" in ended.err, ended.said
     if start is run:
         assert "asynccoll run: rank 1 failed" in ended.err
-        assert ended.err.count("LookupError: of my own") == 1, "told more than once"
+        assert ended.err.count("\nLookupError: of my own") == 1, "told more than once"
 
 
 EXITS = RAISES.replace('raise LookupError("of my own")', "raise SystemExit(7)")
