@@ -91,8 +91,10 @@ def _flatten(x: Any, leaves: list[Any], path: tuple[int, ...]) -> TreeSpec:
 def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]:
     cls = type(x)
     if isinstance(x, dict):
-        keys = sorted(x) if {*map(type, x)} == {str} else sorted(x, key=_key_order)
-        return cls.__name__, tuple(map(_key_name, keys)), [x[key] for key in keys], _dict_maker(x, keys)
+        texts = {*map(type, x)} == {str}  # nearly always, and these need no closer look
+        keys = sorted(x) if texts else sorted(x, key=_key_order)
+        names = tuple(map(repr if texts else _key_name, keys))
+        return cls.__name__, names, [x[key] for key in keys], _dict_maker(x, keys)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return cls.__name__, tuple(x._fields), list(x), lambda values: tuple.__new__(cls, values)
     if isinstance(x, (list, tuple)):
