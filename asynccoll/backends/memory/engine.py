@@ -267,29 +267,27 @@ class Engine:
             try:
                 exchange.agreed(lengths, step % SLOTS)
             except CollectiveError as error:  # the same on every rank
-                self._refuse(exchange, error)
+                if self._queue[0] is exchange:  # else it is found again once those before are over
+                    self._end(exchange, error)
                 return False
         exchange.verified = True
         return True
 
-    def _refuse(self, exchange: Exchange, error: CollectiveError) -> None:
-        """Ranks differ about that call. One behind others is found again once those are over."""
-        if self._queue[0] is exchange:
-            self._end(exchange, error)
-
     def _disagree(self, exchange: Exchange, *, shared: bool) -> None:
         """Ranks differ about this call; where it is ``shared``, a part of one, about how many steps it takes.
 
-        Then nothing moves on here any more: who shares it has the lane begin a new epoch, elsewhere.
+        Then nothing moves on here any more: who shares it has the lane begin a new epoch, elsewhere. Of a
+        call behind others this is found again once those are over.
         """
-        if shared and self._queue[0] is exchange:
-            self._halted = True
+        if self._queue[0] is not exchange:
+            return
+        self._halted = shared
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
         error = mismatch(self._where, self._ranks, texts)
-        if self._queue[0] is exchange and exchange.disagreed is not None:
+        if exchange.disagreed is not None:
             self._bells.later(partial(exchange.disagreed, error))
-        self._refuse(exchange, error)
+        self._end(exchange, error)
 
     def _take(self, exchange: Exchange) -> bool:
         """Combine and take a step of the oldest call; whether there was one."""
