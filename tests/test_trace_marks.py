@@ -185,9 +185,8 @@ def test_a_hook_is_told_of_what_is_over(pair: World, runner: str) -> None:
 
 
 def test_opentelemetry_gets_a_span_and_metrics_of_each_operation():
-    """By its own SDK, where that is installed: pip install opentelemetry-sdk."""
-    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install opentelemetry-sdk")
     from opentelemetry import metrics, trace
+    from opentelemetry.sdk import trace as sdk
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
