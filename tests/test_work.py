@@ -58,6 +58,43 @@ def test_starts_at_the_call(pair: World, runner: str) -> None:
     pair.run(eager, runner=runner)
 
 
+# ---------------------------------------------------------------- a forgotten await
+
+
+async def used_as_its_result(me: Rank) -> None:
+    work = ac.all_reduce(torch.ones(2))
+    one = torch.ones(2)
+    for name, mistake in {
+        "add": lambda: work + 1,
+        "rsub": lambda: 1 - work,
+        "rmul": lambda: one * work,
+        "lt": lambda: work < 1,
+        "getitem": lambda: work[0],
+        "float": lambda: float(work),
+        "relu": lambda: torch.relu(work),
+        "cat": lambda: torch.cat([one, work]),
+        "add_": lambda: one.add_(work),
+        "'.3f'": lambda: f"{work:.3f}",
+    }.items():
+        with me.case(name), raising(ac.PayloadTypeError, name, "all_reduce", "await work", "wait()"):
+            mistake()
+    with me.case("attribute"), raising(AttributeError, "'shape'", "all_reduce", "await work"):
+        _ = work.shape
+    with me.case("sent on"), raising(ac.PayloadTypeError, "Work", "await"):
+        ac.all_reduce(work)
+    with me.case("protocols"):
+        assert not hasattr(work, "__array__")
+        assert work == work  # noqa: PLR0124  # compared by identity, as ever
+        assert len({work, work}) == 1
+        assert f"{work}" == str(work)
+    oracle.same(await me.get(work), torch.full((2,), 2.0))
+
+
+def test_a_forgotten_await_is_told(pair: World) -> None:
+    """Whatever is done with a work instead of its result: the error names the call and the await."""
+    pair.run(used_as_its_result)
+
+
 # ---------------------------------------------------------------- awaiting
 
 

@@ -22,6 +22,7 @@ from asynccoll.plan.trees import TreeSpec, flatten, unflatten
 from asynccoll.tensors import autograd
 from asynccoll.tensors.bucketing import kind_of
 from asynccoll.waiting.started import Started, together
+from asynccoll.waiting.work import Work
 
 _EXPECTED = (
     "a tensor, a number, a str, a pathlib.Path, or a dict, list, tuple or dataclass of these; other "
@@ -32,7 +33,9 @@ _EXPECTED = (
 def refuse(name: str, x: Any, expected: str = _EXPECTED) -> PayloadTypeError:
     """The error for a payload that ``name`` cannot carry."""
     hint = ""
-    if hasattr(x, "__array__"):
+    if isinstance(x, Work):
+        hint = ", whose result has to be waited for first: was an await forgotten?"
+    elif hasattr(x, "__array__"):
         hint = " (convert it with torch.as_tensor)"
     elif isinstance(x, (Iterator, set, frozenset, range, KeysView, ValuesView)):
         hint = " (make a list of it, in an order that is the same on every rank)"

@@ -27,6 +27,7 @@ from asynccoll.host.forks import renew
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.modes.captured import as_called
 from asynccoll.transport.streams import Mark
+from asynccoll.waiting.forgotten import NotItsResult
 from asynccoll.waiting.landing import landing
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.suspending import block, pause, quick, suspend
@@ -59,7 +60,7 @@ _finishing: dict[int, host.Event] = host.per_process(dict)
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
 
 
-class Work(Generic[T]):
+class Work(NotItsResult, Generic[T]):
     """A collective that has started, and its result.
 
     - ``await work`` gives the result, on asyncio or trio, any number of times, from any number of tasks;

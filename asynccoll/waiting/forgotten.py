@@ -1,0 +1,66 @@
+"""What a user who forgot to await a work is told, whatever he does with it instead.
+
+Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the error names the call that made
+the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from asynccoll.errors import PayloadTypeError
+
+__all__ = ["NotItsResult"]
+
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
+_TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
+
+
+def _refuse(work: Any, what: str) -> PayloadTypeError:
+    return PayloadTypeError(
+        f"{what} was asked of {work!r}, which is the handle of a call, not its result: was an await forgotten? "
+        "Use `await work`, or work.wait() where no event loop runs"
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *_: Any) -> NoReturn:
+        raise _refuse(self, name)
+
+    method.__name__ = method.__qualname__ = f"__{name}__"
+    return method
+
+
+class NotItsResult:
+    """The operators and attributes of results, each of which says that a result has to be waited for."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):  # a protocol that somebody looks for
+                raise AttributeError(name)
+            raise AttributeError(str(_refuse(self, f"attribute {name!r}")), name=name, obj=self)
+
+        def __format__(self, spec: str) -> str:
+            if spec:
+                raise _refuse(self, f"format {spec!r}")
+            return str(self)
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> NoReturn:
+            given = [*args, *(kwargs or {}).values()]
+            flat = [one for x in given for one in (x if isinstance(x, (list, tuple)) else (x,))]
+            work = next((one for one in flat if isinstance(one, cls)), cls.__name__)
+            raise _refuse(work, getattr(function, "__name__", str(function)))
+
+
+for _name in (
+    *_TAKES_ONE.split(),
+    *(f"{side}{name}" for name in _ARITHMETIC.split() for side in ("", "r")),
+):
+    setattr(NotItsResult, f"__{_name}__", _refusing(f"__{_name}__"))
