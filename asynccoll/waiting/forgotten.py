@@ -1,7 +1,8 @@
 """What a user who forgot to await a work is told, whatever he does with it instead.
 
-Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the error names the call that made
-the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a mistake.
+Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the error names the call that
+made the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a
+mistake.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getit
 
 def _refuse(work: Any, what: str) -> PayloadTypeError:
     return PayloadTypeError(
-        f"{what} was asked of {work!r}, which is the handle of a call, not its result: was an await forgotten? "
-        "Use `await work`, or work.wait() where no event loop runs"
+        f"{what} was asked of {work!r}, which is the handle of a call, not its result: was an await "
+        "forgotten? Use `await work`, or work.wait() where no event loop runs"
     )
 
 
