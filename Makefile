@@ -192,8 +192,9 @@ fix: ## let the formatter and the linter repair what they can
 	@$(TEST) ruff format
 	@$(TEST) ruff check --fix
 
-types: ## mypy, strict
+types: ## mypy, strict; pyright: that all that is exported has a declared type
 	@$(TEST) mypy
+	@$(TEST) pyright --verifytypes asynccoll --ignoreexternal | tail -4; exit $${PIPESTATUS[0]}
 
 docs: ## build the documentation into build/docs, warnings are errors
 	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["call_cells", "call_columns", "print_partings"]
 
-call_columns = ("operation", "of", "lane", "called", "is", "line")
+call_columns: tuple[str, ...] = ("operation", "of", "lane", "called", "is", "line")
 
 
 def call_cells(call: Call, now: float) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ Actor = Any  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared
 
 _running_loop = asyncio._get_running_loop
 # Before 3.12 asyncio.current_task is Python and three times dearer than the table it reads.
-asyncio_task = (
+asyncio_task: Callable[[Any], asyncio.Task[Any] | None] = (
     asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
 

@@ -9,6 +9,7 @@ threads and clocks of their own: they are the edge, and another world has other 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from os import getpid
 from queue import SimpleQueue
 from socket import gethostname
@@ -40,4 +41,4 @@ def _give_way() -> None:
 
 
 #: Let another thread run, if one wants to.
-give_way = getattr(os, "sched_yield", _give_way)
+give_way: Callable[[], None] = getattr(os, "sched_yield", _give_way)

@@ -23,10 +23,10 @@ class Memory:
 
     def __init__(self, size: int, name: str = "") -> None:
         """``name``: by which it is found; without one it is this process's alone."""
-        self.descriptor = -1
+        self.descriptor: int = -1
         if name and hasattr(os, "memfd_create"):
             self.descriptor = _file(name, size)
-        self.buffer = mmap.mmap(self.descriptor, size)
+        self.buffer: mmap.mmap = mmap.mmap(self.descriptor, size)
 
     def close(self) -> None:
         """Let nobody open it from now on; who has, still reads it."""

@@ -44,9 +44,9 @@ class Clients:
     def __init__(self, store: dist.Store) -> None:
         self._store = store  # the user's or the rendezvous' own; others may block on it
         served = _served(store)
-        self.host = None if served is None else served.host
+        self.host: str | None = None if served is None else served.host
         #: As ``host:port``; "" if it is none that a host serves.
-        self.address = "" if served is None else f"{served.host}:{served.port}"
+        self.address: str = "" if served is None else f"{served.host}:{served.port}"
         self._client: dist.Store | None = None
         self._gone: dist.DistNetworkError | None = None
         self._lock = host.RLock()

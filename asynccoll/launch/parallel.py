@@ -74,7 +74,7 @@ class Parallel:
             raise InvalidArgumentError(
                 f"without a backend there are no ranks, so {', '.join(names)} say nothing"
             )
-        self.backend = None if backend is None else known_backend(backend)
+        self.backend: str | None = None if backend is None else known_backend(backend)
         self.init_method = init_method
         self._options = spawn_kwargs
         self._spawned: dict[str, Any] | None = None

@@ -63,7 +63,7 @@ class Filler(Claim, Protocol):
 
 
 #: Works whose ``out`` is nobody else's.
-claims = host.per_process(Claims, forked=Claims.unlock)
+claims: Claims = host.per_process(Claims, forked=Claims.unlock)
 
 
 class _Dropped:

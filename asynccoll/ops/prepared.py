@@ -59,7 +59,7 @@ class Prepared(Generic[T]):
         fills: list[torch.Tensor],
     ) -> None:
         """``fills``: the tensors that its user gave for the results."""
-        self.name = name
+        self.name: str = name
         self._lane = lane
         self._world = lane.world
         self._reads = flatten(like)[0]

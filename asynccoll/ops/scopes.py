@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
-current_lane = _lane_name.get
+current_lane: Callable[[], str] = _lane_name.get
 #: What this context, or one that it is a copy of, has entered and not left; innermost last.
 _lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
 #: The innermost task group that was entered.
@@ -101,7 +101,7 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
     """
 
     def __init__(self, name: str) -> None:
-        self.name = checked_name(name)
+        self.name: str = checked_name(name)
 
     def __enter__(self) -> lane:
         _lanes.set((*_lanes.get(), self))

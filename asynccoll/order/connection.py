@@ -37,7 +37,7 @@ class Connection:
         """``make`` one for an epoch; where a helper thread does, the lane is told without its lock held."""
         self.name = name
         self.communicator: Communicator | None = None
-        self.is_opening = False
+        self.is_opening: bool = False
         self._make = make
         self._made = made
         self._failed = failed

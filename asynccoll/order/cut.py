@@ -116,13 +116,14 @@ class Cut:
     __slots__ = ("epoch", "held", "issued", "mine", "peak", "reached", "refusal", "stated", "verdict")
 
     def __init__(self, epoch: int, refusal: Refusal, peak: int) -> None:
-        self.epoch = epoch
-        self.refusal = refusal  # the lowest known
-        self.peak = peak  # the highest place that may have been issued when the lane was halted
+        self.epoch: int = epoch
+        self.refusal: Refusal = refusal  # the lowest known
+        self.peak: int = peak  # the highest place that may have been issued when the lane was halted
         self.mine: Refusal | None = None  # what this rank has refused in this epoch
         self.held: deque[Job | Refusal] = deque()  # accepted, or refused, above; in order
-        self.stated = False
-        self.issued = self.reached = 0  # once stated
+        self.stated: bool = False
+        self.issued: int = 0  # once stated
+        self.reached: int = 0  # likewise
         self.verdict: Verdict | None = None
 
     @property

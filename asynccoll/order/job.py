@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asynccoll.errors import UnsupportedOpError
-from asynccoll.host.call_site import NOWHERE
+from asynccoll.host.call_site import NOWHERE, Spot
 from asynccoll.order.stepping import Stepping
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Job", "Program", "Start", "What", "returned"]
 
@@ -63,16 +66,19 @@ class Job:
         driven_by: Callable[[], object] | None = None,
         sent: Callable[[], Iterable[Completion]] = tuple,
     ) -> None:
-        self.place = 0  # in the lane's order; a message has none
-        self.part = 1  # of those at its place
-        self.ticket = 0  # of its record
-        self.shares = False  # its place with other parts of one call, some of which may have been issued
-        self.what = what
-        self.called = NOWHERE
-        self.start = start
+        self.place: int = 0  # in the lane's order; a message has none
+        self.part: int = 1  # of those at its place
+        self.ticket: int = 0  # of its record
+        #: its place with other parts of one call, some of which may have been issued
+        self.shares: bool = False
+        self.what: What = what
+        self.called: Spot = NOWHERE
+        self.start: Start | None = start
         self.program = program
-        self.stream = current()  # the input is ready there, whichever thread issues the call
-        self.driven = driven_by is not None  # the waiter drives it, not its completions (``stepping``)
+        #: the input is ready there, whichever thread issues the call
+        self.stream: torch.cuda.Stream | None = current()
+        #: the waiter drives it, not its completions (``stepping``)
+        self.driven: bool = driven_by is not None
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.promise.sent = sent
         self.generator: Generator[Completion, None, Completion] | None = None

@@ -76,11 +76,12 @@ class Lane:
         self.group = group
         self.world = world
         self.name = name
-        self.key = key or name
-        self.compares_calls = world.policy.check  # each with those of the other ranks, before it is made
-        self.sequence = 0
+        self.key: str = key or name
+        #: each with those of the other ranks, before it is made
+        self.compares_calls: bool = world.policy.check
+        self.sequence: int = 0
         self._part = 0  # of those at the latest place
-        self.epoch = 0
+        self.epoch: int = 0
         self.broken: CollectiveError | None = None
         self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
         self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like

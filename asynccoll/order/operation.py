@@ -36,9 +36,9 @@ class Estimate:
     __slots__ = ("name", "seconds")
 
     def __init__(self, name: str, size_bytes: int = 0) -> None:
-        self.name = name
+        self.name: str = name
         # A first guess until something was seen: a round trip, and 1 GB/s.
-        self.seconds = 2e-4 + size_bytes * 1e-9
+        self.seconds: float = 2e-4 + size_bytes * 1e-9
 
     def took(self, seconds: float) -> None:
         """A waiter saw the operation end ``seconds`` after it was issued.
@@ -107,20 +107,21 @@ class Operation:
         spot: Spot,
         timeout: float,
     ) -> None:
-        self.lane = lane
-        self.estimate = estimate
-        self.sequence = sequence
-        self.completion = completion
+        self.lane: Order = lane
+        self.estimate: Estimate = estimate
+        self.sequence: int = sequence
+        self.completion: Completion = completion
         self._spot = spot
-        self.started = now = host.monotonic()
+        now = host.monotonic()
+        self.started: float = now
         self._timeout = timeout
-        self.deadline = now + timeout
+        self.deadline: float = now + timeout
         #: somebody has seen it end well
-        self.over = False
+        self.over: bool = False
         self.failure: CollectiveError | None = None
-        self.part = 1  # of those at its place
-        self.peer = -1  # of a message: the index of the other rank
-        self.ticket = 0  # of its record
+        self.part: int = 1  # of those at its place
+        self.peer: int = -1  # of a message: the index of the other rank
+        self.ticket: int = 0  # of its record
         self._wakers: list[Callable[[], object]] | None = None
 
     @property

@@ -31,7 +31,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
-        self.spot = NOWHERE
+        self.spot: Spot = NOWHERE
 
 
 def _nobody() -> None:

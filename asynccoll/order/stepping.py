@@ -47,7 +47,7 @@ class Stepping(Promise):
         self._job = job
         self._drive = drive
         self._last: Completion | None = None
-        self.attended = False
+        self.attended: bool = False
 
     def wait(self, seconds: float) -> bool:
         self.attended = True
@@ -80,7 +80,8 @@ class Stepping(Promise):
 
     def follow(self, completion: Completion) -> None:
         if self._job.driven and not completion.done():
-            self.source = self._last = completion
+            self.source: Completion | None = completion
+            self._last = completion
             if self._job.driven:
                 return
         super().follow(completion)

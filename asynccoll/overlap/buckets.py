@@ -29,9 +29,9 @@ class Bucket:
     ) -> None:
         first, count = parameters[0], sum(parameter.numel() for parameter in parameters)
         self.parameters = parameters
-        self.dtype = first.dtype
-        self.flat = torch.zeros(count + tail, dtype=dtype or first.dtype, device=first.device)
-        self.views = self._views()
+        self.dtype: torch.dtype = first.dtype
+        self.flat: torch.Tensor = torch.zeros(count + tail, dtype=dtype or first.dtype, device=first.device)
+        self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
         #: Gradients that are being sent, and their versions then.
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
@@ -52,8 +52,8 @@ class Bucket:
 
     def begin(self) -> None:
         """Expect every gradient anew."""
-        self.waiting = len(self.parameters)
-        self.has = [False] * self.waiting
+        self.waiting: int = len(self.parameters)
+        self.has: list[bool] = [False] * self.waiting
         self._sent.clear()
 
     def put(self, index: int, scale: float) -> None:
@@ -162,8 +162,10 @@ class FlaggedBucket(Bucket):
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None, marks: int = 0
     ) -> None:
         super().__init__(parameters, tail=len(parameters) + marks, dtype=dtype)
+        self.flags: torch.Tensor
+        self.marks: torch.Tensor
         self.flags, self.marks = torch.split(self.flat[-len(parameters) - marks :], [len(parameters), marks])
-        self.mark = 0.0
+        self.mark: float = 0.0
 
     def fill(self, scale: float) -> None:
         super().fill(scale)

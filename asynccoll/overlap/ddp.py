@@ -37,7 +37,7 @@ class DDPState:
 
     def __init__(self, *, group: Any = None, lane: str = "ddp", timeout: float | None = None) -> None:
         self.group = group
-        self.lane = backward_lane(lane)
+        self.lane: str = backward_lane(lane)
         self.timeout = timeout
         self._out: _Buckets = host.SimpleQueue()
         # One thread waits for all of them, so that a lost peer or a timeout is noticed as in any wait.

@@ -32,14 +32,15 @@ class Shard:
         self, named: list[tuple[str, nn.Parameter]], rank: int, size: int, place: tuple[int, int]
     ) -> None:
         first = named[0][1]
-        self.rank, self.size = rank, size
+        self.rank: int = rank
+        self.size: int = size
         #: the layer's number, and the shard's in it
         self.place = place
-        self.names = [name for name, _ in named]
-        self.shapes = [parameter.shape for _, parameter in named]
-        self.counts = [parameter.numel() for _, parameter in named]
+        self.names: list[str] = [name for name, _ in named]
+        self.shapes: list[torch.Size] = [parameter.shape for _, parameter in named]
+        self.counts: list[int] = [parameter.numel() for _, parameter in named]
         whole = self.join([parameter.detach() for _, parameter in named])
-        self.own = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
+        self.own: nn.Parameter = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The flat tensor of all ranks' parts that holds ``tensors``, one for each parameter."""
@@ -72,10 +73,14 @@ class Layer:
         for own_name, parameter in module.named_parameters():
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             kinds.setdefault(kind, []).append((own_name, parameter))
-        self.shards = [Shard(x, rank, size, (index, place)) for place, x in enumerate(kinds.values())]
+        self.shards: list[Shard] = [
+            Shard(x, rank, size, (index, place)) for place, x in enumerate(kinds.values())
+        ]
         first = {id(parameter): own_name for own_name, parameter in module.named_parameters()}
         #: every name of a parameter, and the one that it goes by here: tied ones have several
-        self.names = {name: first[id(x)] for name, x in module.named_parameters(remove_duplicate=False)}
+        self.names: dict[str, str] = {
+            name: first[id(x)] for name, x in module.named_parameters(remove_duplicate=False)
+        }
         for parameter in module.parameters():
             parameter.data = parameter.new_empty(0)  # its memory is what sharding is to save
 

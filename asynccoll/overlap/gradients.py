@@ -135,11 +135,11 @@ class GradientReducer:
         self._refreshed: list[Work[None]] = []  # what is waited for besides the buckets
         self._syncing = True
         #: how often gradients have come, or were zeroed by an optimizer of ours: what tells steps apart
-        self.news = 0
+        self.news: int = 0
         self._begun = False  # whether a gradient is in its bucket, or has left
         self._gathered = False  # whether backward has run under no_sync since the last reduction
         #: reductions since the last step, where somebody says ``stepped``; as many on every rank
-        self.rounds = 0
+        self.rounds: int = 0
         self._lock = host.Lock()  # with several devices, several threads run one backward
         self._hooks: list[Any] = []
         self._unhook = weakref.finalize(self, remove_all, self._hooks)

@@ -93,7 +93,9 @@ class ShardedLayers(nn.Module):
         self._identity = get_rank(), lane
         _check_lane(*self._identity)
         self._layers = [Layer(index, module, rank, size, owner) for index, module in enumerate(modules)]
-        self.shards = nn.ParameterList([shard.own for layer in self._layers for shard in layer.shards])
+        self.shards: nn.ParameterList = nn.ParameterList(
+            [shard.own for layer in self._layers for shard in layer.shards]
+        )
         share_out(self.shards, emptied)
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}

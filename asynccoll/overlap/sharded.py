@@ -87,7 +87,7 @@ class ShardedOptimizer:
             start_alike(model, lane=backward_lane(lane), **tail)
         if options.get("broadcast_buffers") is True:
             options["broadcast_buffers"] = model
-        self.gradients = ShardReducer(self._groups, init_sync=False, **options)
+        self.gradients: ShardReducer = ShardReducer(self._groups, init_sync=False, **options)
         gradients = self.gradients
         self._sequences = Resumable(
             f"this optimizer ({type(optimizer).__name__}, sharded)", lambda: gradients.news

@@ -78,20 +78,21 @@ class ShardBucket(Bucket):
 
     def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
         super().__init__(parameters, tail=-sum(parameter.numel() for parameter in parameters) % size)
-        self.rank, self.size = rank, size
+        self.rank: int = rank
+        self.size: int = size
         self._versions = [view._version for view in self.views]
         self._zeroed = [True] * len(parameters)
         ends = accumulate(parameter.numel() for parameter in parameters)
         last = [end - 1 for end, x in zip(ends, parameters, strict=True) if x.numel() > 1]
         self._positive = torch.tensor(last, dtype=torch.int64, device=self.flat.device)
-        self.values = torch.zeros_like(self.flat)
+        self.values: torch.Tensor = torch.zeros_like(self.flat)
         for parameter, view in zip(parameters, self.cut(self.values), strict=True):
             parameter.data = view.copy_(parameter.detach())
-        self.shard = nn.Parameter(self.own(self.values))
+        self.shard: nn.Parameter = nn.Parameter(self.own(self.values))
         self._reduced = torch.zeros_like(self.shard.detach())
         self._incoming = self._reduced
         self.shard.grad = self._reduced
-        self.arrival = Arrival(parameters)
+        self.arrival: Arrival = Arrival(parameters)
 
     def converted(self) -> torch.Tensor | None:
         """A parameter that is no view of our memory any more."""

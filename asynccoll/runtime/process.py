@@ -57,7 +57,7 @@ _CHECKS = ("off", "local", "full")
 
 #: What is to be done for each world that this process joins, once it has.
 _renewed: list[Callable[[Context], object]] = []
-when_joined = _renewed.append
+when_joined: Callable[[Callable[[Context], object]], None] = _renewed.append
 
 
 def current() -> Context:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from asynccoll import host
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from asynccoll.world.context import Context
 
 __all__ = ["Process", "of_thread", "process", "torch_group"]
@@ -25,7 +27,7 @@ class Process:
     """What the process as a whole has: never a rank where ranks are threads."""
 
     def __init__(self) -> None:
-        self.lock = host.RLock()
+        self.lock: AbstractContextManager[bool] = host.RLock()
         self.context: Context | None = None  # initialized here
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
         self.embedded: Context | None = None  # the world of one
@@ -37,7 +39,7 @@ class Process:
         self.parent_adopted = False
 
 
-process = host.per_process(Process)
+process: Process = host.per_process(Process)
 
 
 def torch_group() -> Any:

@@ -37,19 +37,19 @@ class Environment:
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         """Read and check what is there; ``rank`` and ``world_size`` fill in what no launcher says."""
-        self.in_slurm = "SLURM_JOB_ID" in os.environ
+        self.in_slurm: bool = "SLURM_JOB_ID" in os.environ
         if self.in_slurm:
             if rank is not None or world_size is not None:
                 raise LaunchEnvironmentError(
                     "Arguments rank and world_size should not be specified with SLURM"
                 )
-            self.values = _from_slurm(os.environ)
+            self.values: dict[str, str] = _from_slurm(os.environ)
         else:
             self.values = _from_torch(os.environ, rank, world_size)
         #: a launcher has said how many ranks this node has
-        self.complete = self.in_slurm or "LOCAL_WORLD_SIZE" in os.environ
+        self.complete: bool = self.in_slurm or "LOCAL_WORLD_SIZE" in os.environ
         #: somebody has said the local rank, but not that
-        self.partial = not self.complete and "LOCAL_RANK" in os.environ
+        self.partial: bool = not self.complete and "LOCAL_RANK" in os.environ
         self._before: dict[str, str | None] = {}
 
     @property

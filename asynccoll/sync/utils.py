@@ -65,9 +65,9 @@ __all__ = [
     "sync",
 ]
 
-has_native_dist_support = bool(NATIVE.available_backends)
-has_xla_support = XLA in registered_computation_models
-has_hvd_support = HOROVOD in registered_computation_models
+has_native_dist_support: bool = bool(NATIVE.available_backends)
+has_xla_support: bool = XLA in registered_computation_models
+has_hvd_support: bool = HOROVOD in registered_computation_models
 
 
 # Which world

@@ -6,7 +6,7 @@ of that size alone, so that every rank makes the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ __all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "un
 BUCKET_BYTES = 25 << 20
 
 #: What tensors that travel together have in common. Read of every one, so by a function in C.
-kind_of = attrgetter("dtype", "device", "layout")
+kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device, torch.layout]] = attrgetter(
+    "dtype", "device", "layout"
+)
 _numel = torch.Tensor.numel
 _dim = torch.Tensor.dim
 

@@ -44,13 +44,13 @@ class Route:
     def __init__(self, lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None) -> None:
         spec = TensorSpec.of(x)
         topology = lane.group.topology(spec.device)
-        self.plan = dispatch.plan(op, spec, topology, lane.world.policy, reduce)
+        self.plan: Plan = dispatch.plan(op, spec, topology, lane.world.policy, reduce)
         #: the native call leaves its input as it is
-        self.keeps_input = op in topology.capabilities.keeps_input
+        self.keeps_input: bool = op in topology.capabilities.keeps_input
         #: calls that go by node go through memory there
-        self.near = bool(topology.capabilities.near)
+        self.near: bool = bool(topology.capabilities.near)
         #: its elements lie in memory in the order of their indices
-        self.in_order = spec.contiguous
+        self.in_order: bool = spec.contiguous
         as_it_is = self.plan.wire is Wire.SAME and self.plan.stage is None
         self._plain = (
             as_it_is and spec.contiguous and not (spec.sparse or spec.dtype.is_complex) and has_memory(x)
@@ -114,16 +114,16 @@ class Call:
         refill: Callable[[], object] | None = None,
         program: Program | None = None,
     ) -> None:
-        self.plan = plan
-        self.program = program
-        self.start = start
-        self.wire = wire
-        self.finish = finish
-        self.value = value
-        self.shape = shape
-        self.detail = detail
-        self.fill = fill
-        self.refill = refill
+        self.plan: Plan = plan
+        self.program: Program | None = program
+        self.start: Start | None = start
+        self.wire: torch.Tensor = wire
+        self.finish: Callable[[], Any] | None = finish
+        self.value: Any = value
+        self.shape: tuple[Any, ...] | None = shape
+        self.detail: object = detail
+        self.fill: Callable[[], object] | None = fill
+        self.refill: Callable[[], object] | None = refill
 
     def begin(self, lane: Lane, timeout: float | None) -> Started[Any]:
         """Start it for the first time."""

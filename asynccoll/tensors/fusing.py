@@ -54,10 +54,10 @@ class Parcel:
     def __init__(
         self, bucket: Bucket, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
     ) -> None:
-        self.indices = bucket.indices
-        self.like = [xs[i] for i in bucket.indices]
-        self.outs = None if outs is None else [outs[i] for i in bucket.indices]
-        self.packed = len(self.like) > 1
+        self.indices: tuple[int, ...] = bucket.indices
+        self.like: list[torch.Tensor] = [xs[i] for i in bucket.indices]
+        self.outs: list[torch.Tensor] | None = None if outs is None else [outs[i] for i in bucket.indices]
+        self.packed: bool = len(self.like) > 1
         self.call: Call | None = None
         self.views: list[torch.Tensor] = []
         self.started: Completion | None = None

@@ -93,8 +93,8 @@ class SimulatedHub:
 
     def __init__(self, shared: Host, rank: int) -> None:
         scheduler = shared.delivery.scheduler
-        self.watcher = _Watcher()
-        self.crowded = scheduler.chance(rank).random() >= _UNCROWDED
+        self.watcher: _Watcher = _Watcher()
+        self.crowded: bool = scheduler.chance(rank).random() >= _UNCROWDED
         self._host = shared
         self._rank = rank
         self._fences = scheduler.fences.setdefault(rank, [])

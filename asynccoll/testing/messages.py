@@ -21,7 +21,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.letters: deque[tuple[float, torch.Tensor | str]] = deque()
         self.readers: deque[tuple[torch.Tensor | None, Promise, int]] = deque()
-        self.closed = False
+        self.closed: bool = False
 
     def match(self, delivery: Delivery) -> None:
         while self.letters and self.readers:

@@ -75,8 +75,8 @@ class Beacon:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.lit = True
-        self.silent_since = math.inf
+        self.lit: bool = True
+        self.silent_since: float = math.inf
 
     def close(self) -> None:
         self.lit = False
@@ -102,11 +102,11 @@ class Memory:
     """As ``host.shared_memory.Memory``."""
 
     def __init__(self, size: int, name: str = "") -> None:
-        self.buffer = mmap.mmap(-1, size)
-        self.descriptor = -1
+        self.buffer: mmap.mmap = mmap.mmap(-1, size)
+        self.descriptor: int = -1
         scheduler = running()
         if name and scheduler is not None and scheduler.current is not None:
-            self.rank = scheduler.current.rank
+            self.rank: int = scheduler.current.rank
             self.descriptor = len(current.network.memories)
             current.network.memories.append(self)
 
@@ -117,10 +117,10 @@ class Memory:
 class _Current:
     """The network of the simulation that runs."""
 
-    network = Network(Link(), Link(), ())
+    network: Network = Network(Link(), Link(), ())
 
 
-current = _Current()
+current: _Current = _Current()
 
 
 class Answers:

@@ -176,8 +176,8 @@ class Condition:
 
     def __init__(self, lock: RLock | None = None) -> None:
         self._lock = lock or RLock()
-        self.acquire = self._lock.acquire
-        self.release = self._lock.release
+        self.acquire: Callable[..., bool] = self._lock.acquire
+        self.release: Callable[[], None] = self._lock.release
         self._queue = Queue()
 
     def __enter__(self) -> bool:
@@ -288,7 +288,7 @@ class Thread:
     ) -> None:
         self._run = (target, args, kwargs or {})
         self._given = name
-        self.daemon = bool(daemon)
+        self.daemon: bool = bool(daemon)
         self._thread: SimulatedThread | None = None
 
     @property
@@ -361,7 +361,7 @@ def forget_threads() -> None:
     _objects.clear()
 
 
-get_ident = threading.get_ident
+get_ident: Callable[[], int] = threading.get_ident
 #: Of rank 0.
 FIRST_PID = 1000
 
@@ -382,7 +382,8 @@ def monotonic() -> float:
     return 0.0 if scheduler is None else scheduler.now
 
 
-perf_counter = wall_clock = monotonic
+perf_counter: Callable[[], float] = monotonic
+wall_clock: Callable[[], float] = monotonic
 
 
 def sleep(seconds: float) -> None:

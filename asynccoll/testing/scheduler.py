@@ -35,17 +35,17 @@ class Scheduler:
     """Who runs, and what time it is."""
 
     def __init__(self, schedule: Schedule, seed: int, most_steps: int) -> None:
-        self.now = _EPOCH
+        self.now: float = _EPOCH
         #: where another than the first who could go on did: its number, by turn
         self.taken: dict[int, int] = {}
-        self.steps = 0
-        self.switches = 0
+        self.steps: int = 0
+        self.switches: int = 0
         self.current: SimulatedThread | None = None
         self.threads: dict[SimulatedThread, None] = {}
         self.gone: set[int] = set()  # ranks
         #: why it ended before it was over, and what everybody did then
         self.stuck: str | None = None
-        self.ends = math.inf  # the time at which it must be over
+        self.ends: float = math.inf  # the time at which it must be over
         #: what else there is to tell of a thread, such as the tasks of its loop
         self.tellers: dict[SimulatedThread, Callable[[], str]] = {}
         #: by rank: cancels the task of its ``main``, or has it interrupted by what is given

@@ -36,7 +36,7 @@ class Memory:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.buffer = bytearray(layout.total_bytes)
+        self.buffer: bytearray = bytearray(layout.total_bytes)
         self.words: memoryview[int] = memoryview(self.buffer)[: layout.texts].cast("Q")
         #: who sleeps until a word is woken, by its place in bytes
         self.sleepers: dict[int, Queue] = {}

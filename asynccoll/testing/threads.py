@@ -62,16 +62,16 @@ class SimulatedThread:
     )
 
     def __init__(self, rank: int, name: str, number: int) -> None:
-        self.rank = rank
-        self.name = name
-        self.number = number
-        self.baton = threading.Lock()
+        self.rank: int = rank
+        self.name: str = name
+        self.number: int = number
+        self.baton: threading.Lock = threading.Lock()
         self.baton.acquire()
-        self.ident = 0
-        self.runnable = True
-        self.until = math.inf  # when it wakes by itself
-        self.timed_out = False
-        self.ended = False
+        self.ident: int = 0
+        self.runnable: bool = True
+        self.until: float = math.inf  # when it wakes by itself
+        self.timed_out: bool = False
+        self.ended: bool = False
         #: what is raised in it at its next point
         self.interrupt: BaseException | None = None
         self.joiners: list[SimulatedThread] = []

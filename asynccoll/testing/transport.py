@@ -86,13 +86,13 @@ class SimulatedBackend(Backend):
     """The backend of one simulated rank."""
 
     name = "simulated"
-    device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")
 
     def __init__(self, fabric: Fabric, transport: Transport, device: Device) -> None:
         self._fabric = fabric
         self._capabilities = transport.capabilities
-        self.ends_alone = transport.ends_alone
-        self.orders_lanes = transport.orders_lanes
+        self.ends_alone: bool = transport.ends_alone
+        self.orders_lanes: bool = transport.orders_lanes
         self._over = transport.over(device)
 
     def capabilities(self, device: str) -> Capabilities:

@@ -55,10 +55,10 @@ class Transport:
 class Asked(Completion):
     """Over once somebody looks: who waits in place, or the progress thread."""
 
-    attended = False
+    attended: bool = False
 
     def __init__(self, promise: Promise, *, urgent: bool, lateness: float | None) -> None:
-        self.finished = False
+        self.finished: bool = False
         self.urgent = urgent
         self.lateness = lateness
         self._promise = promise

@@ -90,7 +90,7 @@ class World:
         self._ends: dict[int, Callable[[], None]] = {}  # of their timelines
         self._main_threads: list[SimulatedThread] = []
         self._left = size
-        self.report = Report(setting.seed)
+        self.report: Report = Report(setting.seed)
 
     def run(self, main: Callable[[int], Any]) -> Report:
         """From the first rank's beginning to the last one's end."""

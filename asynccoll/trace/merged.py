@@ -35,9 +35,11 @@ class Trace:
         alignment = align([part.as_clock() for part in ordered])
         begins = [part.began + offset for part, offset in zip(ordered, alignment.offsets, strict=True)]
         origin = min(map(_first, ordered, begins), default=0.0)
-        self.parts = tuple(part.shifted(begin - origin) for part, begin in zip(ordered, begins, strict=True))
-        self.uncertain = alignment.uncertain
-        self.findings = findings.find(self.parts)
+        self.parts: tuple[Part, ...] = tuple(
+            part.shifted(begin - origin) for part, begin in zip(ordered, begins, strict=True)
+        )
+        self.uncertain: float | None = alignment.uncertain
+        self.findings: findings.Findings = findings.find(self.parts)
 
     def __repr__(self) -> str:
         return f"<Trace of {len(self.parts)} ranks, {self.findings.seconds:.3f} s>"

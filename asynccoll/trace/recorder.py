@@ -35,17 +35,17 @@ class _Entry:
     )
 
     def __init__(self, name: str, row: str, start: float, *, operation: bool = False) -> None:
-        self.name = name
-        self.row = row
-        self.start = start
+        self.name: str = name
+        self.row: str = row
+        self.start: float = start
         self.end: float | None = None
-        self.operation = operation
-        self.size_bytes = 0
-        self.sequence = 0
-        self.part = 1
-        self.peer = -1
-        self.place = ""
-        self.failed = False
+        self.operation: bool = operation
+        self.size_bytes: int = 0
+        self.sequence: int = 0
+        self.part: int = 1
+        self.peer: int = -1
+        self.place: str = ""
+        self.failed: bool = False
 
     def finish(self) -> None:
         if self.end is None:
@@ -76,7 +76,7 @@ class Recorder:
     """Takes down what happens; any thread may add to it."""
 
     def __init__(self) -> None:
-        self.began = host.monotonic()
+        self.began: float = host.monotonic()
         self.ended: float | None = None
         self.entries: list[_Entry] = []
         #: when steps ended: as the program says, and as optimizers tell

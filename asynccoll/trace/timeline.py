@@ -44,7 +44,7 @@ class Timeline:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.recorder = Recorder()
+        self.recorder: Recorder = Recorder()
 
     def __repr__(self) -> str:
         count = len(self.recorder.entries)

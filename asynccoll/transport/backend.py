@@ -45,7 +45,7 @@ class Backend:
     #: A forked child may go on with it: it has no connection, thread or library of the process.
     survives_fork = False
     #: What training on it needs besides collectives.
-    training = Training()
+    training: Training = Training()
 
     def capabilities(self, device: str) -> Capabilities:
         """What it does for tensors on a device of this type."""

@@ -70,7 +70,7 @@ class Ready(Completion):
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
-        self.fine = error is None
+        self.fine: bool = error is None
 
     def done(self) -> bool:
         return True
@@ -169,7 +169,7 @@ class AllOf(Completion):
     __slots__ = ("parts",)
 
     def __init__(self, parts: Sequence[Completion]) -> None:
-        self.parts = parts
+        self.parts: Sequence[Completion] = parts
 
     @property
     def blockable(self) -> bool:  # type: ignore[override]  # a constant of most classes, derived here

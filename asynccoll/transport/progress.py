@@ -240,5 +240,5 @@ class Progress:
 
 
 #: In a forked child the same object, for others hold it; of the parent's threads and operations it has none.
-progress = host.per_process(Progress, forked=Progress.__init__)
+progress: Progress = host.per_process(Progress, forked=Progress.__init__)
 atexit.register(progress.stop)

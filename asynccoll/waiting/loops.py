@@ -37,7 +37,7 @@ class Loop:
     rounds = 2
 
     def __init__(self) -> None:
-        self.ends = -math.inf  # until when waits in place may hold the present turn
+        self.ends: float = -math.inf  # until when waits in place may hold the present turn
 
     def over(self, now: float) -> bool:
         """Whether the loop is to be given a turn: a timer is due, or it is time and there may be work."""

@@ -29,9 +29,9 @@ class Started(Generic[T]):
     def __init__(
         self, operations: tuple[Operation, ...], finish: Callable[[], T] | None = None, value: T = _NOTHING
     ) -> None:
-        self.operations = operations
-        self.finish = finish
-        self.value = value
+        self.operations: tuple[Operation, ...] = operations
+        self.finish: Callable[[], T] | None = finish
+        self.value: T = value
 
     def outcome(self) -> T:
         """The result, once all operations are over. What is left to do is done here: it is called once."""

@@ -85,37 +85,37 @@ class Context:
         """``nodes``: that of each rank, as every rank knows them, if they do; ``by_node``: see ``Policy``."""
         self.backend = backend
         self.identity = identity
-        self.rank = identity.rank
-        self.world_size = identity.world_size
+        self.rank: int = identity.rank
+        self.world_size: int = identity.world_size
         self.timeout = timeout
-        self.checks_order = check != "off" and identity.world_size > 1
-        self.policy = Policy(check == "full" and identity.world_size > 1, by_node)
+        self.checks_order: bool = check != "off" and identity.world_size > 1
+        self.policy: Policy = Policy(check == "full" and identity.world_size > 1, by_node)
         self.nodes = nodes
         self.thread_rank = thread_rank
-        self.closed = False
+        self.closed: bool = False
         #: ``initialize`` is over
-        self.joined = False
+        self.joined: bool = False
         #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
         self.observers: tuple[Callable[[Operation, int], object], ...] = ()
-        self.store = store if identity.world_size > 1 else None
-        self.clients = Clients(store) if store is not None else None
+        self.store: dist.Store | None = store if identity.world_size > 1 else None
+        self.clients: Clients | None = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
         #: how many lanes of a kind have been named here: all ranks name them in one order
         self.named: Counter[str] = Counter()
-        self.children = Children(self._close_lanes)
-        self.recorder = Recorder(self.rank, self.world_size)
+        self.children: Children = Children(self._close_lanes)
+        self.recorder: Recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
         self._helpers: dict[host.Thread, None] = {}
-        self.world = self.add_group(tuple(range(self.world_size)))
+        self.world: Group = self.add_group(tuple(range(self.world_size)))
         self._dumped = -math.inf  # when, last
         self._kept = False
-        self.stall_seconds = stall_seconds()
-        self.watch = Watch(self)
+        self.stall_seconds: float = stall_seconds()
+        self.watch: Watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
-        self.refusals = Refusals(shared, self.rank)
+        self.refusals: Refusals = Refusals(shared, self.rank)
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
-        self.liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
+        self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
 
     def __repr__(self) -> str:
         return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"

@@ -68,15 +68,17 @@ class Group:
     def __init__(self, context: Surroundings, ranks: tuple[int, ...]) -> None:
         self.context = context
         self.ranks = ranks
-        self.size = len(ranks)
+        self.size: int = len(ranks)
         self._indices = {rank: index for index, rank in enumerate(ranks)}
-        self.rank = self._indices.get(context.rank, -1)
-        self.is_world = self.size == context.world_size
+        self.rank: int = self._indices.get(context.rank, -1)
+        self.is_world: bool = self.size == context.world_size
         node_of = [context.nodes[rank] for rank in ranks] if context.nodes else []
         #: How many equal nodes it is made of; 1 where that is not so, or not known to all ranks.
-        self.nodes = equal_nodes(node_of)
+        self.nodes: int = equal_nodes(node_of)
         #: This member's node, and its index there.
-        self.place = place_of(self.rank, node_of) if self.nodes > 1 and self.rank >= 0 else (0, self.rank)
+        self.place: tuple[int, int] = (
+            place_of(self.rank, node_of) if self.nodes > 1 and self.rank >= 0 else (0, self.rank)
+        )
         self._node_of = node_of
         self.cost: Cost | None = None  # of its collectives, once measured
         self._topologies: dict[str, Topology] = {}

@@ -92,8 +92,8 @@ class C10dBackend(Backend):
         self.name = name
         self.device = device
         self.by_device = by_device
-        self.orders_lanes = "nccl" in by_device.values()
-        self.shares_memory = by_device.get("cpu") == "gloo"
+        self.orders_lanes: bool = "nccl" in by_device.values()
+        self.shares_memory: bool = by_device.get("cpu") == "gloo"
         self._timeout = timedelta(seconds=timeout)
         self._interface = interface or os.environ.get(network.VARIABLE)
         self._address = address

@@ -32,7 +32,7 @@ class HostCompletion(Completion):
         self._work = work  # until it has ended well: it holds the tensors, and a lane holds this for longer
         self._future: Any = None
         self.fine = False
-        self.done = work.is_completed  # type: ignore[method-assign]  # one call less for every look
+        self.done: Callable[[], bool] = work.is_completed  # one call less for every look
 
     def writing(self) -> bool:
         return not self.done()
@@ -46,8 +46,8 @@ class HostCompletion(Completion):
             work.wait(limit)
         except RuntimeError:  # either its failure, which error() gives, or this bound
             return bool(self.done())
-        self.fine = True
-        self.done = _over  # type: ignore[method-assign]  # which not every backend's work says of itself
+        self.fine: bool = True
+        self.done = _over  # which not every backend's work says of itself
         self._work = self._future = None
         return True
 
@@ -62,7 +62,7 @@ class HostCompletion(Completion):
             # The work says that it is done only after its future's callbacks have run.
             if not self.fine:
                 self._future = future
-                self.done = future.done  # type: ignore[method-assign]  # see above
+                self.done = future.done  # see above
             callback()
 
         future.add_done_callback(fired)
@@ -79,7 +79,7 @@ class HostCompletion(Completion):
         except RuntimeError as error:
             return error
         self.fine = True
-        self.done = _over  # type: ignore[method-assign]  # as in wait
+        self.done = _over  # as in wait
         self._work = self._future = None
         return None
 
@@ -96,7 +96,7 @@ class StreamCompletion(Completion):
     stream_ordered = True
 
     def __init__(self, work: Any) -> None:
-        self.work = work
+        self.work: Any = work
         self._captured = torch.cuda.is_current_stream_capturing()  # it runs when the graph does, if ever
 
     def done(self) -> bool:

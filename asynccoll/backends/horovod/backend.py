@@ -75,7 +75,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     ad_hoc_groups = False
     joins = True
-    training = HorovodTraining()
+    training: HorovodTraining = HorovodTraining()
 
     def __init__(self, hvd: Any, token: str, device: torch.device, *, owns_default_group: bool) -> None:
         from asynccoll.backends.horovod.communicator import Rounds

@@ -85,8 +85,8 @@ class Rounds:
     __slots__ = ("given_up", "joined")
 
     def __init__(self) -> None:
-        self.joined = 0
-        self.given_up = False
+        self.joined: int = 0
+        self.given_up: bool = False
 
 
 class HorovodCommunicator:

@@ -27,8 +27,8 @@ from asynccoll.errors import (
 
 __all__ = ["Common", "HorovodCompletion", "typed"]
 
-poll = mpi_lib.horovod_torch_poll
-clear = mpi_lib.horovod_torch_wait_and_clear
+poll: Callable[[int], bool] = mpi_lib.horovod_torch_poll
+clear: Callable[[int], object] = mpi_lib.horovod_torch_wait_and_clear
 
 
 class Common:
@@ -38,7 +38,7 @@ class Common:
 
     def __init__(self) -> None:
         #: it is of no use any more; what is in flight there may never end
-        self.abandoned = False
+        self.abandoned: bool = False
 
 
 class HorovodCompletion(Completion):
@@ -47,9 +47,9 @@ class HorovodCompletion(Completion):
     Made for every operation, so what most never change is the class's, not the instance's.
     """
 
-    finished = False
-    attended = False
-    urgent = True
+    finished: bool = False
+    attended: bool = False
+    urgent: bool = True
     #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
     lateness: float | None = 1 / 32
     _watched = False

@@ -68,7 +68,7 @@ class Arena:
     """This rank's own."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("asynccoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor: int = os.memfd_create("asynccoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, ARENA_BYTES)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
         self._end = PAGE  # the first one is for nonces

@@ -67,14 +67,18 @@ class Exchange(Completion):
     def __init__(self, engine: Mover, call: Call, steps: int | None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
+        self.checksum: int
+        self.text: bytes
+        self.place: int
+        self.disagreed: Callable[[CollectiveError], object] | None
         self.checksum, self.text, self.place, self.disagreed = call
-        self.steps = steps
+        self.steps: int | None = steps
         #: its first step, once that is posted
-        self.first = 0
-        self.combined = 0
+        self.first: int = 0
+        self.combined: int = 0
         #: all ranks have made this very call
-        self.verified = False
-        self.finished = False
+        self.verified: bool = False
+        self.finished: bool = False
         self.fine = False
         self.callbacks: list[Callback] | None = None
 
@@ -102,7 +106,7 @@ class Exchange(Completion):
     def end(self, error: BaseException | None = None) -> None:
         """It is over. Callbacks are told by whoever may."""
         self._error = error
-        self.fine = error is None
+        self.fine: bool = error is None
         self.finished = True
 
     # What waiters ask for

@@ -310,7 +310,7 @@ class AllToAll(_Split):
                 "input_split_sizes[j] of rank i must be output_split_sizes[i] of rank j (nothing was sent; "
                 "the lane is still usable)"
             )
-        self.steps = max(lengths)
+        self.steps: int = max(lengths)
 
     def put(self, step: int, slot: int) -> None:
         if step == 0:

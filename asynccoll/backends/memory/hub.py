@@ -44,13 +44,13 @@ class Hub:
     """The ranks of one host that share memory, as one of them knows them."""
 
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
-        self.ranks = frozenset(ranks)
+        self.ranks: frozenset[int] = frozenset(ranks)
         self._arena = arena
         self._handed = dict(zip(ranks, handed, strict=True))
         self._mine = self._handed[rank]
         others = {one: held.process for one, held in self._handed.items() if one != rank}
-        self.watcher = Watcher(self._mine.bell, others)
-        self.crowded = len(ranks) > usable_cores()
+        self.watcher: Watcher = Watcher(self._mine.bell, others)
+        self.crowded: bool = len(ranks) > usable_cores()
 
     @classmethod
     def meet(cls, clients: Clients, node: str, ranks: Sequence[int], rank: int, seconds: float) -> Hub:
@@ -210,7 +210,7 @@ class Bells:
     """How the ranks of one region wake each other (``engine.Bells``)."""
 
     def __init__(self, hub: Hub, parking: Parking, ranks: Sequence[int], index: int) -> None:
-        self.crowded = hub.crowded
+        self.crowded: bool = hub.crowded
         self._hub = hub
         self._parking = parking
         self._ranks = ranks

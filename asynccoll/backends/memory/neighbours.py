@@ -66,7 +66,7 @@ class Meeting:
     """Where the first rank of a node waits for the others."""
 
     def __init__(self) -> None:
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.token: bytes = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0asynccoll-{secrets.token_hex(16)}")
         self._listener.listen(MOST_RANKS)

@@ -25,13 +25,13 @@ class Region:
     def __init__(self, buffer: Any, layout: Layout, index: int) -> None:
         self.layout = layout
         self.index = index
-        self.size = layout.size
+        self.size: int = layout.size
         self.buffer = buffer
-        self.bytes = memoryview(buffer).cast("B")
+        self.bytes: memoryview = memoryview(buffer).cast("B")
         self.words: memoryview[int] = self.bytes[: layout.texts].cast("Q")
         #: where this rank's control block begins, and those of the others, in rank order
-        self.mine = index * BLOCK_WORDS
-        self.others = [rank * BLOCK_WORDS for rank in range(layout.size) if rank != index]
+        self.mine: int = index * BLOCK_WORDS
+        self.others: list[int] = [rank * BLOCK_WORDS for rank in range(layout.size) if rank != index]
         with torch.inference_mode(False):
             self._memory = torch.frombuffer(buffer, dtype=torch.uint8)
         self._views: dict[tuple[torch.dtype, int, int, int], list[torch.Tensor]] = {}

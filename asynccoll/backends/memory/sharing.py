@@ -17,6 +17,8 @@ from asynccoll.backends.memory.parking import supported
 from asynccoll.backends.memory.tables import MEMORY, NEAR
 
 if TYPE_CHECKING:
+    import torch
+
     from asynccoll.backends.api import Clients, Training
 
 __all__ = ["Sharing", "share"]
@@ -38,8 +40,8 @@ class Sharing(Backend):
         self._hub = hub
         self._node_of = node_of
         self._apart = apart
-        self.name = inner.name
-        self.device = inner.device
+        self.name: str = inner.name
+        self.device: torch.device = inner.device
         for attribute in _TAKEN_OVER:
             setattr(self, attribute, getattr(inner, attribute))
 

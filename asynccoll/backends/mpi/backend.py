@@ -106,7 +106,7 @@ class MpiBackend(Backend):
 
     name = "mpi"
     ends_alone = True
-    training = MpiTraining()
+    training: MpiTraining = MpiTraining()
 
     def __init__(
         self,

@@ -42,8 +42,8 @@ from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["MpiCommunicator"]
 
-IN_PLACE = MPI.IN_PLACE
-NO_BYTES = (None, 0, BYTE)
+IN_PLACE: Any = MPI.IN_PLACE
+NO_BYTES: Any = (None, 0, BYTE)
 
 
 class MpiCommunicator:

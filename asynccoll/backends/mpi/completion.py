@@ -53,7 +53,7 @@ BURST_WHERE_CROWDED = 4
 ONCE = range(1)
 
 _new_lock = threading.Lock
-watch = progress.watch
+watch: Callable[[MpiCompletion], None] = progress.watch
 
 #: Requests that will never end, with the memory that MPI may still write to.
 _never_ending: list[Any] = []
@@ -66,11 +66,11 @@ class Common:
 
     def __init__(self, burst: int) -> None:
         #: it is of no use any more; what is in flight there never ends
-        self.abandoned = False
+        self.abandoned: bool = False
         #: to go through in as many tests in a row, before the processor is offered to others
-        self.burst = range(burst)
+        self.burst: range = range(burst)
         #: the last large operation was left to itself for a while, so the next may be, too
-        self.overlapped = True
+        self.overlapped: bool = True
         #: the call that was left to the thread; it goes before any other
         self.left: LeftToThread | None = None
 
@@ -81,9 +81,9 @@ class MpiCompletion(Completion):
     Made for every operation, so what most never change is the class's, not the instance's.
     """
 
-    finished = False
-    attended = False
-    urgent = False
+    finished: bool = False
+    attended: bool = False
+    urgent: bool = False
     lateness: float | None = None
     _abandoned = False
     _since = 0.0  # when a large one was issued

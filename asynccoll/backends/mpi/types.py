@@ -6,7 +6,7 @@ planner widens the rest (``CAPABILITIES`` in ``mpi.py`` names the same dtypes).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from asynccoll.backends.api import ReduceOp
 
 __all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "run_of_bytes", "spread"]
 
-BYTE = MPI.BYTE
+BYTE: MPI.Datatype = MPI.BYTE
 
 TYPES: dict[torch.dtype, Any] = {
     torch.int8: MPI.INT8_T,
@@ -44,7 +44,7 @@ OPS: dict[ReduceOp, Any] = {
 }
 
 #: A Python view of memory at an address: no copy, whatever the tensor's dtype.
-address = MPI.buffer.fromaddress
+address: Callable[..., MPI.buffer] = MPI.buffer.fromaddress
 
 
 def memory(x: torch.Tensor) -> Any:

@@ -130,7 +130,9 @@ class SerialBackend(Backend):
     survives_fork = True
 
     def __init__(self) -> None:
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.device: torch.device = (
+            torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        )
 
     def capabilities(self, device: str) -> Capabilities:
         return CAPABILITIES

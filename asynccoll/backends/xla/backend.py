@@ -79,16 +79,16 @@ class XlaBackend(Backend):
 
     name = "xla-tpu"
     open_waits = False
-    training = XlaTraining()
+    training: XlaTraining = XlaTraining()
 
     def __init__(self, xla: Device, rank: int, size: int, replicas: Replicas | None) -> None:
         from asynccoll.backends.xla.progress import Progress
 
         self.xla = xla
-        self.device = xla.torch_device
-        self.progress = Progress(f"asynccoll-xla-{rank}", xla.adopt)
+        self.device: torch.device = xla.torch_device
+        self.progress: Progress = Progress(f"asynccoll-xla-{rank}", xla.adopt)
         #: Elsewhere every device runs every program, so that a group cannot be opened among members.
-        self.ad_hoc_groups = replicas is not None
+        self.ad_hoc_groups: bool = replicas is not None
         self._size = size
         self._replicas = replicas
 

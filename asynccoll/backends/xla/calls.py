@@ -61,19 +61,20 @@ class Call:
         shape: Shape | None,
         splits: tuple[Sequence[int], Sequence[int]] | None,
     ) -> None:
-        self.replica = replica
-        self.collective = collective
-        self.x = x
-        self.deliver = deliver
-        self.shape = shape
-        self.splits = splits  # (rows to each rank, rows expected from each)
+        self.replica: Replica = replica
+        self.collective: Collective = collective
+        self.x: torch.Tensor = x
+        self.deliver: Deliver = deliver
+        self.shape: Shape | None = shape
+        #: (rows to each rank, rows expected from each)
+        self.splits: tuple[Sequence[int], Sequence[int]] | None = splits
         self.matrix: Matrix = ()
-        self.text = collective.text(x) if shape is None else ""  # else once it has it
+        self.text: str = collective.text(x) if shape is None else ""  # else once it has it
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None  # of the computation of its input
-        self.promise = Promise()
+        self.promise: Promise = Promise()
         # As is the memory that the result is delivered to, which can be written to so alone (``modes``).
-        self.inferring = torch.is_inference_mode_enabled()
+        self.inferring: bool = torch.is_inference_mode_enabled()
 
     def stage(self) -> None:
         """Bring the input onto the device, as it is to travel."""
@@ -88,7 +89,8 @@ class Call:
         """What is done locally before the launch."""
         device = self.replica.xla
         with device.lock:
-            before, self.x = self.x, self.collective.prepare(self.x, self.matrix)
+            before = self.x
+            self.x = self.collective.prepare(before, self.matrix)
             if self.x is not before:
                 device.settle([self.x])
 

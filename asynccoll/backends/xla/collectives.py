@@ -48,12 +48,12 @@ class Members:
     def __init__(self, ranks: tuple[int, ...], index: int, world_size: int) -> None:
         self.ranks = ranks
         self.index = index
-        self.size = len(ranks)
+        self.size: int = len(ranks)
         others = [rank for rank in range(world_size) if rank not in ranks]
         mine = list(ranks)
-        self.is_world = not others
+        self.is_world: bool = not others
         #: for all_reduce, whose groups may be of any sizes
-        self.groups = [] if self.is_world else [mine, *([rank] for rank in others)]
+        self.groups: list[list[int]] = [] if self.is_world else [mine, *([rank] for rank in others)]
         #: for the others, whose groups must be of one size; None where that is impossible
         self.even: list[list[int]] | None = None
         if self.is_world:

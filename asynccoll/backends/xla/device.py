@@ -36,9 +36,9 @@ class Device:
 
     def __init__(self) -> None:
         self.name: str = _native._xla_get_default_device()  # "xla:1", as torch spells it
-        self.torch_device = torch.device(self.name)
+        self.torch_device: torch.device = torch.device(self.name)
         (self._real,) = _native._xla_real_devices([self.name])  # "CPU:1", as the runtime does
-        self.lock = _locks[self.name]
+        self.lock: threading.RLock = _locks[self.name]
         _guard_sync()
 
     def adopt(self) -> None:

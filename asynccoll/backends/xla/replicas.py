@@ -32,9 +32,9 @@ class Replicas:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.store = dist.HashStore()
+        self.store: dist.Store = dist.HashStore()
         #: One launch at a time, on all devices of its group: this is the order that all devices see.
-        self.launching = threading.Lock()
+        self.launching: threading.Lock = threading.Lock()
         self.joined: set[int] = set()
         self._lock = threading.Lock()
         self._rooms: dict[str, Room] = {}
