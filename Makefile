@@ -192,9 +192,10 @@ fix: ## let the formatter and the linter repair what they can
 	@$(TEST) ruff format
 	@$(TEST) ruff check --fix
 
-types: ## mypy, strict; pyright: that all that is exported has a declared type
+types: ## mypy, strict, also of what users write; pyright of that, and that every exported name has a declared type
 	@$(TEST) mypy
-	@$(TEST) pyright --verifytypes asynccoll --ignoreexternal | tail -4; exit $${PIPESTATUS[0]}
+	@$(TEST) pyright tests/typed
+	@$(TEST) python tools/complete.py
 
 docs: ## build the documentation into build/docs, warnings are errors
 	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs

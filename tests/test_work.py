@@ -388,8 +388,8 @@ def test_as_future_for_asyncio(pair: World) -> None:
 
 async def all_of_them(me: Rank) -> None:
     works = [ac.all_reduce(k) for k in range(20)]
-    assert await ac.wait_all(works) == [2 * k for k in range(20)]
-    assert await ac.wait_all([]) == []
+    assert await ac.wait_all(works) == tuple(2 * k for k in range(20))
+    assert await ac.wait_all([]) == ()
 
     def fail(_: object) -> None:
         raise LookupError("third")

@@ -34,7 +34,18 @@ ENVIRONMENTS = {
     for row in (
         Environment(
             "test",
-            groups=("torch", "runtime", "build", "test", "lint", "docs", "demo", "notebook", "otel", "pyright"),
+            groups=(
+                "torch",
+                "runtime",
+                "build",
+                "test",
+                "lint",
+                "docs",
+                "demo",
+                "notebook",
+                "otel",
+                "pyright",
+            ),
             download=_CPU_TORCH,
         ),
         Environment("demo", groups=("torch", "runtime", "demo"), download=_CPU_TORCH),

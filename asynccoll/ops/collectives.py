@@ -31,7 +31,7 @@ In the examples two ranks call; ``r0``/``r1`` is what each gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -42,11 +42,15 @@ from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.payload import objects
-from asynccoll.plan.spec import Plan
+from asynccoll.plan.spec import Plan, ReduceOpLike
 from asynccoll.runtime.process import current
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
+from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "all_gather",
@@ -70,13 +74,23 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+#: Gathered as they are, one from each rank.
+Plain = TypeVar("Plain", bool, int, float, str)
 
 #: They have no place in a lane's order of calls; a refusal is between the two ranks.
 _MESSAGES = (payload.send, payload.recv)
 
 
+class Common(TypedDict, total=False):
+    """What every collective takes."""
+
+    group: GroupLike
+    lane: str | None
+    timeout: float | None
+
+
 def _start(
-    group: Any,
+    group: GroupLike,
     lane: str | None,
     timeout: float | None,
     start: Callable[..., Started[Any]],
@@ -107,7 +121,7 @@ def _start(
         raise
 
 
-def refuse(error: AsyncCollError, *, group: Any = None, lane: str | None = None) -> NoReturn:
+def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None) -> NoReturn:
     """Raise ``error`` in place of a call, and tell the peers, who may be making it.
 
     For code on top of these functions that checks more than they do.
@@ -129,11 +143,11 @@ def all_reduce(
     x: T,
     /,
     *,
-    op: str | Any = "sum",
+    op: ReduceOpLike = "sum",
     prescale: float = 1.0,
     postscale: float = 1.0,
     compression: str | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: Any = None,
     timeout: float | None = None,
@@ -174,8 +188,8 @@ def reduce(
     /,
     *,
     dst: int = 0,
-    op: str | Any = "sum",
-    group: Any = None,
+    op: ReduceOpLike = "sum",
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -197,7 +211,7 @@ def broadcast(
     *,
     src: int = 0,
     safe_mode: bool = False,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: Any = None,
     timeout: float | None = None,
@@ -221,13 +235,39 @@ def broadcast(
     return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out=out)
 
 
+@overload
+def all_gather(
+    x: torch.Tensor,
+    /,
+    *,
+    dim: int = 0,
+    uneven: Literal[False] = False,
+    out: torch.Tensor | None = None,
+    **common: Unpack[Common],
+) -> Work[torch.Tensor]: ...
+@overload
+def all_gather(
+    x: torch.Tensor, /, *, dim: int = 0, uneven: Literal[True], **common: Unpack[Common]
+) -> Work[list[torch.Tensor]]: ...
+@overload
+def all_gather(x: Plain, /, **common: Unpack[Common]) -> Work[list[Plain]]: ...
+@overload
 def all_gather(
     x: Any,
     /,
     *,
     dim: int = 0,
     uneven: bool = False,
-    group: Any = None,
+    out: torch.Tensor | None = None,
+    **common: Unpack[Common],
+) -> Work[Any]: ...
+def all_gather(
+    x: Any,
+    /,
+    *,
+    dim: int = 0,
+    uneven: bool = False,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -255,13 +295,29 @@ def all_gather(
     return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out=out)
 
 
+@overload
+def gather(
+    x: torch.Tensor,
+    /,
+    *,
+    dst: int = 0,
+    dim: int = 0,
+    out: torch.Tensor | None = None,
+    **common: Unpack[Common],
+) -> Work[torch.Tensor | None]: ...
+@overload
+def gather(x: Plain, /, *, dst: int = 0, **common: Unpack[Common]) -> Work[list[Plain] | None]: ...
+@overload
+def gather(
+    x: Any, /, *, dst: int = 0, dim: int = 0, out: torch.Tensor | None = None, **common: Unpack[Common]
+) -> Work[Any]: ...
 def gather(
     x: Any,
     /,
     *,
     dst: int = 0,
     dim: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -282,7 +338,7 @@ def scatter(
     /,
     *,
     src: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -305,9 +361,9 @@ def reduce_scatter(
     x: T,
     /,
     *,
-    op: str | Any = "sum",
+    op: ReduceOpLike = "sum",
     dim: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -334,7 +390,7 @@ def all_to_all(
     *,
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -365,7 +421,7 @@ def permute(
     pairs: Iterable[tuple[int, int]],
     /,
     *,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -390,7 +446,7 @@ def send(
     *,
     dst: int,
     tag: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:
@@ -409,7 +465,7 @@ def recv(
     *,
     src: int,
     tag: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -424,7 +480,7 @@ def recv(
     return _start(group, lane, timeout, payload.recv, like, src, tag, out=out)
 
 
-def barrier(*, group: Any = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:
+def barrier(*, group: GroupLike = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:
     """Ready once every rank of the group has called it.
 
     Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
@@ -454,14 +510,14 @@ def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
 
 
 def all_gather_object(
-    obj: Any,
+    obj: T,
     /,
     *,
     codec: Any = None,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
-) -> Work[list[Any]]:
+) -> Work[list[T]]:
     """Every rank's ``obj``, as a list in rank order, on every rank.
 
     The default codec carries plain data: None, numbers of any size, strings, bytes, containers, dates,
@@ -477,15 +533,15 @@ def all_gather_object(
 
 
 def gather_object(
-    obj: Any,
+    obj: T,
     /,
     *,
     dst: int = 0,
     codec: Any = None,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
-) -> Work[list[Any] | None]:
+) -> Work[list[T] | None]:
     """As ``all_gather_object`` on ``dst``; None elsewhere.
 
     >>> await ac.gather_object(f"rank {rank}", dst=0)
@@ -501,7 +557,7 @@ def broadcast_object(
     *,
     src: int = 0,
     codec: Any = None,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
@@ -516,15 +572,15 @@ def broadcast_object(
 
 
 def scatter_object(
-    obj: Sequence[Any] | None,
+    obj: Sequence[T] | None,
     /,
     *,
     src: int = 0,
     codec: Any = None,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
-) -> Work[Any]:
+) -> Work[T]:
     """This rank's object of the n that ``src`` passes; what the others pass is ignored.
 
     >>> await ac.scatter_object(["a", {"b": 1}] if rank == 0 else None)

@@ -15,8 +15,9 @@ import torch
 
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
-from asynccoll.plan.spec import HALF, ReduceOp
+from asynccoll.plan.spec import HALF, ReduceOp, ReduceOpLike
 from asynccoll.runtime.process import current, when_joined
+from asynccoll.world.group import GroupLike
 
 if TYPE_CHECKING:
     from asynccoll.waiting.work import Work
@@ -81,7 +82,7 @@ def _world_size() -> int:
 
 
 @constant_in_graphs
-def _reduction(op: Any, integers: bool) -> tuple[str, int]:
+def _reduction(op: ReduceOpLike, integers: bool) -> tuple[str, int]:
     """torch's name of the reduction, and what to divide by; refused here as it is outside of graphs."""
     parsed = ReduceOp.parse(op)
     if parsed not in _REDUCTIONS:
@@ -154,14 +155,16 @@ def _work(tensor: torch.Tensor, **rest: Any) -> Work[Any]:
     return cast("Work[Any]", CompiledWork(tensor, **rest))
 
 
-def all_reduce(x: Any, op: Any, group: Any, *, out: Any = None, plain: bool = True) -> Work[Any]:
+def all_reduce(
+    x: Any, op: ReduceOpLike, group: GroupLike, *, out: Any = None, plain: bool = True
+) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
     name, divisor = _reduction(op, _integers(x))
     reduce = torch.ops._c10d_functional.all_reduce
     return _work(reduce(_wide(x, divisor).contiguous(), name, _world()), divisor=divisor, dtype=x.dtype)
 
 
-def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Work[Any]:
+def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) -> Work[Any]:
     _require(group is None and out is None and not safe_mode, _tracked(x))
     ours = _is_source(src)
     if _tracked(x):
@@ -171,7 +174,7 @@ def broadcast(x: Any, src: int, group: Any, *, safe_mode: bool, out: Any) -> Wor
     return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
 
 
-def all_gather(x: Any, dim: int, group: Any, *, uneven: bool, out: Any) -> Work[Any]:
+def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: Any) -> Work[Any]:
     _require(group is None and out is None and not uneven, _tracked(x))
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
@@ -180,7 +183,7 @@ def all_gather(x: Any, dim: int, group: Any, *, uneven: bool, out: Any) -> Work[
     return _work(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
 
 
-def reduce_scatter(x: Any, op: Any, dim: int, group: Any, *, out: Any) -> Work[Any]:
+def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: Any) -> Work[Any]:
     _require(group is None and out is None, _tracked(x))
     reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()
@@ -198,7 +201,7 @@ def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
 
 
 def all_to_all(
-    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: Any, *, out: Any
+    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: GroupLike, *, out: Any
 ) -> Work[Any]:
     _require(group is None and out is None, _tracked(x))
     size = _size()

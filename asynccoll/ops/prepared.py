@@ -26,6 +26,7 @@ from asynccoll.runtime.process import current
 from asynccoll.tensors import Call
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
+from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
 
 __all__ = ["Prepared", "prepare"]
@@ -138,7 +139,7 @@ def prepare(
     /,
     like: Any,
     *,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
     **call: Any,

@@ -22,10 +22,14 @@ from asynccoll.ops.coalescing import own_block
 from asynccoll.order.lane import BACKWARD, DEFAULT
 from asynccoll.runtime.process import current, existing
 from asynccoll.waiting.work import Members, scope_members
+from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup as AnyioTaskGroup
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
 
 __all__ = [
     "TaskGroup",
@@ -124,7 +128,7 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
         self.__exit__()
 
 
-def close_lane(name: str, *, group: Any = None) -> None:
+def close_lane(name: str, *, group: GroupLike = None) -> None:
     """Give up the lane ``name`` of ``group``, with its connections and threads; its name may be used anew.
 
     Every member calls it as often, at the same place among its calls on that lane, in whose order it is; none
@@ -317,7 +321,7 @@ class TaskGroup:
         return self._entered().cancel_scope
 
     def start_soon(
-        self, function: Callable[..., Awaitable[Any]], *args: Any, name: str | None = None
+        self, function: Callable[[Unpack[Ts]], Awaitable[object]], *args: Unpack[Ts], name: str | None = None
     ) -> None:
         """Start ``function(*args)`` as a child on the lane ``parent/name``, in torch's modes of now.
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.runtime.process import get_rank, get_world_size
+from asynccoll.world.group import GroupLike
 
 __all__ = [
     "check_arguments",
@@ -98,7 +99,7 @@ def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> Non
         )
 
 
-def group_size(group: Any) -> int:
+def group_size(group: GroupLike) -> int:
     size = get_world_size(group)
     if size < 1:
         raise InvalidArgumentError(

@@ -27,6 +27,7 @@ from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import check_unaliased, check_whole
 from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
 
 __all__ = ["ParameterAverager", "average_parameters"]
 
@@ -51,7 +52,7 @@ class ParameterAverager:
         *,
         every: int,
         delay: int = 0,
-        group: Any = None,
+        group: GroupLike = None,
         lane: str = "averaging",
         timeout: float | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class ParameterAverager:
         _check(self._parameters, every, delay)
         check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
         self._every, self._delay = every, delay
-        self._tail = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
+        self._tail: dict[str, Any] = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
         self._steps = 0
         self._midway = False
         self._begun = 0  # the step that the latest round began with
@@ -168,7 +169,7 @@ def average_parameters(
     *,
     every: int,
     delay: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str = "averaging",
     timeout: float | None = None,
 ) -> ParameterAverager:

@@ -19,6 +19,7 @@ from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.runtime.process import get_world_size
 from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
 
 __all__ = ["DDPState", "ddp_hook"]
 
@@ -35,7 +36,7 @@ class DDPState:
         timeout: seconds for each bucket's reduction.
     """
 
-    def __init__(self, *, group: Any = None, lane: str = "ddp", timeout: float | None = None) -> None:
+    def __init__(self, *, group: GroupLike = None, lane: str = "ddp", timeout: float | None = None) -> None:
         self.group = group
         self.lane: str = backward_lane(lane)
         self.timeout = timeout

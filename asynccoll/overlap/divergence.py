@@ -20,6 +20,7 @@ from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, In
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.parameters import named_tensors
 from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
 
 __all__ = ["ParameterChecker", "check_parameters"]
 
@@ -87,7 +88,7 @@ def check_parameters(
     model: torch.nn.Module | Iterable[torch.Tensor],
     *,
     every: int = 1,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
 ) -> ParameterChecker:

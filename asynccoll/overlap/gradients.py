@@ -49,6 +49,7 @@ from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work, wait_all
+from asynccoll.world.group import GroupLike
 
 __all__ = ["GradientReducer", "overlap_gradients"]
 
@@ -100,7 +101,7 @@ class GradientReducer:
         op: str = "avg",
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        group: Any = None,
+        group: GroupLike = None,
         lane: str = "gradients",
         timeout: float | None = None,
         max_in_flight_bytes: int | None = None,
@@ -187,7 +188,8 @@ class GradientReducer:
 
     async def _reduced(self) -> None:
         with self._step() as works:
-            await wait_all([*works, *self._refreshed])
+            in_flight: list[Work[Any]] = [*works, *self._refreshed]
+            await wait_all(in_flight)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait without an event loop until every ``.grad`` is the reduction of all ranks'.
@@ -335,7 +337,7 @@ def overlap_gradients(
     op: str = "avg",
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str = "gradients",
     timeout: float | None = None,
     max_in_flight_bytes: int | None = None,

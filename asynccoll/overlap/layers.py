@@ -31,6 +31,7 @@ from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
 
 __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
 
@@ -73,7 +74,7 @@ class ShardedLayers(nn.Module):
         layers: Iterable[nn.Module],
         *,
         ahead: int,
-        group: Any,
+        group: GroupLike,
         lane: str | None,
         reshard_after_forward: bool,
     ) -> None:
@@ -246,7 +247,7 @@ def shard_layers(
     layers: Iterable[nn.Module],
     *,
     ahead: int = 1,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     reshard_after_forward: bool = False,
 ) -> ShardedLayers:

@@ -13,6 +13,7 @@ from asynccoll.ops.collectives import all_gather, broadcast
 from asynccoll.overlap.accepted import check_whole
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
 
 __all__ = ["broadcast_buffers", "broadcast_parameters", "first_rank", "named_tensors", "start_alike"]
 
@@ -21,7 +22,7 @@ def broadcast_parameters(
     model: torch.nn.Module,
     *,
     src: int = 0,
-    group: Any = None,
+    group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:

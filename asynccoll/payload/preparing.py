@@ -13,7 +13,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.payload.common import check_filled, leaves_of, normal_dim, refuse, require_tensor, tree_out
 from asynccoll.payload.exchanging import check_splits
 from asynccoll.payload.reducing import split_rows
-from asynccoll.plan.spec import Op, reduce_op
+from asynccoll.plan.spec import Op, ReduceOpLike, reduce_op
 from asynccoll.plan.trees import is_tree, unflatten
 from asynccoll.tensors import Call, autograd, check_out
 from asynccoll.tensors.bucketing import buckets
@@ -92,7 +92,7 @@ def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Call
     return calls, results
 
 
-def _all_reduce(lane: Lane, like: Any, *, op: Any = "sum", out: Any = None) -> Calls:
+def _all_reduce(lane: Lane, like: Any, *, op: ReduceOpLike = "sum", out: Any = None) -> Calls:
     return _elementwise("all_reduce", lane, tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
 
 
@@ -108,7 +108,9 @@ def _all_gather(lane: Lane, like: Any, *, out: torch.Tensor | None = None) -> Ca
     return _alone(tensors.all_gather_call(lane, x, _result_for(x, out, shape), shape))
 
 
-def _reduce_scatter(lane: Lane, like: Any, *, op: Any = "sum", out: torch.Tensor | None = None) -> Calls:
+def _reduce_scatter(
+    lane: Lane, like: Any, *, op: ReduceOpLike = "sum", out: torch.Tensor | None = None
+) -> Calls:
     x = _check("reduce_scatter", like)
     size = lane.group.size
     normal_dim("reduce_scatter", x, 0)

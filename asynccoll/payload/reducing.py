@@ -29,13 +29,13 @@ from asynccoll.payload.messages import (
     gather_messages,
 )
 from asynccoll.payload.values import as_number, reduce_numbers, to_message
-from asynccoll.plan.spec import Op, ReduceOp, dtype_name, reduce_op
+from asynccoll.plan.spec import Op, ReduceOp, ReduceOpLike, dtype_name, reduce_op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd
 from asynccoll.waiting.started import Started
 
 
-def all_reduce(lane: Lane, x: Any, op: Any, out: Any, timeout: float | None) -> Started[Any]:
+def all_reduce(lane: Lane, x: Any, op: ReduceOpLike, out: Any, timeout: float | None) -> Started[Any]:
     op = reduce_op(op)
     if isinstance(x, torch.Tensor):
         x = plain_tensor("all_reduce", x)
@@ -70,7 +70,7 @@ def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) 
 
 
 def reduce(
-    lane: Lane, x: Any, dst: int, op: Any, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, x: Any, dst: int, op: ReduceOpLike, out: torch.Tensor | None, timeout: float | None
 ) -> Started[Any]:
     op = reduce_op(op)
     dst = lane.group.index(dst, "dst")
@@ -122,7 +122,7 @@ def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | 
 
 
 def reduce_scatter(
-    lane: Lane, x: Any, op: Any, dim: int, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, x: Any, op: ReduceOpLike, dim: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[Any]:
     op = reduce_op(op)
     if is_tree(x):

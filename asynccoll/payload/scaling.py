@@ -17,7 +17,7 @@ from asynccoll.memory.plain import plain_tensor
 from asynccoll.order.lane import Lane
 from asynccoll.payload.common import check_filled, leaves_of, no_out
 from asynccoll.payload.reducing import all_reduce
-from asynccoll.plan.spec import ReduceOp, dtype_name, reduce_op
+from asynccoll.plan.spec import ReduceOp, ReduceOpLike, dtype_name, reduce_op
 from asynccoll.plan.trees import flatten, is_tree, unflatten
 from asynccoll.tensors import autograd, check_out, deliver
 from asynccoll.waiting.started import Started
@@ -75,7 +75,7 @@ class Scaling:
 def all_reduce_scaled(
     lane: Lane,
     x: Any,
-    op: Any,
+    op: ReduceOpLike,
     factors: tuple[float, float, str | None],
     out: torch.Tensor | None,
     timeout: float | None,
@@ -103,7 +103,7 @@ def _leaves_after(scaling: Scaling, given: list[torch.Tensor], tree: Any) -> Any
 def _of_tensor(
     lane: Lane,
     x: torch.Tensor,
-    op: Any,
+    op: ReduceOpLike,
     out: torch.Tensor | None,
     scaling: Scaling,
     timeout: float | None,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Policy",
     "ReduceOp",
+    "ReduceOpLike",
     "TensorSpec",
     "Topology",
     "Wire",
@@ -101,6 +103,16 @@ class ReduceOp(str, enum.Enum):
             )
         return found
 
+
+#: What a user may write as ``op=`` (names in any case, which a type cannot say).
+ReduceOpLike: TypeAlias = (
+    ReduceOp
+    | dist.ReduceOp
+    | dist.ReduceOp.RedOpType
+    | Literal[
+        "sum", "avg", "mean", "product", "prod", "min", "max", "and", "or", "band", "bor", "bxor", "adasum"
+    ]
+)
 
 _REDUCE_OPS: dict[str, ReduceOp] = {op.value: op for op in ReduceOp}
 _REDUCE_OPS |= {"mean": ReduceOp.AVG, "average": ReduceOp.AVG, "prod": ReduceOp.PRODUCT}

@@ -29,7 +29,7 @@ from asynccoll.host import exits as exiting
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, torch_group
 from asynccoll.world.context import Context
-from asynccoll.world.group import Group
+from asynccoll.world.group import Group, GroupLike
 from asynccoll.world.resolving import check_ranks, resolve_group
 
 __all__ = [
@@ -330,13 +330,13 @@ def is_initialized() -> bool:
     return not process.thread_ranks and torch_group() is not None
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: GroupLike = None) -> int:
     """This rank's index in ``group`` (the world by default); -1 outside of it."""
     context = known()
     return context.rank if group is None else resolve_group(context, group).rank
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: GroupLike = None) -> int:
     """The number of ranks in ``group`` (the world by default); -1 outside of it."""
     context = known()
     if group is None:

@@ -23,6 +23,7 @@ from asynccoll.order.stepping import waiting
 from asynccoll.sync import compiled, horovod
 from asynccoll.sync.models import HOROVOD, NATIVE, SERIAL
 from asynccoll.sync.world import model
+from asynccoll.world.group import GroupLike
 
 __all__ = [
     "all_gather",
@@ -47,7 +48,7 @@ def _waited_for(start: Callable[..., ac.Work[T]], *args: object, **kwargs: objec
         waiting.reset(before)
 
 
-def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[int] | None = None) -> Any:
+def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike = None) -> Any:
     """The reduction of every rank's tensor or number; outside of ``group`` the very ``tensor``.
 
     On torch's backends, xla-tpu and mpi the tensor itself is overwritten and returned.
@@ -87,7 +88,7 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: Any | list[
     return bool(result) if isinstance(tensor, bool) else result
 
 
-def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: Any, *, in_place: bool) -> torch.Tensor:
+def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: GroupLike, *, in_place: bool) -> torch.Tensor:
     plain = tensor.detach() if tensor.requires_grad else tensor
     result: torch.Tensor = _waited_for(
         ac.all_reduce, plain, op=op, group=group, out=plain if in_place else None
@@ -95,7 +96,7 @@ def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: Any, *, in_place: b
     return tensor if in_place else result
 
 
-def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] | None = None) -> Any:
+def all_gather(tensor: torch.Tensor | float | str | Any, group: GroupLike = None) -> Any:
     """What every rank passed: tensors of one shape concatenated along dim 0, anything else as a list.
 
     0-d tensors give a vector. Numbers and strings arrive as they are; other objects are pickled, so gather
@@ -118,7 +119,7 @@ def all_gather(tensor: torch.Tensor | float | str | Any, group: Any | list[int] 
 
 
 def all_gather_tensors_with_shapes(
-    tensor: torch.Tensor, shapes: Sequence[Sequence[int]], group: Any | list[int] | None = None
+    tensor: torch.Tensor, shapes: Sequence[Sequence[int]], group: GroupLike = None
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, of different shapes that every rank knows, as a list.
 
@@ -146,7 +147,7 @@ def all_gather_tensors_with_shapes(
     ]
 
 
-def _check_shapes(tensor: Any, shapes: Sequence[Sequence[int]], group: Any) -> None:
+def _check_shapes(tensor: Any, shapes: Sequence[Sequence[int]], group: GroupLike) -> None:
     """What does not hold would be padded or cut to another rank's shape, and arrive as something else."""
     size, place = (1, 0) if model() is SERIAL else (ac.get_world_size(group), ac.get_rank(group))
     if not isinstance(tensor, torch.Tensor):
@@ -248,7 +249,7 @@ def _plain(x: Any) -> Any:
     return x.item() if isinstance(x, Number) and hasattr(x, "item") else x
 
 
-def _refuse(error: AsyncCollError, group: Any) -> NoReturn:
+def _refuse(error: AsyncCollError, group: GroupLike) -> NoReturn:
     """Raise it, and tell the members of ``group`` who make the call; it need not be one of the forms."""
     group = None if group is None else _group(group)
     if model() is SERIAL or _outside(group):
@@ -256,7 +257,7 @@ def _refuse(error: AsyncCollError, group: Any) -> NoReturn:
     refuse(error, group=group)
 
 
-def _outside(group: Any) -> bool:
+def _outside(group: GroupLike) -> bool:
     """Whether this rank is not in ``group``."""
     if group is None:
         return False

@@ -6,15 +6,17 @@ is left alone, for its old value is what backward may need.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.compiled import constant_in_graphs
+from asynccoll.plan.spec import ReduceOpLike
 from asynccoll.sync.models import SERIAL
 from asynccoll.sync.world import model
+from asynccoll.world.group import GroupLike
 
 __all__ = ["all_gather", "all_reduce", "broadcast"]
 
@@ -25,15 +27,15 @@ def _alone() -> bool:
 
 
 @constant_in_graphs
-def _reduction(op: str) -> str:
+def _reduction(op: str) -> ReduceOpLike:
     """Our name of ignite's ``op``."""
     ours = model().ops.get(op)
     if ours is None:
         raise InvalidArgumentError(f"Unsupported reduction operation: '{op}'")
-    return str(ours)
+    return cast("ReduceOpLike", str(ours))
 
 
-def all_reduce(tensor: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, op: str, group: GroupLike) -> torch.Tensor:
     if _alone():
         return tensor
     return _overwritten(tensor, ac.all_reduce(tensor, op=_reduction(op), group=group).wait())
@@ -45,7 +47,7 @@ def broadcast(tensor: torch.Tensor, src: int, safe_mode: bool) -> torch.Tensor:
     return _overwritten(tensor, ac.broadcast(tensor, src=src, safe_mode=safe_mode).wait())
 
 
-def all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, group: GroupLike) -> torch.Tensor:
     if _alone():
         return tensor
     gathered: torch.Tensor = ac.all_gather(tensor, group=group).wait()

@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from asynccoll import host
 from asynccoll.errors import (
@@ -44,6 +44,7 @@ _log = logging.getLogger("asynccoll.work")
 
 T = TypeVar("T")
 U = TypeVar("U")
+V = TypeVar("V")
 
 _PENDING = 0
 _FINISHING = 1
@@ -515,11 +516,19 @@ def waited_for(started: Started[T]) -> T:
     return Work(started.operations, started.finish, started.value).wait()
 
 
-async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
+@overload
+async def wait_all(works: tuple[Work[T], Work[U]]) -> tuple[T, U]: ...
+@overload
+async def wait_all(works: tuple[Work[T], Work[U], Work[V]]) -> tuple[T, U, V]: ...
+@overload
+async def wait_all(works: Iterable[Work[T]]) -> tuple[T, ...]: ...
+async def wait_all(works: Iterable[Work[Any]]) -> tuple[Any, ...]:
     """The results of ``works``, in their order, once all are done.
 
     Every work is waited for even if one fails; then the first error (in order) is raised. One task
     awaits them in turn: it costs no task per work.
+
+    >>> total, scores = await ac.wait_all((ac.all_reduce(loss), ac.all_gather(score)))
     """
     listed = list(works)
     first: BaseException | None = None
@@ -530,7 +539,7 @@ async def wait_all(works: Iterable[Work[Any]]) -> list[Any]:
             first = first or error
     if first is not None:
         raise first
-    return [work.result() for work in listed]
+    return tuple(work.result() for work in listed)
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:

@@ -7,8 +7,8 @@ communicator of its own; its lanes do, by name, when first used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch.distributed as dist
 
@@ -27,14 +27,18 @@ from asynccoll.plan.spec import Topology, equal_nodes, place_of
 from asynccoll.transport.communicator import Opening
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.completion import Completion
 
-__all__ = ["MAX_LANES", "Group"]
+__all__ = ["MAX_LANES", "Group", "GroupLike"]
 
+#: What a user may write as ``group=``: None is the world, ranks are global, a mesh has one dimension.
+GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
 #: Lanes cost threads and descriptors; a program that needs more has a leak of names.
 MAX_LANES = 32
 #: How long at most those threads are waited for that close lanes: nobody may end while one is in native code.

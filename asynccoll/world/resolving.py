@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.world.context import Context
-from asynccoll.world.group import Group
+from asynccoll.world.group import Group, GroupLike
 
 __all__ = ["ad_hoc_group", "check_ranks", "resolve_group"]
 
 
-def resolve_group(context: Context, group: Any) -> Group:
+def resolve_group(context: Context, group: GroupLike) -> Group:
     """The ``Group`` for whatever a user may write as ``group=``."""
     if group is None:
         return context.world

@@ -36,12 +36,13 @@ def _reducing(call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = Fals
 def _reduce(case: Case) -> dict[str, Way]:
     """On the root alone there is a result, and memory for it."""
     x, out = case.input(), case.output() if case.rank == case.root else None
+    op = ac.ReduceOp.parse(case.reduction)
 
     async def fresh() -> Any:
-        return await ac.reduce(x, dst=case.root, op=case.reduction)
+        return await ac.reduce(x, dst=case.root, op=op)
 
     async def filled() -> Any:
-        return await ac.reduce(x, dst=case.root, op=case.reduction, out=out)
+        return await ac.reduce(x, dst=case.root, op=op, out=out)
 
     return {OUT: fresh, IN: filled}
 
