@@ -76,7 +76,7 @@ from asynccoll.ops.scopes import (
 )
 from asynccoll.overlap import overlap_gradients
 from asynccoll.payload.codecs import Codec
-from asynccoll.plan.spec import ReduceOp
+from asynccoll.plan.spec import ReduceOp, ReduceOpLike
 from asynccoll.runtime.process import (
     available_backends,
     backend,
@@ -95,7 +95,7 @@ from asynccoll.runtime.process import (
 )
 from asynccoll.waiting.arriving import as_completed
 from asynccoll.waiting.work import Work, wait_all
-from asynccoll.world.group import Group
+from asynccoll.world.group import Group, GroupLike
 
 __version__ = "0.1.0"
 
@@ -111,6 +111,7 @@ __all__ = (
     "DistributedProxySampler",
     "ForkedProcessError",
     "Group",
+    "GroupLike",
     "InvalidArgumentError",
     "LaneLimitError",
     "LaneOrderError",
@@ -122,6 +123,7 @@ __all__ = (
     "PeerRefusedError",
     "Prepared",
     "ReduceOp",
+    "ReduceOpLike",
     "SpawnError",
     "TaskGroup",
     "UnawaitedWorkWarning",

@@ -33,7 +33,11 @@ def test_every_public_name_is_on_the_api_page():
     assert inside <= {*listed}
 
 
-@pytest.mark.parametrize("name", asynccoll.__all__)
+#: An alias of types has no place for a docstring: what it says is a comment, which the API page shows.
+ALIASES = {"GroupLike", "ReduceOpLike"}
+
+
+@pytest.mark.parametrize("name", sorted({*asynccoll.__all__} - ALIASES))
 def test_every_public_name_says_what_it_is(name):
     text = getattr(asynccoll, name).__doc__
     assert text
