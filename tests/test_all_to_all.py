@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 
@@ -76,6 +78,54 @@ async def uneven(me: Rank) -> None:
 def test_uneven_pieces(world: World, runner: str) -> None:
     """With splits each piece has the length that both sides say."""
     world.run(uneven, runner=runner)
+
+
+def piece(a: int, b: int) -> Any:
+    """What rank a sends to rank b."""
+    kinds = (
+        torch.full((a, b + 1), float(10 * a + b)),
+        torch.arange(1000 * (a + b), dtype=torch.int16),
+        f"{a} to {b}",
+        {"from": a, "to": [b, None], "x": torch.tensor([a, b])},
+        torch.tensor(a + b, dtype=torch.bfloat16),
+    )
+    return kinds[(a + b) % len(kinds)]
+
+
+async def lists(me: Rank) -> None:
+    mine = [piece(me.rank, to) for to in range(me.size)]
+    came = [piece(source, me.rank) for source in range(me.size)]
+    await me.check("lists", ac.all_to_all, mine, expect=came)
+    await me.check("a tuple", ac.all_to_all, tuple(mine), expect=came)
+    for name, dtype in oracle.DTYPES.items():
+        rows = [[oracle.moving(a, (b + 1, 2), dtype, seed=b) for b in range(me.size)] for a in range(me.size)]
+        await me.check(name, ac.all_to_all, rows[me.rank], expect=[row[me.rank] for row in rows])
+
+
+def test_lists_of_anything(world: World, runner: str) -> None:
+    """Part j goes to rank j; shapes, dtypes and kinds need not be known to who gets it."""
+    world.run(lists, runner=runner)
+
+
+async def refused_lists(me: Rank) -> None:
+    short, splits = [torch.ones(1)] * (me.size + 1), [1] * me.size
+    says = (str(me.size + 1), str(me.size))
+    await me.refuses("number", ac.InvalidArgumentError, ac.all_to_all, short, says=says)
+    bad = [object()] * me.size
+    await me.refuses("object", ac.PayloadTypeError, ac.all_to_all, bad, says=("object",))
+    await me.refuses("splits", ac.InvalidArgumentError, ac.all_to_all, splits, input_split_sizes=splits)
+    await me.refuses("out", ac.InvalidArgumentError, ac.all_to_all, splits, out=torch.ones(1))
+    x = torch.ones(2, requires_grad=True)
+    with me.case("gradient"):
+        got = await me.get(ac.all_to_all([2 * x] * me.size))
+        with raising(ac.UnsupportedOpError, "all_to_all of one tensor"):
+            got[0].sum().backward()
+    await me.check("afterwards", ac.all_to_all, [me.rank] * me.size, expect=list(range(me.size)))
+
+
+def test_bad_lists_are_refused(world: World) -> None:
+    """Not one part for each rank, other objects, what is for one tensor; there is no gradient."""
+    world.run(refused_lists)
 
 
 async def layouts(me: Rank) -> None:

@@ -83,6 +83,25 @@ def test_trees(world: World, runner: str) -> None:
     world.run(trees, runner=runner)
 
 
+async def uneven(me: Rank) -> None:
+    dst = me.size - 1
+    for name, dtype in oracle.DTYPES.items():
+        inputs = [oracle.moving(rank, (rank, 2) if rank % 2 else (3,), dtype) for rank in range(me.size)]
+        expect = inputs if me.rank == dst else None
+        await me.check(name, ac.gather, inputs[me.rank], dst=dst, uneven=True, expect=expect)
+    long = [torch.arange(1000.0 * (rank + 1)) for rank in range(me.size)]
+    tree = {"x": long[me.rank], "n": me.rank}
+    whole = {"x": long, "n": list(range(me.size))} if me.rank == 0 else None
+    await me.check("tree", ac.gather, tree, uneven=True, expect=whole)
+    out = torch.zeros(1)
+    await me.refuses("out", ac.InvalidArgumentError, ac.gather, long[me.rank], uneven=True, out=out)
+
+
+def test_uneven_gives_the_list_of_all(world: World, runner: str) -> None:
+    """Shapes and dtypes need not be known to dst, and come as a list."""
+    world.run(uneven, runner=runner)
+
+
 async def into_out(me: Rank) -> None:
     inputs = oracle.by_rank(oracle.moving, me.size, (2, 3), torch.int16)
     for dst in range(me.size):

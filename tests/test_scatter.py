@@ -69,18 +69,39 @@ def test_pieces_may_differ_and_be_laid_out_in_any_way(world: World, runner: str)
 
 
 async def values(me: Rank) -> None:
-    for name, value in {"numbers": 1, "texts": "é", "dicts": {"x": torch.ones(1)}}.items():
-        if me.rank == 0:
-            pieces = [value] * me.size
-            says = ("scatter_object", type(value).__name__)
-            await me.refuses(name, ac.PayloadTypeError, ac.scatter, pieces, says=says)
-        else:
-            await me.refuses(name, ac.PeerRefusedError, ac.scatter, None)
+    size = me.size
+    pieces: dict[str, list[Any]] = {
+        "numbers": [1, 2.5, True, 2j][:size],
+        "texts": ["é", "", "x" * 2000, "\udc80"][:size],
+        "trees": [{"x": torch.full((rank,), float(rank)), "n": [rank, None]} for rank in range(size)],
+        "mixed": [torch.arange(3), 7, ("a", torch.ones(700)), None][:size],
+        "alike": [None] * size,
+    }
+    for name, parts in pieces.items():
+        for src in range(size):
+            mine = parts if me.rank == src else None
+            await me.check(f"{name} from {src}", ac.scatter, mine, src=src, expect=parts[me.rank])
 
 
-def test_lists_of_other_things_are_for_scatter_object(world: World) -> None:
-    """Only tensors are scattered; the error names the function for the rest."""
-    world.run(values)
+def test_numbers_and_trees(world: World, runner: str) -> None:
+    """Each part is what src has put there, whatever the others are."""
+    world.run(values, runner=runner)
+
+
+async def objects(me: Rank) -> None:
+    if me.rank == 0:
+        says = ("scatter", "object", "_object functions")
+        await me.refuses("object", ac.PayloadTypeError, ac.scatter, [object()] * me.size, says=says)
+        await me.refuses("in a tree", ac.PayloadTypeError, ac.scatter, [{"x": {1}}] * me.size, says=("set",))
+    else:
+        await me.refuses("object", ac.PeerRefusedError, ac.scatter, None)
+        await me.refuses("in a tree", ac.PeerRefusedError, ac.scatter, None)
+    await me.check("afterwards", ac.scatter, [1] * me.size if me.rank == 0 else None, expect=1)
+
+
+def test_other_objects_are_for_scatter_object(world: World) -> None:
+    """The error names the functions for the rest; the lane goes on."""
+    world.run(objects)
 
 
 async def into_out(me: Rank) -> None:

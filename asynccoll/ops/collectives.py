@@ -5,7 +5,7 @@ Said once, for every function here:
 - **Group and lane.** ``group`` is None (the world), a ``Group``, a list of global ranks, a
   one-dimensional ``DeviceMesh`` or a torch process group; ``lane`` names the order in which the call
   takes its place (default: that of ``with ac.lane(...)``, else ``"default"``). Roots and pairs are
-  global ranks.
+  global ranks; ``group_src`` or ``group_dst`` is the index in the group instead.
 - **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` waits for the host as well.
@@ -134,6 +134,29 @@ def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None =
     raise AssertionError("start raises")
 
 
+def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:
+    """The global rank of a collective's root; what is wrong with it is told to the peers."""
+    if index is None:
+        return rank
+    try:
+        return _peer(role, rank or None, index, group)
+    except AsyncCollError as error:
+        refuse(error, group=group, lane=lane)
+
+
+def _peer(role: str, rank: int | None, index: int | None, group: GroupLike) -> int:
+    """The global rank that a call names, by itself or by its index in the group."""
+    if (rank is None) is (index is None):
+        got = "neither" if rank is None else f"{role}={rank} and group_{role}={index}"
+        raise InvalidArgumentError(
+            f"pass {role}=, a global rank, or group_{role}=, an index in the group; got {got}"
+        )
+    if index is None:
+        assert rank is not None
+        return rank
+    return resolve_group(current(), group).rank_at(index, f"group_{role}")
+
+
 def _check_timeout(timeout: Any) -> None:
     if not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
@@ -189,6 +212,7 @@ def reduce(
     *,
     dst: int = 0,
     op: ReduceOpLike = "sum",
+    group_dst: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
@@ -202,6 +226,7 @@ def reduce(
 
     Source: ``torch.distributed.reduce``, ``MPI_Ireduce``.
     """
+    dst = _root("dst", dst, group_dst, group, lane)
     return _start(group, lane, timeout, payload.reduce, x, dst, op, out=out)
 
 
@@ -211,6 +236,7 @@ def broadcast(
     *,
     src: int = 0,
     safe_mode: bool = False,
+    group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     out: Any = None,
@@ -230,6 +256,7 @@ def broadcast(
     Numbers are exact, strings any Unicode. The gradient is the sum of all ranks' on ``src``, zeros
     elsewhere; not in ``safe_mode``. Source: ``torch.distributed.broadcast``, ``MPI_Ibcast``.
     """
+    src = _root("src", src, group_src, group, lane)
     if is_compiling():
         return compiled.broadcast(x, src, group, safe_mode=safe_mode, out=out)
     return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out=out)
@@ -302,14 +329,36 @@ def gather(
     *,
     dst: int = 0,
     dim: int = 0,
+    uneven: Literal[False] = False,
+    group_dst: int | None = None,
     out: torch.Tensor | None = None,
     **common: Unpack[Common],
 ) -> Work[torch.Tensor | None]: ...
 @overload
-def gather(x: Plain, /, *, dst: int = 0, **common: Unpack[Common]) -> Work[list[Plain] | None]: ...
+def gather(
+    x: torch.Tensor,
+    /,
+    *,
+    dst: int = 0,
+    uneven: Literal[True],
+    group_dst: int | None = None,
+    **common: Unpack[Common],
+) -> Work[list[torch.Tensor] | None]: ...
 @overload
 def gather(
-    x: Any, /, *, dst: int = 0, dim: int = 0, out: torch.Tensor | None = None, **common: Unpack[Common]
+    x: Plain, /, *, dst: int = 0, group_dst: int | None = None, **common: Unpack[Common]
+) -> Work[list[Plain] | None]: ...
+@overload
+def gather(
+    x: Any,
+    /,
+    *,
+    dst: int = 0,
+    dim: int = 0,
+    uneven: bool = False,
+    group_dst: int | None = None,
+    out: torch.Tensor | None = None,
+    **common: Unpack[Common],
 ) -> Work[Any]: ...
 def gather(
     x: Any,
@@ -317,6 +366,8 @@ def gather(
     *,
     dst: int = 0,
     dim: int = 0,
+    uneven: bool = False,
+    group_dst: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
@@ -324,36 +375,60 @@ def gather(
 ) -> Work[Any]:
     """As ``all_gather`` on ``dst``; None elsewhere. Has no gradient.
 
+    With ``uneven=True`` shapes and dtypes may differ, and ``dst`` gets a list of n tensors.
+
     >>> await ac.gather(torch.tensor([rank]), dst=1)
     None                                                      # r0
     tensor([0, 1])                                            # r1: shape (1,) -> (2,)
+    >>> await ac.gather(torch.ones(rank), dst=1, uneven=True)
+    [tensor([]), tensor([1.])]                                # r1
 
     Source: ``torch.distributed.gather``, ``MPI_Igather``.
     """
-    return _start(group, lane, timeout, payload.gather, x, dst, dim, out=out)
+    dst = _root("dst", dst, group_dst, group, lane)
+    return _start(group, lane, timeout, payload.gather, x, dst, dim, uneven, out=out)
 
 
+@overload
 def scatter(
-    x: Sequence[torch.Tensor] | torch.Tensor | None,
+    x: torch.Tensor | Sequence[torch.Tensor] | None,
     /,
     *,
     src: int = 0,
+    group_src: int | None = None,
+    out: torch.Tensor | None = None,
+    **common: Unpack[Common],
+) -> Work[torch.Tensor]: ...
+@overload
+def scatter(
+    x: Sequence[T], /, *, src: int = 0, group_src: int | None = None, **common: Unpack[Common]
+) -> Work[T]: ...
+def scatter(
+    x: Any,
+    /,
+    *,
+    src: int = 0,
+    group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
-) -> Work[torch.Tensor]:
-    """This rank's tensor of those that ``src`` passes; the others pass None. Has no gradient.
+) -> Work[Any]:
+    """This rank's part of those that ``src`` passes; the others pass None. Has no gradient.
 
-    ``src`` passes a list of n tensors, of any shapes and dtypes (they travel with the data), or one
-    tensor whose dim 0 divides by n.
+    ``src`` passes one tensor whose dim 0 divides by n, or a list of n parts: tensors of any shapes and
+    dtypes, numbers, strings, trees of these. What is sent describes itself.
 
     >>> await ac.scatter(torch.tensor([1, 2, 3, 4]) if rank == 0 else None)
     tensor([1, 2])                                            # r0: shape (4,) -> (2,)
     tensor([3, 4])                                            # r1
+    >>> await ac.scatter([0.1, {"lr": 0.2}] if rank == 0 else None)
+    0.1                                                       # r0
+    {'lr': 0.2}                                               # r1
 
     Source: ``torch.distributed.scatter``, ``MPI_Iscatter``.
     """
+    src = _root("src", src, group_src, group, lane)
     return _start(group, lane, timeout, payload.scatter, x, src, out=out)
 
 
@@ -384,8 +459,20 @@ def reduce_scatter(
     return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out=out)
 
 
+@overload
 def all_to_all(
     x: torch.Tensor,
+    /,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
+    **common: Unpack[Common],
+) -> Work[torch.Tensor]: ...
+@overload
+def all_to_all(x: Sequence[T], /, **common: Unpack[Common]) -> Work[list[T]]: ...
+def all_to_all(
+    x: Any,
     /,
     *,
     input_split_sizes: Sequence[int] | None = None,
@@ -394,12 +481,15 @@ def all_to_all(
     lane: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
-) -> Work[torch.Tensor]:
+) -> Work[Any]:
     """Part j of dim 0 goes to rank j; the result is what came, in rank order.
 
     Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
     ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
     travel first, and there can be no ``out``.
+
+    Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
+    these. What is sent describes itself, and the result is the list of what came. Has no gradient.
 
     >>> await ac.all_to_all(torch.tensor([0, 1]) + 10 * rank)
     tensor([ 0, 10])                                          # r0: shape (2,) -> (2,)
@@ -407,6 +497,9 @@ def all_to_all(
     >>> await ac.all_to_all(torch.arange(3), input_split_sizes=[1, 2])
     tensor([0, 0])                                            # r0: shape (3,) -> (2,)
     tensor([1, 2, 1, 2])                                      # r1: shape (3,) -> (4,)
+    >>> await ac.all_to_all([f"{rank} to {other}" for other in range(2)])
+    ['0 to 0', '1 to 0']                                      # r0
+    ['0 to 1', '1 to 1']                                      # r1
 
     The gradient is the exchange the other way round. Source:
     ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
@@ -444,8 +537,9 @@ def send(
     x: torch.Tensor,
     /,
     *,
-    dst: int,
+    dst: int | None = None,
     tag: int = 0,
+    group_dst: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
@@ -456,6 +550,7 @@ def send(
     with one tag arrive in the order they were sent; different tags do not wait for each other. Has no
     gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
     """
+    dst = _peer("dst", dst, group_dst, group)
     return _start(group, lane, timeout, payload.send, x, dst, tag)
 
 
@@ -463,8 +558,9 @@ def recv(
     like: torch.Tensor,
     /,
     *,
-    src: int,
+    src: int | None = None,
     tag: int = 0,
+    group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     out: torch.Tensor | None = None,
@@ -477,6 +573,7 @@ def recv(
 
     Source: ``torch.distributed.irecv``, ``MPI_Irecv``.
     """
+    src = _peer("src", src, group_src, group)
     return _start(group, lane, timeout, payload.recv, like, src, tag, out=out)
 
 
@@ -538,6 +635,7 @@ def gather_object(
     *,
     dst: int = 0,
     codec: Any = None,
+    group_dst: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
@@ -548,6 +646,7 @@ def gather_object(
     ['rank 0', 'rank 1']                                      # r0
     None                                                      # r1
     """
+    dst = _root("dst", dst, group_dst, group, lane)
     return _start(group, lane, timeout, objects.gather_object, obj, dst, codec)
 
 
@@ -557,6 +656,7 @@ def broadcast_object(
     *,
     src: int = 0,
     codec: Any = None,
+    group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
@@ -568,6 +668,7 @@ def broadcast_object(
     >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
     {'lr': 0.1}                                               # both
     """
+    src = _root("src", src, group_src, group, lane)
     return _start(group, lane, timeout, objects.broadcast_object, obj, src, codec)
 
 
@@ -577,6 +678,7 @@ def scatter_object(
     *,
     src: int = 0,
     codec: Any = None,
+    group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
@@ -587,6 +689,7 @@ def scatter_object(
     'a'                                                       # r0
     {'b': 1}                                                  # r1
     """
+    src = _root("src", src, group_src, group, lane)
     return _start(group, lane, timeout, objects.scatter_object, obj, src, codec)
 
 

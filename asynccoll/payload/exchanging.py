@@ -13,11 +13,13 @@ from asynccoll.order.lane import Lane
 from asynccoll.order.needs import Members
 from asynccoll.payload.common import (
     check_filled,
+    no_gradient,
     no_out,
     one_by_one,
     over_tree,
     require_tensor,
 )
+from asynccoll.payload.parts import join_messages, part_message, part_of, parts_of, split_messages, tensors_of
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd
@@ -32,7 +34,12 @@ def all_to_all(
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[Any]:
-    x = require_tensor("all_to_all", x, "a tensor whose dim 0 is split among the ranks")
+    if isinstance(x, (list, tuple)):
+        no_out("all_to_all of a list", out)
+        _no_splits(input_split_sizes, output_split_sizes)
+        return _all_to_all_list(lane, x, timeout)
+    expected = "a tensor whose dim 0 is split among the ranks, or a list with a part for each rank"
+    x = require_tensor("all_to_all", x, expected)
     check_filled("all_to_all", out)
     size, shape = lane.group.size, x.shape
     if not shape:
@@ -55,6 +62,23 @@ def all_to_all(
             "input_split_sizes"
         )
     return tensors.all_to_all_call(lane, x, in_splits, None).begin(lane, timeout)
+
+
+def _no_splits(*splits: Any) -> None:
+    if any(each is not None for each in splits):
+        raise InvalidArgumentError(
+            "all_to_all: split sizes are for one tensor; of a list every part goes to a rank as it is"
+        )
+
+
+def _all_to_all_list(lane: Lane, x: Sequence[Any], timeout: float | None) -> Started[list[Any]]:
+    """Part j to rank j, each of any shape: they travel as bytes that describe themselves."""
+    parts = parts_of("all_to_all", x, lane.group.size)
+    joined, lengths = join_messages([part_message(part) for part in parts])
+    device = lane.world.device
+    received = tensors.all_to_all_call(lane, joined, lengths, None).begin(lane, timeout)
+    came = received.then(lambda raw: [part_of(message, device) for message in split_messages(raw)])
+    return no_gradient(came, tensors_of(parts), "all_to_all of a list", "all_to_all of one tensor")
 
 
 def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int] | None:

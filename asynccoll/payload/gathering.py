@@ -84,13 +84,20 @@ def _all_gather_tensor(
 
 
 def gather(
-    lane: Lane, x: Any, dst: int, dim: int, out: torch.Tensor | None, timeout: float | None
+    lane: Lane,
+    x: Any,
+    dst: int,
+    dim: int,
+    uneven: bool,
+    out: torch.Tensor | None,
+    timeout: float | None,
 ) -> Started[Any]:
     index = lane.group.index(dst, "dst")
     here = lane.group.rank == index
     if isinstance(x, torch.Tensor):
-        check_filled("gather", out)
         x = plain_tensor("gather", x)
+        check_filled("gather", out)
+    if isinstance(x, torch.Tensor) and not uneven:
         started = _gather_tensor(lane, x, index, dim, out, timeout)
         return no_gradient(started, x, "gather", "all_gather")
     no_out("gather", out)
@@ -100,21 +107,23 @@ def gather(
             lane,
             "gather",
             x,
-            one_by_one(lambda leaf: gather(lane, leaf, dst, dim, None, timeout)),
-            lambda leaf: gather(lane, leaf, dst, dim, None, timeout),
-            lambda leaf: _check_gathered(lane, "gather", leaf, dim, False),
+            one_by_one(lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout)),
+            lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout),
+            lambda leaf: _check_gathered(lane, "gather", leaf, dim, uneven),
         )
         return whole if here else whole.then(lambda _: None)
     kind = message_kind("gather", x)
-    return gather_messages(
+    received = gather_messages(
         lane,
         "gather",
         to_message(x),
         index,
         timeout,
         then=lambda found: values_of(lane, found) if here else None,
+        device=_device_of(lane, x),
         detail=f"{kind} dst={dst}",
     )
+    return no_gradient(received, x, "gather(uneven=True)", "all_gather of tensors of one shape")
 
 
 def _gather_tensor(

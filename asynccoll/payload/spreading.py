@@ -22,6 +22,7 @@ from asynccoll.payload.messages import (
     broadcast_message,
     scatter_messages,
 )
+from asynccoll.payload.parts import part_message, part_of, parts_of, tensors_of
 from asynccoll.payload.values import as_number, from_message, to_message
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import flatten, is_tree
@@ -95,21 +96,23 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
 
 def scatter(
     lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None
-) -> Started[torch.Tensor]:
+) -> Started[Any]:
     size = lane.group.size
     index = lane.group.index(src, "src")
     check_filled("scatter", out)
     messages = None
-    parts: list[torch.Tensor] = []
+    parts: list[Any] = []
     if lane.group.rank == index:
         parts = scatter_parts(x, size)
-        messages = [to_message(plain_tensor("scatter", part)) for part in parts]
+        messages = [part_message(part) for part in parts]
     elif x is not None:
         raise InvalidArgumentError(
-            f"scatter: only src={src} passes the tensors; pass None on the others, got a {type(x).__name__}"
+            f"scatter: only src={src} passes what is scattered; pass None on the others, got a "
+            f"{type(x).__name__}"
         )
+    recorded = tensors_of(parts)
     if out is not None:
-        autograd.records("scatter", parts, (out,))
+        autograd.records("scatter", recorded, (out,))
     device = lane.world.device
     received: Started[Any] = scatter_messages(
         lane,
@@ -117,21 +120,23 @@ def scatter(
         messages,
         index,
         timeout,
-        then=lambda message: from_message(message, device),
+        then=lambda message: part_of(message, device),
         detail=f"src={src}",
     )
     if out is not None:
         return received.then(lambda part: _into(part, out))
-    return no_gradient(received, parts, "scatter", "all_to_all")
+    return no_gradient(received, recorded, "scatter", "all_to_all")
 
 
-def _into(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _into(part: Any, out: torch.Tensor) -> torch.Tensor:
+    if not isinstance(part, torch.Tensor):
+        raise InvalidArgumentError(f"scatter: out= is for tensors, and src sent a {type(part).__name__}")
     tensors.check_out(out, part, part.shape)
     return out.copy_(part)
 
 
-def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
-    """One tensor for each rank, from a list of them or from one to be cut along dim 0."""
+def scatter_parts(x: Any, size: int) -> list[Any]:
+    """One part for each rank, from a list of them or from one tensor to be cut along dim 0."""
     if isinstance(x, torch.Tensor):
         x = plain_tensor("scatter", x)
         if x.dim() == 0 or x.shape[0] % size:
@@ -141,19 +146,8 @@ def scatter_parts(x: Any, size: int) -> list[torch.Tensor]:
             )
         return list(x.chunk(size)) if x.shape[0] else [x] * size
     if not isinstance(x, (list, tuple)):
-        raise _not_scattered(f"a {type(x).__name__}", size)
-    others = sorted({type(part).__name__ for part in x if not isinstance(part, torch.Tensor)})
-    if others:
-        raise _not_scattered(f"a {type(x).__name__} with {', '.join(others)} in it", size)
-    if len(x) != size:
-        raise InvalidArgumentError(
-            f"scatter: got {len(x)} tensors for {size} ranks; pass one for each rank of the group"
+        raise PayloadTypeError(
+            f"scatter got a {type(x).__name__}; expected on src a list of {size}, one for each rank, or a "
+            "tensor to cut along dim 0"
         )
-    return list(x)
-
-
-def _not_scattered(got: str, size: int) -> PayloadTypeError:
-    return PayloadTypeError(
-        f"scatter got {got}; expected a list of {size} tensors (or one to cut along dim 0) on src; other "
-        "objects by scatter_object"
-    )
+    return parts_of("scatter", x, size)

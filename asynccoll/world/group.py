@@ -280,6 +280,14 @@ class Group:
             opened = [self.opened[name] for name in sorted(self.opened)]
             return [*opened, *sorted(self._closing, key=lambda lane: lane.key)]
 
+    def rank_at(self, index: int, role: str) -> int:
+        """The global rank at ``index`` of the group, which the call names as its ``role``."""
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise PayloadTypeError(f"{role} must be an index in the group (int), got {index!r}")
+        if not 0 <= index < self.size:
+            raise InvalidArgumentError(f"{role}={index} is not in {self!r}; expected 0 to {self.size - 1}")
+        return self.ranks[index]
+
     def index(self, rank: int, role: str) -> int:
         """The position in the group of the global ``rank``, which the call names as its ``role``."""
         if isinstance(rank, bool) or not isinstance(rank, int):
