@@ -83,9 +83,7 @@ def split_messages(joined: torch.Tensor) -> list[Message]:
         kind, header, body = _LENGTHS.unpack(bytes(joined[start : start + _LENGTHS.size].numpy()))
         at = start + _LENGTHS.size
         begin = at + header + -(_LENGTHS.size + header) % _UNIT_BYTES
-        messages.append(
-            Message(kind, bytes(joined[at : at + header].numpy()), joined[begin : begin + body])
-        )
+        messages.append(Message(kind, bytes(joined[at : at + header].numpy()), joined[begin : begin + body]))
         start = begin + body + -body % _UNIT_BYTES
     return messages
 

@@ -94,9 +94,7 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
     return no_gradient(started, recorded, "broadcast(safe_mode=True)", "broadcast")
 
 
-def scatter(
-    lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None
-) -> Started[Any]:
+def scatter(lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None) -> Started[Any]:
     size = lane.group.size
     index = lane.group.index(src, "src")
     check_filled("scatter", out)
