@@ -53,6 +53,55 @@ def test_new_group(four: World, runner: str) -> None:
     four.run(halves, runner=runner)
 
 
+async def by_index(me: Rank) -> None:
+    group = ac.new_group([1, 2, 3])
+    if me.rank:
+        index, tail = me.rank - 1, {"group": group}
+        inputs = oracle.by_rank(oracle.counting, 3, (3, 2), torch.float32)
+        x, whole, both = inputs[index], oracle.reduced(inputs, "sum"), oracle.concatenated(inputs)
+        last, check = index == 2, me.check
+        await check("reduce", ac.reduce, x, group_dst=2, **tail, expect=whole if last else None, value=True)
+        await check("broadcast", ac.broadcast, x, group_src=2, **tail, expect=inputs[2])
+        await check("gather", ac.gather, x, group_dst=0, **tail, expect=both if index == 0 else None)
+        await check("scatter", ac.scatter, inputs if last else None, group_src=2, **tail, expect=x)
+        await check("broadcast_object", ac.broadcast_object, index, group_src=1, **tail, expect=1)
+        mine = ["a", "b", "c"] if index == 1 else None
+        await check("scatter_object", ac.scatter_object, mine, group_src=1, **tail, expect="abc"[index])
+        await check(
+            "gather_object", ac.gather_object, index, group_dst=0, **tail, expect=None if index else [0, 1, 2]
+        )
+        if index == 0:
+            await check("send", ac.send, x, group_dst=2, **tail, expect=None)
+        elif last:
+            await check("recv", ac.recv, x, group_src=0, **tail, expect=inputs[0])
+        says = ("group_src=3", "[1, 2, 3]", "0 to 2")
+        await me.refuses("index", ac.InvalidArgumentError, ac.broadcast, x, group_src=3, **tail, says=says)
+        says = ("src=1", "group_src=0")
+        await me.refuses(
+            "both", ac.InvalidArgumentError, ac.scatter, x, src=1, group_src=0, **tail, says=says
+        )
+        await me.refuses("neither", ac.InvalidArgumentError, ac.send, x, **tail, says=("dst=", "neither"))
+        await me.refuses("type", ac.PayloadTypeError, ac.reduce, x, group_dst="0", **tail, says=("'0'",))
+    await me.check("the world", ac.broadcast, me.rank, group_src=3, expect=3)
+
+
+def test_a_root_by_its_index_in_the_group(four: World, runner: str) -> None:
+    """group_src and group_dst, as torch has them; bad ones are refused on every rank, and the lane goes on."""
+    four.run(by_index, runner=runner)
+
+
+async def told_of_a_bad_index(me: Rank) -> None:
+    index = 7 if me.rank == 0 else 1
+    error = ac.InvalidArgumentError if me.rank == 0 else ac.PeerRefusedError
+    await me.refuses("index", error, ac.broadcast, me.rank, group_src=index, says=("group_src=7",))
+    await me.check("afterwards", ac.broadcast, me.rank, group_src=1, expect=1)
+
+
+def test_a_bad_index_of_one_rank_is_told(pair: World) -> None:
+    """The peers, which made the call, need not wait."""
+    pair.run(told_of_a_bad_index)
+
+
 async def every_collective(me: Rank) -> None:
     ranks = [1, 3]
     group = ac.new_group(ranks)
