@@ -86,7 +86,7 @@ async def by_index(me: Rank) -> None:
 
 
 def test_a_root_by_its_index_in_the_group(four: World, runner: str) -> None:
-    """group_src and group_dst, as torch has them; bad ones are refused on every rank, and the lane goes on."""
+    """group_src and group_dst, as torch has them; bad ones are refused, and the lane goes on."""
     four.run(by_index, runner=runner)
 
 
