@@ -147,9 +147,11 @@ class Operation:
         return self.over or self.failure is not None or self.completion.landed()
 
     def saw_end(self, now: float) -> None:
-        """It is seen to be over."""
+        """It is seen to be over. Who was to be told of it hears it before the waiter goes on."""
         self.over = self.completion.fine and self.failure is None
         self.lane.world.recorder.ended(self.ticket, now)
+        if self._wakers:
+            self._wake()
 
     def attend(self) -> None:
         """Somebody waits for it: the world looks from time to time whether it can still end."""

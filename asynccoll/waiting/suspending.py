@@ -196,12 +196,13 @@ def _inline(operation: Operation, loop: Loop, now: float) -> bool:
         or (lasts > loop.due(now) and not completion.done())
         or (left > INLINE_SECONDS and not loop.may_last(now))
     ):
-        return operation.done()
+        if not operation.done():
+            return False
     elif _hold(completion, loop, now):
         now = host.monotonic()
         estimate.took(now - operation.started)
-    else:
-        return operation.done()
+    elif not operation.done():
+        return False
     operation.saw_end(now)
     return True
 
