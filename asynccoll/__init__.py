@@ -58,11 +58,13 @@ from asynccoll.ops.collectives import (
     join,
     permute,
     recv,
+    recv_object,
     reduce,
     reduce_scatter,
     scatter,
     scatter_object,
     send,
+    send_object,
 )
 from asynccoll.ops.prepared import Prepared, prepare
 from asynccoll.ops.scopes import (
@@ -174,12 +176,14 @@ __all__ = (
     "permute",
     "prepare",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_scatter",
     "scatter",
     "scatter_object",
     "scope",
     "send",
+    "send_object",
     "spawn",
     "trace",
     "wait_all",

@@ -43,11 +43,13 @@ from patience import patient
 
 Report = Callable[..., None]
 
+MESSAGES = {"send", "recv", "send_object", "recv_object"}
+
 #: What a backend cannot do: (name of the collective, its arguments) -> bool.
 #: Such a case is not skipped: it must raise `UnsupportedOpError`.
 GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {
     "horovod": starters_horovod.lacks,
-    "xla-tpu": lambda name, _args, _kwargs: name in {"send", "recv"},
+    "xla-tpu": lambda name, _args, _kwargs: name in MESSAGES,
 }
 
 #: What is told to `initialize` where a backend under test is one beside another.

@@ -51,4 +51,4 @@ def options() -> dict[str, Any]:
 
 def lacks(name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
     """What Horovod cannot do: messages between two ranks."""
-    return name in ("send", "recv")
+    return name in ("send", "recv", "send_object", "recv_object")

@@ -35,6 +35,8 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "gather_object": (("obj",), {"dst=0", "group_dst=None", "codec=None", *TAIL}),
     "broadcast_object": (("obj",), {"src=0", "group_src=None", "codec=None", *TAIL}),
     "scatter_object": (("obj",), {"src=0", "group_src=None", "codec=None", *TAIL}),
+    "send_object": (("obj",), {"dst=None", "tag=0", "codec=None", "group_dst=None", *TAIL}),
+    "recv_object": ((), {"src=None", "tag=0", "codec=None", "group_src=None", *TAIL}),
     "initialize": (
         ("backend=None",),
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,87 @@ async def into_out(me: Rank) -> None:
 def test_layouts_and_out(pair: World, runner: str) -> None:
     """A transposed tensor is sent by its values; recv fills `out`, which may be `like`."""
     pair.run(into_out, runner=runner)
+
+
+OBJECTS = [None, 7, "é" * 3, {"lr": 0.1, "steps": [1, 2]}, "x" * 5000, torch.arange(1000.0), b"", [1] * 400]
+
+
+async def objects(me: Rank) -> None:
+    last = me.size - 1
+    for turn, obj in enumerate(OBJECTS):
+        if me.rank == 0:
+            await me.check(f"send {turn}", ac.send_object, obj, dst=last, expect=None)
+        elif me.rank == last:
+            await me.check(f"recv {turn}", ac.recv_object, src=0, expect=obj)
+
+
+def test_objects_one_by_one(several: World, runner: str) -> None:
+    """What is received is what was sent, whatever its size, which only the sender knows."""
+    several.run(objects, runner=runner)
+
+
+async def objects_at_once(me: Rank) -> None:
+    peer = 1 - me.rank
+    receiving = [ac.recv_object(src=peer, tag=turn % 2) for turn in range(len(OBJECTS))]
+    tensor = ac.recv(torch.zeros(3), src=peer, tag=1)
+    behind = ac.recv_object(src=peer, tag=1)
+    sending: list[Any] = [ac.send_object(obj, dst=peer, tag=turn % 2) for turn, obj in enumerate(OBJECTS)]
+    sending += [ac.send(torch.arange(3.0), dst=peer, tag=1), ac.send_object("last", dst=peer, tag=1)]
+    gathered = ac.all_gather_object("y" * 3000)
+    for turn in reversed(range(len(OBJECTS))):
+        with me.case(f"number {turn}"):
+            oracle.same(await me.get(receiving[turn]), OBJECTS[turn])
+    with me.case("a tensor between"):
+        oracle.same(await me.get(tensor), torch.arange(3.0))
+        assert await me.get(behind) == "last"
+    with me.case("beside"):
+        assert await me.get(gathered) == ["y" * 3000] * 2
+    for work in sending:
+        assert await me.get(work) is None
+
+
+@pytest.mark.processes
+def test_objects_and_tensors_of_a_tag_keep_their_order(pair: World, runner: str) -> None:
+    """Many at once, with two tags, long ones before short ones, tensors between."""
+    pair.run(objects_at_once, runner=runner)
+
+
+async def object_before_a_collective(me: Rank) -> None:
+    if me.rank == 0:
+        await me.check("send", ac.send_object, "x" * 5000, dst=1, expect=None)
+        await me.check("gather", ac.all_gather_object, "z" * 5000, expect=["z" * 5000] * 2)
+    else:
+        receiving = ac.recv_object(src=0)
+        await me.check("gather", ac.all_gather_object, "z" * 5000, expect=["z" * 5000] * 2)
+        with me.case("recv"):
+            assert await me.get(receiving) == "x" * 5000
+
+
+@pytest.mark.processes
+def test_a_long_object_is_taken_while_a_collective_is_waited_for(pair: World, runner: str) -> None:
+    """Its second piece waits for no collective, which its sender has yet to call."""
+    pair.run(object_before_a_collective, runner=runner)
+
+
+async def refused_objects(me: Rank) -> None:
+    if me.rank == 0:
+        await me.refuses("send", TypeError, ac.send_object, object(), dst=1, says=("object",))
+        await me.check("the next one", ac.send_object, "x" * 900, dst=1, expect=None)
+        await me.check("pickled", ac.send_object, {1, 2}, dst=1, codec="pickle", expect=None)
+    else:
+        with me.case("recv"), raising(ac.CollectiveError, "refused"):
+            await me.get(ac.recv_object(src=0))
+        await me.check("the next one", ac.recv_object, src=0, expect="x" * 900)
+        await me.refuses("codec", ac.CollectiveError, ac.recv_object, src=0, says=("'pickle'", "codec="))
+    await me.refuses("oneself", ac.InvalidArgumentError, ac.recv_object, src=me.rank, says=("itself",))
+    await me.refuses("tag", ac.InvalidArgumentError, ac.send_object, 1, dst=1 - me.rank, tag=-1)
+    await me.check("afterwards", ac.all_reduce, 1, expect=2)
+
+
+@pytest.mark.processes
+def test_an_object_that_is_refused(pair: World, runner: str) -> None:
+    """Its receiver is told, the next one is right; another codec is named."""
+    pair.run(refused_objects, runner=runner)
 
 
 async def beside_collectives(me: Rank) -> None:

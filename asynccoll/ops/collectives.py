@@ -66,11 +66,13 @@ __all__ = [
     "join",
     "permute",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_scatter",
     "scatter",
     "scatter_object",
     "send",
+    "send_object",
 ]
 
 T = TypeVar("T")
@@ -78,7 +80,7 @@ T = TypeVar("T")
 Plain = TypeVar("Plain", bool, int, float, str)
 
 #: They have no place in a lane's order of calls; a refusal is between the two ranks.
-_MESSAGES = (payload.send, payload.recv)
+_MESSAGES = (payload.send, payload.recv, objects.send_object, objects.recv_object)
 
 
 class Common(TypedDict, total=False):
@@ -691,6 +693,50 @@ def scatter_object(
     """
     src = _root("src", src, group_src, group, lane)
     return _start(group, lane, timeout, objects.scatter_object, obj, src, codec)
+
+
+def send_object(
+    obj: Any,
+    /,
+    *,
+    dst: int | None = None,
+    tag: int = 0,
+    codec: Any = None,
+    group_dst: int | None = None,
+    group: GroupLike = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[None]:
+    """``obj`` to rank ``dst``, which gets it by ``recv_object`` with the same ``tag``, group and lane.
+
+    Ready once the receiver has taken it. In the order of the messages between two ranks with one tag, of
+    which those of tensors are some. Short ones (some 480 bytes) take one message, longer ones two.
+
+    Source: ``torch.distributed.send_object_list``, ``mpi4py.MPI.Comm.isend``.
+    """
+    dst = _peer("dst", dst, group_dst, group)
+    return _start(group, lane, timeout, objects.send_object, obj, dst, tag, codec)
+
+
+def recv_object(
+    *,
+    src: int | None = None,
+    tag: int = 0,
+    codec: Any = None,
+    group_src: int | None = None,
+    group: GroupLike = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """The object that rank ``src`` sends by ``send_object``; nothing about it need be known.
+
+    >>> await ac.recv_object(src=0)                           # r0: ac.send_object({"lr": 0.1}, dst=1)
+    {'lr': 0.1}
+
+    Source: ``torch.distributed.recv_object_list``, ``mpi4py.MPI.Comm.irecv``.
+    """
+    src = _peer("src", src, group_src, group)
+    return _start(group, lane, timeout, objects.recv_object, src, tag, codec)
 
 
 def explain(name: str, x: Any = None, /, **call: Any) -> Plan:

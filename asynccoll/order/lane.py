@@ -37,6 +37,7 @@ from asynccoll.order.outstanding import Outstanding
 from asynccoll.order.ownership import Owner, Owners, Stream
 from asynccoll.order.programs import program_as_called
 from asynccoll.order.stepping import Stepping, waiting
+from asynccoll.order.turns import Turns
 from asynccoll.transport.completion import Completion, Ready
 from asynccoll.transport.streams import on_stream
 
@@ -88,6 +89,7 @@ class Lane:
         self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._out = Outstanding()
+        self.turns: Turns = Turns()
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._together = False  # what is accepted now shares one place in the order
         self._whole: What = None  # what that call is

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -138,29 +139,33 @@ def check_pairs(group: Members, pairs: Any) -> list[tuple[int, int]]:
 
 
 def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Started[None]:
-    peer, tag = _peer(lane, dst, "dst"), _check_tag(tag)
-    try:
+    peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
+    with told_to_peer(lane, "send", peer, tag):
         return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
-    except AsyncCollError as error:
-        tensors.refuse_message(lane, "send", peer, tag, error)
-        raise
 
 
 def recv(
     lane: Lane, like: Any, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
-    peer, tag = _peer(lane, src, "src"), _check_tag(tag)
-    try:
+    peer, tag = peer_of(lane, src, "src"), check_tag(tag)
+    with told_to_peer(lane, "recv", peer, tag):
         like = require_tensor("recv", like, "a tensor like the one that is sent")
         check_filled("recv", out)
         autograd.records("recv", (), None if out is None else (out,))
         return tensors.start_recv(lane, like, peer, tag, out, timeout)
+
+
+@contextmanager
+def told_to_peer(lane: Lane, role: str, peer: int, tag: int) -> Iterator[None]:
+    """A message that is refused inside is refused for its other side, too."""
+    try:
+        yield
     except AsyncCollError as error:
-        tensors.refuse_message(lane, "recv", peer, tag, error)
+        tensors.refuse_message(lane, role, peer, tag, error)
         raise
 
 
-def _peer(lane: Lane, rank: int, role: str) -> int:
+def peer_of(lane: Lane, rank: int, role: str) -> int:
     """The index of another rank."""
     index = lane.group.index(rank, role)
     if index == lane.group.rank:
@@ -168,7 +173,8 @@ def _peer(lane: Lane, rank: int, role: str) -> int:
     return index
 
 
-def _check_tag(tag: int) -> int:
+def check_tag(tag: int) -> int:
+    """``tag``, if a message may have it."""
     if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
         return tag
     raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")

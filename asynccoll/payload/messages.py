@@ -19,7 +19,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
 from asynccoll.plan.dispatch import refuse_missing
 from asynccoll.plan.spec import Op
-from asynccoll.transport.completion import Completion
+from asynccoll.transport.completion import AllOf, Completion, Promise
 from asynccoll.waiting.started import Started
 
 __all__ = [
@@ -28,7 +28,9 @@ __all__ = [
     "all_gather_rows",
     "broadcast_message",
     "gather_messages",
+    "recv_message",
     "scatter_messages",
+    "send_message",
 ]
 
 #: One slot: on every transport we know, this costs as much as one byte does.
@@ -319,4 +321,54 @@ def scatter_messages(
         return last
 
     operation = _run(lane, name, (Op.SCATTER,), detail, program, longest, timeout)
+    return Started((operation,), lambda: then(slot.messages(body)[0]))
+
+
+def send_message(
+    lane: Lane, name: str, message: Message, dst: int, tag: int, timeout: float | None
+) -> Started[None]:
+    """``message`` to the group's ``dst``, which receives it by ``recv_message`` with the same tag."""
+    _refuse_missing(lane, (Op.SEND,))
+    slot = _as_tensor(_slot(message))
+    pieces = [slot] if message.fits else [slot, message.body_tensor().cpu()]
+
+    def start(communicator: Any) -> Completion:
+        return AllOf([communicator.send(piece, dst, tag) for piece in pieces])
+
+    estimate, stream = lane.estimate(name, message.size_bytes), ("send", dst, tag)
+    return Started((lane.issue(estimate, start, message.size_bytes, timeout, stream=stream),))
+
+
+def recv_message(
+    lane: Lane, name: str, src: int, tag: int, timeout: float | None, *, then: Callable[[Message], T]
+) -> Started[T]:
+    """``then`` of the next message that the group's ``src`` sends by ``send_message`` with this tag."""
+    _refuse_missing(lane, (Op.RECV,))
+    slot = _Slots.empty(1)
+    body: list[torch.Tensor] = []
+
+    def start(communicator: Any) -> Completion:
+        def ask(asked: Promise) -> Completion:
+            over = Promise()
+            first: Completion = communicator.recv(slot.tensor, src, tag)
+
+            def go_on() -> None:
+                try:
+                    error = first.error()
+                    if error is not None or not slot.read():
+                        over.settle(error)
+                    else:
+                        body.append(torch.empty(slot.longest, dtype=torch.uint8, device="cpu"))
+                        over.follow(communicator.recv(body[0], src, tag))
+                except BaseException as error:  # whoever waits for it is told, not this thread
+                    over.settle(error)
+                finally:
+                    asked.settle()
+
+            first.add_callback(go_on)
+            return over
+
+        return lane.turns.take((src, tag), ask)
+
+    operation = lane.issue(lane.estimate(name, 0), start, 0, timeout, stream=("recv", src, tag))
     return Started((operation,), lambda: then(slot.messages(body)[0]))

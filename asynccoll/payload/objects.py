@@ -7,12 +7,15 @@ from typing import Any
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.order.lane import Lane
 from asynccoll.payload.codecs import get_codec
+from asynccoll.payload.exchanging import check_tag, peer_of, told_to_peer
 from asynccoll.payload.messages import (
     Message,
     all_gather_messages,
     broadcast_message,
     gather_messages,
+    recv_message,
     scatter_messages,
+    send_message,
 )
 from asynccoll.payload.values import from_message, to_message
 from asynccoll.waiting.started import Started
@@ -82,6 +85,21 @@ def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float |
         then=lambda found: _decode(lane, found, chosen),
         detail=f"src={src}",
     )
+
+
+def send_object(lane: Lane, obj: Any, dst: int, tag: int, codec: Any, timeout: float | None) -> Started[None]:
+    peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
+    with told_to_peer(lane, "send", peer, tag):
+        return send_message(lane, "send_object", to_message(obj, get_codec(codec)), peer, tag, timeout)
+
+
+def recv_object(lane: Lane, src: int, tag: int, codec: Any, timeout: float | None) -> Started[Any]:
+    peer, tag = peer_of(lane, src, "src"), check_tag(tag)
+    with told_to_peer(lane, "recv", peer, tag):
+        chosen = get_codec(codec)
+        return recv_message(
+            lane, "recv_object", peer, tag, timeout, then=lambda found: _decode(lane, found, chosen)
+        )
 
 
 def _decode(lane: Lane, message: Message, codec: Any) -> Any:

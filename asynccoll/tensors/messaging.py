@@ -12,7 +12,7 @@ from asynccoll.plan.spec import Op
 from asynccoll.tensors.common import check_out, deliver, physical, plan_for, target_for
 from asynccoll.tensors.encoding import decode, encode
 from asynccoll.transport.communicator import Communicator
-from asynccoll.transport.completion import READY, Completion
+from asynccoll.transport.completion import READY, Completion, Promise
 from asynccoll.waiting.started import Started
 
 
@@ -48,7 +48,7 @@ def start_recv(
     size_bytes = count * probe.element_size()
     operation = lane.issue(
         lane.estimate("recv", size_bytes),
-        lambda communicator: communicator.recv(buffer, src, tag),
+        lambda communicator: _received(lane, communicator, buffer, src, tag),
         size_bytes,
         timeout,
         stream=("recv", src, tag),
@@ -57,6 +57,17 @@ def start_recv(
         (operation,),
         lambda: deliver(decode(buffer, plan, like.dtype, like.device).view(like.shape), out),
     )
+
+
+def _received(lane: Lane, communicator: Communicator, buffer: torch.Tensor, src: int, tag: int) -> Completion:
+    """Begin to receive, after a message of several pieces whose last has not been asked for yet."""
+
+    def ask(asked: Promise) -> Completion:
+        completion = communicator.recv(buffer, src, tag)
+        asked.settle()
+        return completion
+
+    return lane.turns.take((src, tag), ask) if lane.turns else communicator.recv(buffer, src, tag)
 
 
 def refuse_message(lane: Lane, role: str, peer: int, tag: int, error: AsyncCollError) -> None:
