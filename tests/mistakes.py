@@ -139,14 +139,15 @@ _SEEDED = (
         ),
         "",
     ),
-    (_ENGINE, "            if self._entering or exchange.combines:", "            if self._entering:"),
+    (_ENGINE, "        return any(exchange.combines for exchange in tuple(self._queue))", "        return False"),
+    (_ENGINE, "            self._rouse_short(exchange, lengths)\n", ""),
     (
         _ENGINE,
         "                if step - words[self._mine + READ] > _AHEAD:\n                    break\n",
         "",
     ),
     (_ENGINE, "            self._words[self._mine + READ] = exchange.first\n", "            pass\n"),
-    (_ENGINE, "        self._be_known()\n        self._attended_until", "        self._attended_until"),
+    (_ENGINE, "            self._be_known()\n        try:", "            pass\n        try:"),
 )
 
 

@@ -116,6 +116,8 @@ class Engine:
 
     def start(self, exchange: Exchange) -> Exchange:
         """Accept a call after those before; post what can be posted of it."""
+        if not self._watched:  # others may ring for this lane from now on
+            self._be_known()
         try:
             with self._lock:
                 if self._broken is not None:
@@ -126,7 +128,7 @@ class Engine:
                 posted = self._move(takes=False)
             if posted:
                 self._tell_others()
-            if self._entering or exchange.combines:  # there is more to do for it, and nobody may come by
+            if self._goes_on_by_itself():  # and nobody may come by
                 self._watch()
         except BaseException:
             self._leave_to_watcher()
@@ -266,12 +268,22 @@ class Engine:
             lengths.insert(self.region.index, words[self._mine + place])
             try:
                 exchange.agreed(lengths, step % SLOTS)
+                exchange.is_long = exchange.steps != 1
             except CollectiveError as error:  # the same on every rank
                 if self._queue[0] is exchange:  # else it is found again once those before are over
                     self._end(exchange, error)
                 return False
+            self._rouse_short(exchange, lengths)
         exchange.verified = True
         return True
+
+    def _rouse_short(self, exchange: Exchange, lengths: Sequence[int]) -> None:
+        """Have those take part in the later steps of a call to whom it was one of a single step."""
+        if exchange.steps == 1:
+            return
+        for index, length in enumerate(lengths):
+            if length == 1 and index != self.region.index:
+                self._bells.ring(index)
 
     def _disagree(self, exchange: Exchange, *, shared: bool) -> None:
         """Ranks differ about this call; where it is ``shared``, a part of one, about how many steps it takes.
@@ -363,6 +375,9 @@ class Engine:
 
     def wait(self, exchange: Exchange, seconds: float) -> bool:
         """Move until that call is over, or so many seconds have passed; whether it is over."""
+        words = self._words
+        if words[self._mine + WATCHING] and not self._listened:
+            words[self._mine + WATCHING] = 0  # whoever waits looks himself
         try:
             for _ in self._looks:
                 self._move_on()
@@ -372,19 +387,26 @@ class Engine:
                 self._wait(exchange, host.monotonic() + seconds)
             if self._untold:
                 self.tell()
-            if self._listened or self._entering or self._others_need_this_rank():
+            if self._queue and self._goes_on_by_itself():
                 self._watch()
         except BaseException:
             self._leave_to_watcher()
             raise
         return exchange.finished
 
-    def _others_need_this_rank(self) -> bool:
-        """Whether others wait for its part of something that has been posted."""
+    def _goes_on_by_itself(self) -> bool:
+        """Whether there is something to move that somebody listens to, or others wait for.
+
+        What has been posted whole moves nobody but who waits for it: all ranks do their part when they issue.
+        """
+        if self._listened:
+            return True
+        entering = tuple(self._entering)
+        if entering and any(exchange.is_long or not exchange.first for exchange in entering):
+            return True
         return any(exchange.combines for exchange in tuple(self._queue))
 
     def _wait(self, exchange: Exchange, deadline: float) -> None:
-        self._be_known()
         self._attended_until = deadline
         try:
             self._wait_until(exchange, deadline)
@@ -396,6 +418,8 @@ class Engine:
         while not exchange.finished:
             if self._move_on():
                 turns = self._turns
+                if self._untold:
+                    self.tell()
                 continue
             left = deadline - host.monotonic()
             if left <= 0:
@@ -433,18 +457,20 @@ class Engine:
             self._watch()
 
     def _be_known(self) -> None:
-        """From now on the watcher knows of this lane, and looks at it when a process has ended."""
-        if not self._watched:
-            self._bells.watch(self)
-            self._watched = True
+        """From now on the watcher knows of this lane, and looks at it when it is rung or a process has ended."""
+        self._bells.watch(self)
+        self._watched = True
 
     def _watch(self) -> None:
-        """Have the watcher look from now on, first of all at once if there is something to do."""
-        self._be_known()
+        """Have the watcher look from now on, first of all at once if there is something to do.
+
+        Not where a step was posted here for others alone: whoever waits for it takes it, and rings.
+        """
         words = self._words
         words[self._mine + WATCHING] = 1
-        moved = self._look_again()
-        if moved or self._untold or self._lost():
+        posted = self._posted
+        more = self._look_again() and (posted == self._posted or bool(self._listened))
+        if (more and self._goes_on_by_itself()) or self._untold or self._lost():
             words[self._mine + WATCHING] = 0
             self._bells.ring(self.region.index)
 
@@ -455,7 +481,7 @@ class Engine:
                 host.give_way()
             self.tell()
             self._lost()
-            if not self._queue or self._is_attended():
+            if self._is_attended() or not self._goes_on_by_itself():
                 return  # who waits has the watcher look again, if that is needed
             self._words[self._mine + WATCHING] = 1
             if not (self._look_again() or self._untold):

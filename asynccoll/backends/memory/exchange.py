@@ -53,6 +53,7 @@ class Exchange(Completion):
         "fine",
         "finished",
         "first",
+        "is_long",
         "place",
         "steps",
         "text",
@@ -73,6 +74,8 @@ class Exchange(Completion):
         self.disagreed: Callable[[CollectiveError], object] | None
         self.checksum, self.text, self.place, self.disagreed = call
         self.steps: int | None = steps
+        #: it takes more than one step, as far as this rank knows
+        self.is_long: bool = steps != 1
         #: its first step, once that is posted
         self.first: int = 0
         self.combined: int = 0

@@ -24,7 +24,6 @@ __all__ = [
     "Barrier",
     "Broadcast",
     "Gather",
-    "GatherUneven",
     "Reduce",
     "ReduceScatter",
     "Scatter",
@@ -282,7 +281,7 @@ class Scatter(_Split):
 class AllToAll(_Split):
     """Parts of ``x`` to all ranks, and theirs into ``out``, which may be of any length."""
 
-    __slots__ = ("_in", "_out", "_splits")
+    __slots__ = ("_in", "_length", "_out", "_splits")
 
     has_length = True
 
@@ -299,9 +298,11 @@ class AllToAll(_Split):
         self._splits = splits
         self._out = [out.narrow(0, end - size, size) for size, end in _ends(splits[0])]
         self._in = [x.narrow(0, end - size, size) for size, end in _ends(splits[1])]
+        self._length = _steps(max(*splits[0], *splits[1]), self._per_step)
+        self.is_long = self._length > 1
 
     def length(self) -> int:
-        return _steps(max(*self._splits[0], *self._splits[1]), self._per_step)
+        return self._length
 
     def agreed(self, lengths: list[int], slot: int) -> None:
         if not self._region.splits_fit(slot):
@@ -328,42 +329,6 @@ class AllToAll(_Split):
 
 def _ends(splits: Sequence[int]) -> zip[tuple[int, int]]:
     return zip(splits, accumulate(splits), strict=True)
-
-
-class GatherUneven(_Whole):
-    """Every rank's flat ``x``, of whatever length, into tensors of their own: ``rows``, once it is over."""
-
-    __slots__ = ("_x", "rows")
-
-    has_length = True
-
-    def __init__(self, engine: Engine, call: Call, x: torch.Tensor) -> None:
-        super().__init__(engine, call, x.dtype, x.numel())
-        self.steps = None
-        self._x = x
-        self.rows: list[torch.Tensor] = []
-
-    def length(self) -> int:
-        return self._x.numel()
-
-    def agreed(self, lengths: list[int], slot: int) -> None:
-        self.steps = max(_steps(length, self._per_step) for length in lengths)
-        self.rows = [torch.empty(length, dtype=self._dtype, device="cpu") for length in lengths]
-
-    def _of(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        start = step * self._per_step
-        return x[start : start + self._per_step]
-
-    def put(self, step: int, slot: int) -> None:
-        part = self._of(self._x, step)
-        if part.numel():
-            self._region.views(slot, self._dtype, part.numel())[self._region.index].copy_(part)
-
-    def take(self, step: int, slot: int) -> None:
-        for rank, row in enumerate(self.rows):
-            into = self._of(row, step)
-            if into.numel():
-                into.copy_(self._region.views(slot, self._dtype, into.numel())[rank])
 
 
 class Barrier(Exchange):
