@@ -130,7 +130,7 @@ _SEEDED = (
     (_ENGINE, "            self._words[self._mine + ASLEEP] = 0\n", ""),
     (_ENGINE, "            self._bells.wake(self.region.index)\n", "            pass\n"),
     (_ENGINE, "            said = next(self._naps) % _STEP_BITS + 1\n", "            said = 1\n"),
-    (_ENGINE, "return step == exchange.first or self._all_posted(step, exchange.checksum)", "return True"),
+    (_ENGINE, "else step == first or self._all_posted(step, exchange.checksum)", "else True"),
     (
         _ENGINE,
         (
@@ -139,7 +139,7 @@ _SEEDED = (
         ),
         "",
     ),
-    (_ENGINE, "        return any(exchange.combines for exchange in tuple(self._queue))", "        return False"),
+    (_ENGINE, "                    self._combining[exchange] = None\n", "                    pass\n"),
     (_ENGINE, "            self._rouse_short(exchange, lengths)\n", ""),
     (
         _ENGINE,

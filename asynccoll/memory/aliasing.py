@@ -221,12 +221,13 @@ _START, _END = attrgetter("start"), attrgetter("end")
 class Claims:
     """All claims, by the memory that is claimed. Nothing is kept alive here.
 
-    Most claims are over before anybody asks. So one is only noted down, and looked at when somebody does.
+    Most claims are over before anybody asks. So one is only noted down, struck out if it is over by then, and
+    looked at when somebody asks.
     """
 
     def __init__(self) -> None:
-        # Not looked at yet. Appended to without a lock: garbage is collected with anybody's held.
-        self._new: list[_Ref] = []
+        # Not looked at yet, by address. Changed without a lock: garbage is collected with anybody's held.
+        self._new: dict[int, _Ref] = {}
         self._memories: dict[torch.device, _Memory] = {}
         self._lock = host.Lock()
 
@@ -236,12 +237,19 @@ class Claims:
 
     def add(self, claim: Claim) -> None:
         """Until it is over, what it claims is nobody else's."""
-        self._new.append(weakref.ref(claim))
+        self._new[id(claim)] = weakref.ref(claim)
+
+    def is_over(self, claim: Claim) -> None:
+        """It claims nothing any more: nobody need look at it."""
+        self._new.pop(id(claim), None)
 
     def _look(self) -> None:
         """Find out where the memory is of those that are new, and not over."""
         while self._new:
-            ref = self._new.pop()
+            try:
+                _, ref = self._new.popitem()
+            except KeyError:  # another thread has struck out the last one
+                return
             claim = ref()
             if claim is None or not claim.claims:
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter, is_
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
@@ -111,17 +112,19 @@ def _what(x: torch.Tensor) -> str:
 
 def writable(name: str, out: torch.Tensor) -> None:
     """Refuse ``out=``, which is plain memory, if it cannot be filled as it is, before anything is sent."""
-    if out.is_inference() and not torch.is_inference_mode_enabled():
+    inference = out.is_inference()
+    if inference and not torch.is_inference_mode_enabled():
         raise InvalidArgumentError(
             f"{name}: out= was made in inference mode and cannot be written to outside of it; pass "
             "out.clone(), or call in torch.inference_mode()"
         )
-    if out.layout is torch.strided and not out.is_contiguous() and _folded(out):
+    if not out.is_contiguous() and out.layout is torch.strided and _folded(out):
         raise InvalidArgumentError(
             f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
             f"{list(out.stride())}, as expand() makes); pass out.contiguous()"
         )
-    overwritten(out)
+    if not inference:
+        increment_version(out)
 
 
 def overwritten(*outs: torch.Tensor) -> None:
@@ -131,7 +134,7 @@ def overwritten(*outs: torch.Tensor) -> None:
     """
     for out in outs:
         if not out.is_inference():
-            torch.autograd.graph.increment_version(out)
+            increment_version(out)
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:

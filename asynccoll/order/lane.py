@@ -231,16 +231,18 @@ class Lane:
 
     def _announce(self, what: What, spot: Spot) -> None:
         """Tell a communicator that wants to know what the call is that is issued now. With the lock held."""
-        together = self._together
-        place, part = (self.sequence, self._part + 1) if together else (self.sequence + 1, 1)
-        self._tell_what(self._of_whole(what), spot, place, part, together)
+        if self._together:
+            self._tell_what(self._of_whole(what), spot, self.sequence, self._part + 1, True)
+        else:
+            self._tell_what(what, spot, self.sequence + 1, 1, False)
 
     def _tell_what(self, what: What, spot: Spot, place: int, part: int, shares: bool) -> None:
         announce = getattr(self._connection.communicator, "announce", None)
-        if announce is not None and self.compares_calls:  # what differs is found before, and told all alike
-            announce(None, spot, place, part, False)
-        elif announce is not None:
-            announce(what, spot, place, part, shares)
+        if announce is None:
+            return
+        if self.compares_calls:  # what differs is found before, and told all alike
+            what, shares = None, False
+        announce(what, spot, place, part, shares)
 
     def _of_whole(self, what: What) -> What:
         return (self._whole, what) if self._together else what

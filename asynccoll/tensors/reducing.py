@@ -56,7 +56,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
     """By the backend, in memory that starts as a copy of ``x``; or, node by node, by several calls of it."""
     plan, size = route.plan, lane.group.size
     wire_op = plan.wire_reduce or ReduceOp.SUM
-    if route.keeps_input and plan.direct and _apart(route, x, out):
+    if out is not x and route.keeps_input and plan.direct and _apart(route, x, out):
         return _all_reduce_into(route, x, out)
     wire, fill, refill = owned(route, x, out)
     value, finish = delivered(wire, plan, out, lambda: reduced(wire, plan, x, size).view(x.shape))
@@ -76,7 +76,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
 
 def _apart(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> bool:
     """Whether the result had better be filled from ``x``, which stays as it is, than copied and reduced."""
-    if out is x or not route.plain(x):
+    if not route.plain(x):
         return False
     return x.nbytes > _SMALL_BYTES if out is None else not same_memory(out, x)
 

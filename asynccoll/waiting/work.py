@@ -125,6 +125,8 @@ class Work(NotItsResult, Generic[T]):
                 yield from pause()
             elif plain:
                 self._state = _DONE  # nothing ran, so that two threads may say so at once
+                if self.out is not None:
+                    claims.is_over(self)
                 return self._value
         else:
             yield from pause()
@@ -149,6 +151,8 @@ class Work(NotItsResult, Generic[T]):
                 raise
             if plain and self._operations:
                 self._state = _DONE  # as in __await__
+                if self.out is not None:
+                    claims.is_over(self)
                 return self._value
         return self._outcome()
 

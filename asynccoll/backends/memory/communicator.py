@@ -52,8 +52,8 @@ class MemoryCommunicator:
         self._rest = rest
         self._disagreed = disagreed
         self._size = engine.region.size
-        self._kinds: dict[tuple[Any, ...], tuple[int, str]] = {}
-        self._lines: dict[tuple[int, Hashable, int], bytes] = {}
+        #: the checksum of a kind of call from one line, and what is shown of it
+        self._kinds: dict[tuple[Any, ...], tuple[int, bytes]] = {}
         self._what: Hashable = None
         self._spot: Any = None
         self._place, self._part, self._shares = 0, 1, False
@@ -65,38 +65,21 @@ class MemoryCommunicator:
 
     def _call(self, *native: Any) -> Call:
         """What has to be the same on all ranks: of the call that its user made, and of this native one."""
-        what = self._what
-        key = (native, what)
-        found = self._kinds.get(key)
-        if found is None:
-            found = self._learn(key)
-        known, text = found
         spot = self._spot
-        line = self._lines.get((known, spot and id(spot.code), spot and spot.instruction))
-        if line is None:
-            line = self._write(known, text, spot)
+        key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
+        known, line = self._kinds.get(key) or self._learn(key)
         # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer.
         checksum = (known + self._place * 0x9E3779B1 + self._part * 0x85EBCA6B) & 0xFFFFFFFF
         disagreed = partial(self._disagreed, self._place) if self._shares else None
-        return Call(checksum, line, self._place, disagreed)
+        return checksum, line, self._place, disagreed
 
-    def _learn(self, key: tuple[Any, ...]) -> tuple[int, str]:
+    def _learn(self, key: tuple[Any, ...]) -> tuple[int, bytes]:
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
-        native, what = key
+        native, what = key[:2]
         text = shown(what) or shown(native)
-        found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), text
+        found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), _line(text, self._spot)
         return found
-
-    def _write(self, known: int, text: str, spot: Any) -> bytes:
-        if len(self._lines) >= _MOST_KINDS:
-            self._lines.clear()
-        line = (text if spot is None else f"{text} at {spot.place}").encode()
-        if len(line) >= TEXT_BYTES and spot is not None:  # the line that called it is what helps most
-            where = f"... at {spot.place}".encode()
-            line = line[: TEXT_BYTES - 1 - len(where)] + where
-        self._lines[known, spot and id(spot.code), spot and spot.instruction] = line
-        return line
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         return self.all_reduce_into(x, x, op)
@@ -105,7 +88,8 @@ class MemoryCommunicator:
         call = self._call("all_reduce", op, x.dtype, x.numel())
         by_parts = self._size > 2 and x.nbytes > self._engine.region.layout.by_parts_bytes
         made = AllReduceByParts if by_parts else AllReduce
-        return self._engine.start(made(self._engine, call, _flat(out), _flat(x), op))
+        sent = _flat(x)
+        return self._engine.start(made(self._engine, call, sent if out is x else _flat(out), sent, op))
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self._call("reduce", op, x.dtype, x.numel(), "dst", dst)
@@ -179,6 +163,15 @@ class MemoryCommunicator:
             AbortedError("its lane was closed") if state == CLOSED else PeerLostError("its lane was given up")
         )
         self._engine.stop(state, why)
+
+
+def _line(text: str, spot: Any) -> bytes:
+    """What is shown of a call: ``text``, and the line that made it."""
+    line = (text if spot is None else f"{text} at {spot.place}").encode()
+    if len(line) >= TEXT_BYTES and spot is not None:  # the line that called it is what helps most
+        where = f"... at {spot.place}".encode()
+        line = line[: TEXT_BYTES - 1 - len(where)] + where
+    return line
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,7 @@ class Engine:
         self._naps = count(1)  # each has a number of its own
         self._watched = False
         self._listened: dict[Exchange, None] = {}  # calls that are not over and have callbacks
+        self._combining: dict[Exchange, None] = {}  # calls that are not over, of which each reduces a part
         self._attended_until = 0.0  # until then somebody waits in place, and moves what there is
         self._broken: CollectiveError | None = None
         self._untold: deque[Exchange] = deque()  # over, with callbacks
@@ -125,11 +126,17 @@ class Engine:
                     return exchange
                 # Within one call of C, so that an interrupt leaves it in both or in none.
                 any(map(deque.append, (self._queue, self._entering), (exchange, exchange)))
-                posted = self._move(takes=False)
+                if exchange.combines:
+                    self._combining[exchange] = None
+                try:
+                    posted = self._post()
+                except Exception as error:
+                    self._fail(error)
+                    posted = True
             if posted:
                 self._tell_others()
-            if self._goes_on_by_itself():  # and nobody may come by
-                self._watch()
+            if self._entering or self._combining or self._listened:  # and nobody may come by
+                self._watch_if_needed()
         except BaseException:
             self._leave_to_watcher()
             raise
@@ -177,13 +184,12 @@ class Engine:
             self._tell_others()
         return moved
 
-    def _move(self, *, takes: bool = True) -> bool:
+    def _move(self) -> bool:
         """Take a step of the oldest call, and post what there is room for; whether anything moved."""
-        if self._halted:
+        if self._halted or not self._queue:
             return False
-        queue = self._queue
         try:
-            taken = takes and bool(queue) and self._take(queue[0])
+            taken = self._take(self._queue[0])
             return (bool(self._entering) and self._post()) or taken
         except Exception as error:  # no one knows whose call that was: a waiter, or the watcher, came by
             self._fail(error)
@@ -243,7 +249,9 @@ class Engine:
         step, words = exchange.first, self._words
         place, said = POSTED + step % SLOTS, (step & _STEP_BITS) << 32 | exchange.checksum
         for base in self.region.others:
-            if words[base + place] != said:
+            if (one := words[base + place]) != said:
+                if one >> 32 != step & _STEP_BITS:
+                    return False  # that one has not come: so it is nearly always
                 break
         else:
             return self._agree(exchange)
@@ -304,7 +312,7 @@ class Engine:
     def _take(self, exchange: Exchange) -> bool:
         """Combine and take a step of the oldest call; whether there was one."""
         words, mine = self._words, self._mine
-        first = exchange.first
+        first, combines = exchange.first, exchange.combines
         if not first:
             return False
         if exchange.finished:  # an interrupt came before it had left the queue
@@ -312,10 +320,14 @@ class Engine:
             return True
         if not exchange.verified and not self._verify(exchange):
             return exchange.finished
-        combined = exchange.combines and self._combine(exchange)
+        combined = combines and self._combine(exchange)
         step = words[mine + READ] + 1
         if step - first != exchange.steps:  # else an interrupt came after the last one
-            if step > self._posted or not self._is_there(exchange, step):
+            if step > self._posted or not (
+                self._is_combined(exchange, step)
+                if combines
+                else step == first or self._all_posted(step, exchange.checksum)
+            ):
                 return combined
             exchange.take(step - first, step % SLOTS)
             words[mine + READ] = step
@@ -324,10 +336,8 @@ class Engine:
             self._end(exchange, None)
         return True
 
-    def _is_there(self, exchange: Exchange, step: int) -> bool:
-        """Whether all ranks have done their part of that step."""
-        if not exchange.combines:
-            return step == exchange.first or self._all_posted(step, exchange.checksum)
+    def _is_combined(self, exchange: Exchange, step: int) -> bool:
+        """Whether all ranks have reduced their part of that step."""
         place, words = COMBINED + step % SLOTS, self._words
         return exchange.first + exchange.combined > step and all(
             words[base + place] == step for base in self.region.others
@@ -353,6 +363,8 @@ class Engine:
         if exchange.callbacks is not None:
             self._untold.append(exchange)
             self._listened.pop(exchange, None)
+        if self._combining:
+            self._combining.pop(exchange, None)
         if self._sleepers:
             self._words[self._mine + ASLEEP] = 0
             self._bells.wake(self.region.index)
@@ -380,15 +392,14 @@ class Engine:
             words[self._mine + WATCHING] = 0  # whoever waits looks himself
         try:
             for _ in self._looks:
-                self._move_on()
-                if exchange.finished:
+                if self._move_on() and exchange.finished:
                     break
             else:
                 self._wait(exchange, host.monotonic() + seconds)
             if self._untold:
                 self.tell()
-            if self._queue and self._goes_on_by_itself():
-                self._watch()
+            if self._queue:
+                self._watch_if_needed()
         except BaseException:
             self._leave_to_watcher()
             raise
@@ -399,12 +410,13 @@ class Engine:
 
         What has been posted whole moves nobody but who waits for it: all ranks do their part when they issue.
         """
-        if self._listened:
+        if self._listened or self._combining:
             return True
-        entering = tuple(self._entering)
-        if entering and any(exchange.is_long or not exchange.first for exchange in entering):
-            return True
-        return any(exchange.combines for exchange in tuple(self._queue))
+        return any(exchange.is_long or not exchange.first for exchange in tuple(self._entering))
+
+    def _watch_if_needed(self) -> None:
+        if self._goes_on_by_itself():
+            self._watch()
 
     def _wait(self, exchange: Exchange, deadline: float) -> None:
         self._attended_until = deadline
@@ -457,7 +469,7 @@ class Engine:
             self._watch()
 
     def _be_known(self) -> None:
-        """From now on the watcher knows of this lane, and looks at it when it is rung or a process has ended."""
+        """From now on the watcher looks at this lane when it is rung, or when a process has ended."""
         self._bells.watch(self)
         self._watched = True
 

@@ -7,7 +7,7 @@ engine calls may be called again for the same step, after an interrupt, and must
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from asynccoll.backends.api import Callback, Completion
 from asynccoll.errors import CollectiveError
@@ -15,15 +15,10 @@ from asynccoll.errors import CollectiveError
 __all__ = ["Call", "Exchange"]
 
 
-class Call(NamedTuple):
-    """What a call is: ranks whose checksums differ have made different ones, which ``text`` shows."""
-
-    checksum: int
-    text: bytes
-    #: of the call in the lane's order
-    place: int
-    #: told, later and elsewhere, if they have, where more than this call may depend on it
-    disagreed: Callable[[CollectiveError], object] | None
+#: What a call is: a checksum (ranks whose checksums differ have made different calls), the text that shows
+#: it, and its place in the lane's order; and who is told, later and elsewhere, where ranks differ about it
+#: and more than this call may depend on it.
+Call = tuple[int, bytes, int, Callable[[CollectiveError], object] | None]
 
 
 class Mover(Protocol):

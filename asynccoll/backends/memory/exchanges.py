@@ -7,7 +7,6 @@ in float32 and rounded once. Tensors are flat, or rows of one, as the caller has
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
@@ -33,11 +32,6 @@ __all__ = [
 _LINE_BYTES = 64
 
 
-def _per_step(dtype: torch.dtype, size_bytes: int) -> int:
-    """How many elements go into so many bytes; at least one."""
-    return max(1, size_bytes // dtype.itemsize)
-
-
 def _steps(count: int, per_step: int) -> int:
     return max(1, -(-count // per_step))
 
@@ -51,7 +45,7 @@ class _Whole(Exchange):
         self._region = engine.region
         self._dtype = dtype
         self._count = count
-        self._per_step = per_step = _per_step(dtype, engine.region.layout.slot_bytes)
+        self._per_step = per_step = self._region.per_slot[dtype]
         super().__init__(engine, call, 1 if count <= per_step else -(-count // per_step))
 
     def _here(self, step: int) -> int:
@@ -64,10 +58,12 @@ class _Whole(Exchange):
 
     def _slots(self, step: int, slot: int) -> list[torch.Tensor]:
         """What all ranks have put for that step."""
-        return self._region.views(slot, self._dtype, self._here(step))
+        count = self._count if self.steps == 1 else self._here(step)
+        return self._region.views(slot, self._dtype, count)
 
     def _put(self, x: torch.Tensor, step: int, slot: int) -> None:
-        self._slots(step, slot)[self._region.index].copy_(self._part(x, step))
+        region = self._region
+        self._slots(step, slot)[region.index].copy_(x if self.steps == 1 else self._part(x, step))
 
 
 class AllReduce(_Whole):
@@ -212,7 +208,7 @@ class _Split(Exchange):
         self._dtype = dtype
         place = region.layout.slot_bytes // region.size
         self._place_bytes = place // _LINE_BYTES * _LINE_BYTES or place // dtype.itemsize * dtype.itemsize
-        self._per_step = _per_step(dtype, self._place_bytes)
+        self._per_step = max(1, self._place_bytes // dtype.itemsize)
         super().__init__(engine, call, None if count is None else _steps(count, self._per_step))
 
     def _here(self, count: int, step: int) -> int:
@@ -224,10 +220,12 @@ class _Split(Exchange):
         return self._region.views(slot, self._dtype, count, of * self._place_bytes)
 
     def _put_part(self, part: torch.Tensor, of: int, step: int, slot: int) -> None:
-        here = self._here(part.numel(), step)
-        if here:
-            place = self._places(slot, of, here)[self._region.index]
-            place.copy_(part.narrow(0, step * self._per_step, here))
+        if here := self._here(part.numel(), step):
+            self._places(slot, of, here)[self._region.index].copy_(self._of(part, step, here))
+
+    def _of(self, part: torch.Tensor, step: int, here: int) -> torch.Tensor:
+        """The ``here`` elements of a part that belong to that step."""
+        return part if part.numel() == here else part.narrow(0, step * self._per_step, here)
 
 
 class ReduceScatter(_Split):
@@ -245,10 +243,9 @@ class ReduceScatter(_Split):
             self._put_part(part, of, step, slot)
 
     def take(self, step: int, slot: int) -> None:
-        here = self._here(self._out.numel(), step)
-        if here:
-            into = self._out.narrow(0, step * self._per_step, here)
-            reduce_chunks(self._places(slot, self._region.index, here), self._op, into)
+        if here := self._here(self._out.numel(), step):
+            places = self._places(slot, self._region.index, here)
+            reduce_chunks(places, self._op, self._of(self._out, step, here))
 
 
 class Scatter(_Split):
@@ -272,10 +269,9 @@ class Scatter(_Split):
             self._put_part(part, of, step, slot)
 
     def take(self, step: int, slot: int) -> None:
-        here = self._here(self._out.numel(), step)
-        if here:
+        if here := self._here(self._out.numel(), step):
             sent = self._places(slot, self._region.index, here)[self._src]
-            self._out.narrow(0, step * self._per_step, here).copy_(sent)
+            self._of(self._out, step, here).copy_(sent)
 
 
 class AllToAll(_Split):
@@ -296,8 +292,8 @@ class AllToAll(_Split):
         """``splits``: elements of each part of ``out``, and of ``x``."""
         super().__init__(engine, call, x.dtype, None)
         self._splits = splits
-        self._out = [out.narrow(0, end - size, size) for size, end in _ends(splits[0])]
-        self._in = [x.narrow(0, end - size, size) for size, end in _ends(splits[1])]
+        self._out = out.split_with_sizes(list(splits[0]))
+        self._in = x.split_with_sizes(list(splits[1]))
         self._length = _steps(max(*splits[0], *splits[1]), self._per_step)
         self.is_long = self._length > 1
 
@@ -321,14 +317,8 @@ class AllToAll(_Split):
 
     def take(self, step: int, slot: int) -> None:
         for rank, into in enumerate(self._out):
-            here = self._here(into.numel(), step)
-            if here:
-                sent = self._places(slot, self._region.index, here)[rank]
-                into.narrow(0, step * self._per_step, here).copy_(sent)
-
-
-def _ends(splits: Sequence[int]) -> zip[tuple[int, int]]:
-    return zip(splits, accumulate(splits), strict=True)
+            if here := self._here(into.numel(), step):
+                self._of(into, step, here).copy_(self._places(slot, self._region.index, here)[rank])
 
 
 class Barrier(Exchange):

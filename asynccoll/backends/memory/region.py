@@ -19,6 +19,17 @@ __all__ = ["Region"]
 _MOST_VIEWS = 1024
 
 
+class _PerSlot(dict[torch.dtype, int]):
+    """How many elements of a dtype a slot holds, at least one."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+
+    def __missing__(self, dtype: torch.dtype) -> int:
+        held = self[dtype] = max(1, self._slot_bytes // dtype.itemsize)
+        return held
+
+
 class Region:
     """``buffer`` with ``layout``, seen by the rank number ``index``."""
 
@@ -28,6 +39,7 @@ class Region:
         self.size: int = layout.size
         self.buffer = buffer
         self.bytes: memoryview = memoryview(buffer).cast("B")
+        self.per_slot: dict[torch.dtype, int] = _PerSlot(layout.slot_bytes)
         self.words: memoryview[int] = self.bytes[: layout.texts].cast("Q")
         #: where this rank's control block begins, and those of the others, in rank order
         self.mine: int = index * BLOCK_WORDS
@@ -61,10 +73,10 @@ class Region:
 
     def splits_fit(self, slot: int) -> bool:
         """Whether every rank takes as much from each other as that one gives."""
-        start = self._splits(slot)
-        told = torch.frombuffer(self.words[start : start + self.layout.splits_words], dtype=torch.int64)
-        takes, gives = told.view(self.size, 2, self.size).unbind(1)
-        return torch.equal(takes, gives.t())
+        start, size = self._splits(slot), self.size
+        told = self.words[start : start + self.layout.splits_words].tolist()
+        row = 2 * size  # of a rank: what it takes from each, then what it gives to each
+        return all(told[rank * row : rank * row + size] == told[size + rank :: row] for rank in range(size))
 
     def _splits(self, slot: int) -> int:
         return self.layout.splits // 8 + slot * self.layout.splits_words
