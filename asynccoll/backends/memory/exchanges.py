@@ -295,7 +295,7 @@ class AllToAll(_Split):
         self._out = out.split_with_sizes(list(splits[0]))
         self._in = x.split_with_sizes(list(splits[1]))
         self._length = _steps(max(*splits[0], *splits[1]), self._per_step)
-        self.is_long = self._length > 1
+        self.is_long: bool = self._length > 1
 
     def length(self) -> int:
         return self._length
