@@ -42,7 +42,9 @@ from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.modes.isolation import isolated
+from asynccoll.ops.adopting import adopt
 from asynccoll.ops.asking import who_is_missing
+from asynccoll.ops.batches import P2POp, batch_isend_irecv
 from asynccoll.ops.coalescing import coalescing
 from asynccoll.ops.collectives import (
     all_gather,
@@ -66,6 +68,7 @@ from asynccoll.ops.collectives import (
     send,
     send_object,
 )
+from asynccoll.ops.main_rank import is_main, main_first, print0
 from asynccoll.ops.prepared import Prepared, prepare
 from asynccoll.ops.scopes import (
     TaskGroup,
@@ -94,6 +97,7 @@ from asynccoll.runtime.process import (
     initialize,
     is_initialized,
     new_group,
+    new_subgroups,
 )
 from asynccoll.waiting.arriving import as_completed
 from asynccoll.waiting.work import Work, wait_all
@@ -119,6 +123,7 @@ __all__ = (
     "LaneOrderError",
     "LaunchEnvironmentError",
     "NotInitializedError",
+    "P2POp",
     "Parallel",
     "PayloadTypeError",
     "PeerLostError",
@@ -132,6 +137,7 @@ __all__ = (
     "UnsupportedOpError",
     "Work",
     "WorkNotDoneError",
+    "adopt",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -145,6 +151,7 @@ __all__ = (
     "backend",
     "backward_lane",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object",
     "close_lane",
@@ -165,16 +172,20 @@ __all__ = (
     "hostname",
     "initialize",
     "is_initialized",
+    "is_main",
     "isolated",
     "join",
     "lane",
+    "main_first",
     "may_overlap",
     "new_group",
     "new_lane",
+    "new_subgroups",
     "overlap",
     "overlap_gradients",
     "permute",
     "prepare",
+    "print0",
     "recv",
     "recv_object",
     "reduce",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import asynccoll as ac
 import oracle
-from ranks import NEED_EVERY_RANK, Rank
+from ranks import NEED_EVERY_RANK, Rank, raising
 from worlds import World
 
 
@@ -88,6 +88,26 @@ async def by_index(me: Rank) -> None:
 def test_a_root_by_its_index_in_the_group(four: World, runner: str) -> None:
     """group_src and group_dst, as torch has them; bad ones are refused, and the lane goes on."""
     four.run(by_index, runner=runner)
+
+
+async def subgroups(me: Rank) -> None:
+    mine, groups = ac.new_subgroups(2)
+    with me.case("which"):
+        assert [group.ranks for group in groups] == [(0, 1), (2, 3)]
+        assert mine is groups[me.rank // 2]
+    await me.check("sum", ac.all_reduce, 10**me.rank, group=mine, expect=total(list(mine.ranks)))
+    with me.case("of each node"):
+        mine, groups = ac.new_subgroups()
+        assert [group.ranks for group in groups] == [(0, 1, 2, 3)]
+    with me.case("refused"):
+        for size in (3, 0, 8, "2"):
+            with raising(ac.InvalidArgumentError, repr(size), "4"):
+                ac.new_subgroups(size)
+
+
+def test_new_subgroups(four: World) -> None:
+    """Groups of consecutive ranks, each rank in one; of each node by default."""
+    four.run(subgroups)
 
 
 async def told_of_a_bad_index(me: Rank) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,6 +123,40 @@ async def into_out(me: Rank) -> None:
 def test_layouts_and_out(pair: World, runner: str) -> None:
     """A transposed tensor is sent by its values; recv fills `out`, which may be `like`."""
     pair.run(into_out, runner=runner)
+
+
+async def batch(me: Rank, sends: Any, receives: Any) -> None:
+    following, previous = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    x, y = torch.full((3,), float(me.rank)), torch.zeros(3)
+    tagged, behind = torch.tensor([me.rank]), torch.tensor([-1])
+    works = ac.batch_isend_irecv(
+        [
+            ac.P2POp(receives, y, previous),
+            ac.P2POp(sends, x, following),
+            ac.P2POp(sends, tagged, group_peer=following, tag=1),
+            ac.P2POp(receives, behind, group_peer=previous, tag=1),
+        ]
+    )
+    assert [await me.get(work) for work in works] == [y, None, None, behind]
+    oracle.same(y, torch.full((3,), float(previous)))
+    oracle.same(behind, torch.tensor([previous]))
+    with me.case("refused"):
+        for wrong, error in (
+            (x, ac.PayloadTypeError),
+            (ac.P2POp(sends, x, me.size), ac.InvalidArgumentError),
+        ):
+            with raising(error):
+                ac.batch_isend_irecv([wrong])
+        with raising(ac.InvalidArgumentError, "all_reduce"):
+            ac.P2POp(ac.all_reduce, x, following)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("spelled", ["ours", "torch"])
+def test_a_batch_of_messages(several: World, runner: str, spelled: str) -> None:
+    """As torch's programs write it: buffers are filled, works come in the order of the list."""
+    calls = (ac.send, ac.recv) if spelled == "ours" else (dist.isend, dist.irecv)
+    several.run(batch, *calls, runner=runner)
 
 
 OBJECTS = [None, 7, "é" * 3, {"lr": 0.1, "steps": [1, 2]}, "x" * 5000, torch.arange(1000.0), b"", [1] * 400]

@@ -48,6 +48,7 @@ __all__ = [
     "initialize",
     "is_initialized",
     "new_group",
+    "new_subgroups",
 ]
 
 CHECK_VARIABLE = "ASYNCCOLL_CHECK"
@@ -395,3 +396,27 @@ def new_group(ranks: Any) -> Group:
     group = context.add_group(check_ranks(context, ranks))
     context.backend.prepare_group(group.ranks)
     return group
+
+
+def new_subgroups(group_size: int | None = None) -> tuple[Group, list[Group]]:
+    """This rank's of the groups of ``group_size`` consecutive ranks, and all of them. Every rank calls it.
+
+    None makes a group of each node's ranks.
+
+    >>> mine, groups = ac.new_subgroups(2)            # four ranks: groups of ranks [0, 1] and [2, 3]
+    >>> await ac.all_reduce(x, group=mine)
+
+    Raises:
+        InvalidArgumentError: the number of ranks does not divide by ``group_size``.
+
+    Source: ``torch.distributed.new_subgroups``.
+    """
+    context = current()
+    size, ranks = get_nproc_per_node() if group_size is None else group_size, context.world_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or ranks % size:
+        raise InvalidArgumentError(
+            f"new_subgroups: {ranks} ranks cannot be cut into groups of {size!r}; pass a group_size that "
+            f"divides {ranks}, or make the groups by ac.new_group"
+        )
+    groups = [new_group(range(first, first + size)) for first in range(0, ranks, size)]
+    return groups[context.rank // size], groups

@@ -41,9 +41,10 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
     blame = operation.lane.world.blame(operation)
     operation.extend()  # not before that: asking may take as long as the time that the next wait is given
     who = f": {blame}" if str(blame) else why
+    behind = ", and later calls on its lane wait behind it" if operation.sequence else ""  # not a message
     return CollectiveTimeoutError(
-        f"{operation!r} is not ready after {waited:.3f} s{who}. It is still in flight, and later calls on "
-        f"its lane wait behind it; await the same work again to go on waiting{operation.lane.world.dump()}",
+        f"{operation!r} is not ready after {waited:.3f} s{who}. It is still in flight{behind}; await the "
+        f"same work again to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
         operation=operation.name,
         lane=operation.lane.name,

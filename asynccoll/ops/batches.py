@@ -1,0 +1,81 @@
+"""``batch_isend_irecv``: many messages at once, as torch's programs write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.ops.collectives import recv, send
+from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
+
+__all__ = ["P2POp", "batch_isend_irecv"]
+
+
+class P2POp:
+    """One message of a batch: ``ac.P2POp(ac.send, x, 1)``, ``ac.P2POp(ac.recv, buffer, 0)``.
+
+    ``op`` may be torch's ``isend`` or ``irecv`` as well. ``peer`` is a global rank, ``group_peer`` the index
+    in the group instead. A tensor that is received is filled in place, as torch does, and is the result.
+    """
+
+    __slots__ = ("group", "group_peer", "op", "peer", "tag", "tensor")
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: GroupLike = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (send, recv, dist.isend, dist.irecv):
+            raise InvalidArgumentError(f"a P2POp's op is ac.send or ac.recv, got {op!r}")
+        self.op: Callable[..., Any] = send if op in (send, dist.isend) else recv
+        self.tensor: torch.Tensor = tensor
+        self.peer: int | None = peer
+        self.group: GroupLike = group
+        self.tag: int = tag
+        self.group_peer: int | None = group_peer
+
+    def start(self, lane: str | None, timeout: float | None) -> Work[Any]:
+        """Send it, or begin to receive it."""
+        common: dict[str, Any] = {"tag": self.tag, "group": self.group, "lane": lane, "timeout": timeout}
+        if self.op is send:
+            return send(self.tensor, dst=self.peer, group_dst=self.group_peer, **common)
+        return recv(self.tensor, src=self.peer, group_src=self.group_peer, out=self.tensor, **common)
+
+
+def batch_isend_irecv(
+    p2p_op_list: Sequence[P2POp], /, *, lane: str | None = None, timeout: float | None = None
+) -> list[Work[Any]]:
+    """The works of all messages in the list, in its order; they wait for each other nowhere.
+
+    >>> following, previous = (rank + 1) % n, (rank - 1) % n
+    >>> works = ac.batch_isend_irecv([ac.P2POp(ac.send, x, following), ac.P2POp(ac.recv, y, previous)])
+    >>> await ac.wait_all(works)                      # y holds the x of the rank before
+
+    Raises:
+        PayloadTypeError: something in the list is no ``P2POp``; nothing was sent.
+        InvalidArgumentError: what a message says is wrong; those before it in the list were sent.
+
+    Source: ``torch.distributed.batch_isend_irecv``.
+    """
+    for one in p2p_op_list:
+        if not isinstance(one, P2POp):
+            raise PayloadTypeError(
+                f"batch_isend_irecv takes a list of ac.P2POp, got a {type(one).__name__} in it"
+            )
+    works: list[Work[Any]] = []
+    try:
+        works.extend(one.start(lane, timeout) for one in p2p_op_list)
+    except BaseException:
+        for work in works:
+            work.detach()  # nobody gets them
+        raise
+    return works

@@ -1,0 +1,88 @@
+"""What one rank does for all: ``is_main``, ``print0``, ``main_first``."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import IO, Any
+
+from asynccoll.errors import AsyncCollError, CollectiveError
+from asynccoll.ops.collectives import barrier, refuse
+from asynccoll.runtime.process import get_local_rank, get_rank
+from asynccoll.waiting.work import Work
+
+__all__ = ["is_main", "main_first", "print0"]
+
+
+def is_main(*, local: bool = False) -> bool:
+    """Whether this is rank 0; with ``local=True``, whether it is the first rank of its node."""
+    return (get_local_rank() if local else get_rank()) == 0
+
+
+def print0(
+    *values: Any,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: IO[str] | None = None,
+    flush: bool = False,
+) -> None:
+    """As ``print``, on rank 0; nothing elsewhere. It waits for nobody.
+
+    >>> ac.print0(f"epoch {epoch}: {loss:.3f}")
+    """
+    if is_main():
+        print(*values, sep=sep, end=end, file=file, flush=flush)  # what it is for
+
+
+class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
+    """A block that rank 0 goes through first, and the others once it is done: to download or prepare data.
+
+    ``local=True``: the first rank of each node, for what is kept on its disk; the others follow once all of
+    these are done. Every rank enters it. ``async with`` lets the event loop run meanwhile.
+
+    >>> async with ac.main_first():
+    ...     dataset = load(cache)                     # rank 0 writes the cache, the others read it
+
+    If the block raises in a first rank, the others raise ``PeerRefusedError`` with its reason and do not
+    enter. ``timeout`` in seconds bounds their waiting (by default as ``initialize`` says):
+    ``CollectiveTimeoutError``.
+    """
+
+    def __init__(self, *, local: bool = False, lane: str | None = None, timeout: float | None = None) -> None:
+        self._first = is_main(local=local)
+        self._lane = lane
+        self._timeout = timeout
+
+    def _meet(self) -> Work[None]:
+        return barrier(lane=self._lane, timeout=self._timeout)
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell the others, who need not wait for it."""
+        with contextlib.suppress(AsyncCollError):  # the block's own error is the one to be raised
+            refuse(CollectiveError(f"main_first: the block raised {error!r}"), lane=self._lane)
+
+    def __enter__(self) -> main_first:
+        if not self._first:
+            self._meet().wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._first and error is None:
+            self._meet().wait()
+        elif self._first and error is not None:
+            self._failed(error)
+
+    async def __aenter__(self) -> main_first:
+        if not self._first:
+            await self._meet()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._first and error is None:
+            await self._meet()
+        elif self._first and error is not None:
+            self._failed(error)
