@@ -234,21 +234,24 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
     wire = sent_as(route, rows.reshape(size, -1))
     program = None
     if plan.via in ("native", "nodes"):
-        target = target_for(out, wire, wire.shape[1:])
+        target = target_for(out, wire, shape if plan.direct else wire.shape[1:])
         into, sent = target.view(-1), wire.view(-1)
         start: Start = lambda communicator: communicator.reduce_scatter(into, sent, plan.wire_reduce)  # noqa: E731
-        total: Callable[[], torch.Tensor] = partial(reduced, target, plan, rows, size)
+        total = lambda: reduced(target, plan, rows, size).view(shape)  # noqa: E731
+        value, finish = delivered(target, plan, out, total)
         if plan.via == "nodes":
             program = scattered_by_node(lane, into, sent, plan.wire_reduce or ReduceOp.SUM)
     else:
         start, parts = _exchanged_rows(lane, wire)
         rank = lane.group.rank
-        total = lambda: _reduce_rows(parts, plan, rows, _reused(out, parts[rank], rank, plan))  # noqa: E731
+        into_out = _reused(out, parts[rank], rank, plan)
+        value, finish = None, lambda: deliver(_reduce_rows(parts, plan, rows, into_out).view(shape), out)
     return Call(
         plan,
         start,
         wire,
-        lambda: deliver(total().view(shape), out),
+        finish,
+        value,
         detail=op.value,
         shape=rows.shape,
         refill=encoding_again(wire, rows, plan),

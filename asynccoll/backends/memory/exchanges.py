@@ -231,19 +231,32 @@ class _Split(Exchange):
 class ReduceScatter(_Split):
     """Into ``out`` the reduction of this rank's part of every rank's flat ``x``."""
 
-    __slots__ = ("_op", "_out", "_parts")
+    __slots__ = ("_op", "_out", "_parts", "_whole", "_x")
 
     def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
         super().__init__(engine, call, x.dtype, out.numel())
-        self._out, self._op = out, op
-        self._parts = x.view(engine.region.size, -1).unbind(0)
+        self._out, self._x, self._op = out, x, op
+        #: all parts go into one slot, as they lie
+        self._whole = x.numel() <= engine.region.per_slot[x.dtype]
+        if self._whole:
+            self.steps, self.is_long = 1, False
+        else:
+            self._parts = x.view(engine.region.size, -1).unbind(0)
 
     def put(self, step: int, slot: int) -> None:
+        if self._whole:
+            region, x = self._region, self._x
+            region.views(slot, self._dtype, x.numel())[region.index].copy_(x)
+            return
         for of, part in enumerate(self._parts):
             self._put_part(part, of, step, slot)
 
     def take(self, step: int, slot: int) -> None:
-        if here := self._here(self._out.numel(), step):
+        if self._whole:
+            region, count = self._region, self._out.numel()
+            start = region.index * count * self._dtype.itemsize
+            reduce_chunks(region.views(slot, self._dtype, count, start), self._op, self._out)
+        elif here := self._here(self._out.numel(), step):
             places = self._places(slot, self._region.index, here)
             reduce_chunks(places, self._op, self._of(self._out, step, here))
 
@@ -275,7 +288,7 @@ class Scatter(_Split):
 
 
 class AllToAll(_Split):
-    """Parts of ``x`` to all ranks, and theirs into ``out``, which may be of any length."""
+    """Parts of ``x`` to all ranks, and theirs into ``out``, other memory, which may be of any length."""
 
     __slots__ = ("_in", "_length", "_out", "_splits")
 
@@ -313,12 +326,16 @@ class AllToAll(_Split):
         if step == 0:
             self._region.write_splits(slot, *self._splits)
         for of, part in enumerate(self._in):
-            self._put_part(part, of, step, slot)
+            if of != self._region.index:
+                self._put_part(part, of, step, slot)
 
     def take(self, step: int, slot: int) -> None:
+        mine = self._region.index  # the part that does not travel
         for rank, into in enumerate(self._out):
             if here := self._here(into.numel(), step):
-                self._of(into, step, here).copy_(self._places(slot, self._region.index, here)[rank])
+                own = rank == mine
+                sent = self._of(self._in[mine], step, here) if own else self._places(slot, mine, here)[rank]
+                self._of(into, step, here).copy_(sent)
 
 
 class Barrier(Exchange):
