@@ -206,7 +206,7 @@ bench: ## collectives beside the peers (RANKS=2 ARGS="all_gather -e 1M"), or BEN
 overlap: ## measure what overlap hides, beside DDP and Horovod; as root also over a link of 1 Gbit/s (ARGS=...)
 	@$(ENVS) exec horovod -- python benchmarks/overlap.py $(ARGS)
 
-pictures: ## run the benchmarks of latency, fusion and growth, and draw them into docs/images
+pictures: ## run the benchmarks of latency, fusion, growth and memory, and draw them into docs/images (ARGS="--only memory")
 	@$(TEST) python -m asynccoll bench --sizes 4,4K,64K,1M,16M --plot docs/images/latency.svg
 	@$(TEST) python benchmarks/pictures.py $(ARGS)
 

@@ -1,9 +1,10 @@
 """Run the benchmarks and draw what they found: ``make pictures``.
 
-    python benchmarks/pictures.py            run fusion and growth, then draw
+    python benchmarks/pictures.py            run fusion, growth and memory, then draw
     python benchmarks/pictures.py --draw     draw again from the data of the last run
 
-Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG. The
+Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG.
+``memory`` is `asynccoll bench` in the environment that has MPI, so that all are measured in one run. The
 picture of latency is `asynccoll bench --plot`, the timeline comes from ``examples/train_digits.py``.
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from asynccoll.trace import words
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "build" / "bench"
@@ -45,12 +48,43 @@ RUNS = {
     ],
     "growth": ["benchmarks/growth.py", "--rounds", "5"],
 }
+_SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M"
+_WITH_MPI = [
+    "tools/envs.py",
+    "exec",
+    "mpich",
+    "--",
+    "mpiexec",
+    "-n",
+    "2",
+    "python",
+    "-m",
+    "asynccoll",
+    "bench",
+]
+#: Those that print their figures.
+PRINTED = {
+    "memory": [
+        *_WITH_MPI,
+        "--backend",
+        "gloo",
+        "--peers",
+        "asynccoll,torch,mpi4py",
+        "--sizes",
+        _SIZES,
+        "--json",
+    ],
+}
 
 
 def measure(name: str) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, *RUNS[name], "--data", str(DATA / f"{name}.json")]
-    subprocess.run(line, check=True, cwd=ROOT)
+    data = DATA / f"{name}.json"
+    if name in RUNS:
+        subprocess.run([sys.executable, *RUNS[name], "--data", str(data)], check=True, cwd=ROOT)
+        return
+    with data.open("w") as file:
+        subprocess.run([sys.executable, *PRINTED[name]], check=True, cwd=ROOT, stdout=file)
 
 
 # Pictures, each from the data of one benchmark
@@ -105,6 +139,31 @@ def scaling(found: dict[str, Any]) -> Figure:
     return figure
 
 
+def memory(found: dict[str, Any]) -> Figure:
+    """Time and bandwidth of an all_reduce in place, over its size: through memory, gloo and MPI."""
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = {"asynccoll": "asynccoll, through memory", "torch": "gloo", "mpi4py": "MPI (MPICH, mpi4py)"}
+    rows = [row for row in found["rows"] if row["way"] == "in-place" and not row["error"]]
+    sizes = sorted({row["size_bytes"] for row in rows})
+    for (peer, name), colour in zip(names.items(), (COLOURS[0], COLOURS[2], COLOURS[6]), strict=True):
+        line = [row for row in rows if row["peer"] == peer]
+        at = [row["size_bytes"] for row in line]
+        look: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "label": name}
+        look["linewidth"] = 2.0 if peer == "asynccoll" else 1.2
+        left.plot(at, [row["median_us"] for row in line], **look)
+        right.plot(at, [row["algbw_gbs"] for row in line], **look)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [words.size(size) for size in sizes], rotation=30, fontsize=8)
+        axes.set_xlabel("size")
+    left.legend(frameon=False, fontsize=8)
+    plain(left, f"all_reduce in place, {found['ranks']} ranks of one host: microseconds")
+    plain(right, "GB/s: size by time")
+    return figure
+
+
 def plain(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.grid(color=GRID, linewidth=0.8)
@@ -116,6 +175,7 @@ def plain(axes: Axes, title: str) -> None:
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "fusion": fusion,
     "growth": scaling,
+    "memory": memory,
 }
 
 

@@ -198,15 +198,17 @@ class AllGather(Gather):
 
 
 class _Split(Exchange):
-    """A call to which ranks contribute a part for each rank: a slot has as many places as there are ranks."""
+    """A call to which ranks contribute a part for each rank: a slot has so many ``places``, one for each."""
 
     __slots__ = ("_dtype", "_per_step", "_place_bytes", "_region")
 
-    def __init__(self, engine: Engine, call: Call, dtype: torch.dtype, count: int | None) -> None:
+    def __init__(
+        self, engine: Engine, call: Call, dtype: torch.dtype, count: int | None, places: int | None = None
+    ) -> None:
         """``count``: elements of a part, if that is the same for all."""
         region = self._region = engine.region
         self._dtype = dtype
-        place = region.layout.slot_bytes // region.size
+        place = region.layout.slot_bytes // (places or region.size)
         self._place_bytes = place // _LINE_BYTES * _LINE_BYTES or place // dtype.itemsize * dtype.itemsize
         self._per_step = max(1, self._place_bytes // dtype.itemsize)
         super().__init__(engine, call, None if count is None else _steps(count, self._per_step))
@@ -288,7 +290,10 @@ class Scatter(_Split):
 
 
 class AllToAll(_Split):
-    """Parts of ``x`` to all ranks, and theirs into ``out``, other memory, which may be of any length."""
+    """Parts of ``x`` to all ranks, and theirs into ``out``, other memory, which may be of any length.
+
+    A rank's own part does not travel: its slot has a place for each of the others.
+    """
 
     __slots__ = ("_in", "_length", "_out", "_splits")
 
@@ -303,7 +308,7 @@ class AllToAll(_Split):
         splits: tuple[Sequence[int], Sequence[int]],
     ) -> None:
         """``splits``: elements of each part of ``out``, and of ``x``."""
-        super().__init__(engine, call, x.dtype, None)
+        super().__init__(engine, call, x.dtype, None, engine.region.size - 1)
         self._splits = splits
         self._out = out.split_with_sizes(list(splits[0]))
         self._in = x.split_with_sizes(list(splits[1]))
@@ -326,15 +331,20 @@ class AllToAll(_Split):
         if step == 0:
             self._region.write_splits(slot, *self._splits)
         for of, part in enumerate(self._in):
-            if of != self._region.index:
-                self._put_part(part, of, step, slot)
+            mine = self._region.index
+            if of != mine and (here := self._here(part.numel(), step)):
+                self._between(slot, mine, of, here).copy_(self._of(part, step, here))
+
+    def _between(self, slot: int, source: int, of: int, count: int) -> torch.Tensor:
+        """What rank ``source`` puts there for rank ``of``."""
+        return self._places(slot, of - (of > source), count)[source]
 
     def take(self, step: int, slot: int) -> None:
-        mine = self._region.index  # the part that does not travel
+        mine = self._region.index
         for rank, into in enumerate(self._out):
             if here := self._here(into.numel(), step):
                 own = rank == mine
-                sent = self._of(self._in[mine], step, here) if own else self._places(slot, mine, here)[rank]
+                sent = self._of(self._in[mine], step, here) if own else self._between(slot, rank, mine, here)
                 self._of(into, step, here).copy_(sent)
 
 
