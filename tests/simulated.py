@@ -51,7 +51,10 @@ def complaints(
     """What is wrong, by all ranks, and what became of the simulation."""
     signs: tuple[set[str], ...] = (set(), set())  # of each world
     hurt = _hurt_by(faults, program)
-    program = unwaited(program) if hurt else program
+    if hurt:
+        program = unwaited(program)
+    if any(isinstance(fault, StoreLost) for fault in faults):
+        program = all_waiting(program)
     told: dict[int, list[Exception]] = {}
 
     def lives(rank: int) -> Iterator[compositions_run.Run]:
@@ -141,6 +144,19 @@ def unwaited(program: Program) -> Program:
 
 def _later(call: Call) -> Call:
     return replace(call, wait="later")
+
+
+#: Those who look, or are told, but do not wait: they have no deadline.
+_NO_WAITS = ("result", "exception", "callback")
+
+
+def all_waiting(program: Program) -> Program:
+    """The same, but everybody waits: without a store only a deadline tells that a peer has given up."""
+    tasks = tuple(
+        replace(task, calls=tuple(_later(call) if call.wait in _NO_WAITS else call for call in task.calls))
+        for task in program.tasks
+    )
+    return replace(program, tasks=tasks)
 
 
 def untrue(rank: int, error: BaseException, report: Report) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.testing import PCT, Interrupt, Kill, Stop, explore, simulate
+from asynccoll.testing import PCT, Interrupt, Kill, Stop, StoreLost, explore, simulate
 from compositions import from_json
 from simulated import complaints
 
@@ -86,6 +86,21 @@ def test_who_waits_in_short_turns_hears_of_a_silent_peer() -> None:
         error = report.errors[1]
         assert isinstance(error, ac.PeerLostError) and error.ranks == (0,), error
         assert report.virtual_seconds < 20
+
+
+def test_a_concurrent_future_is_over_by_its_deadline() -> None:
+    """A peer that had lost the store gave its side up: nobody waited here who would have seen the time."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "tree, None '
+        'elsewhere", "root": 1}, {"operation": "reduce_scatter", "payload": "tree of tensors"}, '
+        '{"payload": "tree", "around": ["closed lane"], "wait": "gathered"}, {"operation": '
+        '"gather_object", "payload": "object"}, {"operation": "broadcast", "payload": "text, None '
+        'elsewhere", "root": 1}, {"wait": "concurrent"}]}]}'
+    )
+    found, _ = complaints(
+        program, 385, [StoreLost(after_call=9, rank=1)], transport="mpi", schedule=PCT(), check="local"
+    )
+    assert not found, found
 
 
 def stopped(chance: object, world_size: int) -> list[Stop]:

@@ -357,6 +357,23 @@ def hears_of_a_refusal(me: Rank) -> None:
     assert ac.all_reduce(1).wait() == 2
 
 
+def future_of_what_never_ends(me: Rank) -> None:
+    if me.rank == 0:
+        work = ac.all_reduce(torch.ones(2), lane="late", timeout=0.2)
+        with raising(ac.CollectiveTimeoutError, "has not called all_reduce #1 on lane 'late'"):
+            work.as_concurrent_future().result(30)
+        assert not work.done()
+        me.show("given up")
+        assert work.as_concurrent_future().result(30).tolist() == [2.0, 2.0]
+    else:
+        me.see("given up")
+        assert ac.all_reduce(torch.ones(2), lane="late").wait().tolist() == [2.0, 2.0]
+
+
+def test_a_concurrent_future_has_the_deadline_of_a_wait(pair: World) -> None:
+    pair.run(future_of_what_never_ends)
+
+
 def test_callbacks_hear_of_a_refusal(pair: World) -> None:
     """Whoever has left a callback need not wait besides to learn that a peer refused its side."""
     pair.run(hears_of_a_refusal)

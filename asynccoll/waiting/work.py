@@ -27,6 +27,7 @@ from asynccoll.host.forks import renew
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.modes.captured import as_called
 from asynccoll.transport.streams import Mark
+from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult
 from asynccoll.waiting.landing import landing
 from asynccoll.waiting.started import Started
@@ -53,6 +54,7 @@ _FAILED = 3
 #: So many works of a scope are kept before it looks which of them are of no more interest.
 _FEW = 64
 _claim = host.Lock()
+_waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
 #: Who waits for another thread to finish a work: hardly ever anybody.
 _finishing: dict[int, host.Event] = host.per_process(dict)
@@ -319,19 +321,25 @@ class Work(NotItsResult, Generic[T]):
         return asyncio.ensure_future(outcome())
 
     def as_concurrent_future(self) -> concurrent.futures.Future[T]:
-        """A ``concurrent.futures.Future`` for code that waits in threads."""
+        """A ``concurrent.futures.Future`` for code that waits in threads.
+
+        It is a wait like any other: past the operation's deadline it fails with ``CollectiveTimeoutError``,
+        and another one may be asked for. It cannot be cancelled.
+        """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         self._heard = True
 
-        def settle(work: Work[T]) -> None:
-            error = work.exception()
-            if error is None:
-                future.set_result(work.result())
-            else:
+        def settle() -> None:
+            try:
+                future.set_result(self.wait())
+            except BaseException as error:
                 future.set_exception(error)
 
-        self.add_done_callback(settle)
+        if self.done():
+            settle()
+        else:  # a thread: nobody else would notice the deadline
+            _waiters.submit(future, settle)
         return future
 
     # Finishing
