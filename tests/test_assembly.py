@@ -91,7 +91,7 @@ def test_who_does_not_come_is_named(rank: int) -> None:
         done.set()
 
     threading.Thread(target=come_in_vain).start()
-    with pytest.raises(CollectiveTimeoutError, match=f"rank {rank} waited in vain for rank 1 of 3"):
+    with pytest.raises(CollectiveTimeoutError, match=f"rank {rank} timed out waiting for rank 1 of 3"):
         come(store, rank, 3, seconds=0.5)
     assert done.wait(SECONDS)
 

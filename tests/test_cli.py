@@ -459,7 +459,7 @@ WRONG = {
     "unknown-operation": (["explain", "all_reduse"], "'all_reduse'.*all_reduce"),
     "unknown-dtype": (["explain", "all_reduce", "--dtype", "float31"], "'float31'"),
     "unknown-backend": (["explain", "all_reduce", "--backend", "glue"], "'glue'.*gloo"),
-    "meaningless": (["explain", "all_reduce", "--dtype", "int64", "--op", "avg"], "no meaning"),
+    "meaningless": (["explain", "all_reduce", "--dtype", "int64", "--op", "avg"], "is not defined"),
     "bad-shape": (["explain", "all_reduce", "--shape", "4,x"], "shape '4,x'"),
     "negative-shape": (["explain", "all_reduce", "--shape=-4"], "shape '-4'"),
     "empty-world": (["explain", "all_reduce", "--world-size", "0"], "world size 0"),

@@ -218,7 +218,7 @@ def test_a_rank_that_does_not_come(hosts: netns.Hosts, tmp_path: Path) -> None:
     ended = Ended([hosts.start(0, *line[:-1], "0", env=environment())])
     assert ended.codes == [0], ended.said
     assert ended.out[0].startswith("True "), ended.said
-    assert "rank 0 waited in vain for rank 1 of 2" in ended.out[0]
+    assert "rank 0 timed out waiting for rank 1 of 2" in ended.out[0]
 
 
 LOSES = """

@@ -427,7 +427,7 @@ def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, ran
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(worlds.free_port())}
     (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
     wanted = (
-        "rank 0 waited in vain for rank 1 of 2",
+        "rank 0 timed out waiting for rank 1 of 2",
         f"rank 1 of 2 found no store at 127.0.0.1:{meeting['MASTER_PORT']}",
     )
     assert ended.out.startswith(f"True {wanted[rank]}"), ended.err

@@ -1,4 +1,4 @@
-"""The one thread that looks after operations which are out for longer than they should be.
+"""The one thread that looks after operations which are in flight for longer than they should be.
 
 It exists only once something has waited for a second, and sleeps whenever nothing does; but where a call may
 be over on one rank before its peers have made theirs, it looks for refusals now and then also while nothing

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.1
 
 
 class Stuck(Protocol):
-    """An operation that is out."""
+    """An operation that is in flight."""
 
     started: float  # by the monotonic clock
 

@@ -118,7 +118,7 @@ def writable(name: str, out: torch.Tensor) -> None:
             f"{name}: out= was made in inference mode and cannot be written to outside of it; pass "
             "out.clone(), or call in torch.inference_mode()"
         )
-    if not out.is_contiguous() and out.layout is torch.strided and _folded(out):
+    if out.layout is torch.strided and not out.is_contiguous() and _folded(out):
         raise InvalidArgumentError(
             f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
             f"{list(out.stride())}, as expand() makes); pass out.contiguous()"

@@ -646,7 +646,7 @@ class Lane:
         return max(self.sequence if first is None else first.place - (not first.shares), known)
 
     def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
-        """Issue nothing at or above the refused place; what is out there is lost. With the lock held."""
+        """Issue nothing at or above the refused place; what is in flight there is lost. Called locked."""
         cut, place, begun = self._cut, refusal.place, None
         own = refusal.rank == self.world.rank
         if (
@@ -677,7 +677,7 @@ class Lane:
         active.abandon()
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
-        """What is out from ``first`` to ``last``, with the error of each."""
+        """What is in flight from ``first`` to ``last``, with the error of each."""
         return [
             (operation, refusal.error(self, operation.sequence))
             for operation in self._out
@@ -786,7 +786,7 @@ class Lane:
             self.sequence += ROUND - self.sequence % ROUND
 
     def break_off(self, error: CollectiveError) -> None:
-        """The lane is of no more use: fail what is out, refuse what comes."""
+        """The lane is of no more use: fail what is in flight, refuse what comes."""
         with self._lock:
             if self.broken is None:
                 self.broken = error
@@ -805,7 +805,7 @@ class Lane:
         self._connection.give_up()
 
     def needs(self, rank: int, made: int) -> bool:
-        """Whether something is out that waits for ``rank``, which has left after its call number ``made``."""
+        """Whether an operation in flight waits for ``rank``, which has left after its call number ``made``."""
         if self._cut is not None and self._cut.verdict is None:
             return True
         index = self.group.ranks.index(rank)
@@ -866,7 +866,7 @@ class Lane:
         return [operation.disown(error) for operation in self._out]
 
     def wait_until_over(self) -> None:
-        """Return when nothing is out, the lane is broken, or the context closes; nobody need wait for it."""
+        """Return when nothing is in flight, the lane is broken, or the context closes."""
         for operation in self.outstanding():
             self.world.watch_over(operation)  # a peer may be gone, or have refused its side
         pause = _FIRST_PAUSE_SECONDS
@@ -875,7 +875,7 @@ class Lane:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def close(self, *, abort: bool = False) -> None:
-        """Close the communicators; with ``abort``, fail what is out and let nobody wait for it."""
+        """Close the communicators; with ``abort``, fail what is in flight and let nobody wait for it."""
         if abort:
             self.break_off(AbortedError(f"{self} was aborted"))
         else:

@@ -1,4 +1,4 @@
-"""The operations of a lane that are out: issued or queued, and perhaps still using their memory."""
+"""The operations of a lane that are in flight: issued or queued, and perhaps still using their memory."""
 
 from __future__ import annotations
 

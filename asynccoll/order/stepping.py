@@ -113,7 +113,7 @@ class Stepping(Promise):
         return True
 
     def hand_over(self) -> None:
-        """From now on completions drive the lane, also that of the step which is out."""
+        """From now on completions drive the lane, also that of the step which is in flight."""
         if not self._job.driven:
             return
         self._job.driven = False  # first: what starts meanwhile sees it, or is seen below

@@ -206,7 +206,7 @@ class GradientReducer:
         try:
             yield works
         except CollectiveTimeoutError:
-            raise  # the buckets are still out
+            raise  # the buckets are still in flight
         except Exception:
             self._begin(works)
             raise
@@ -363,7 +363,7 @@ def overlap_gradients(
         lane: buckets travel on the lane ``<lane>/backward``. Models that train side by side need
             one each.
         timeout: seconds for each bucket's reduction.
-        max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are out.
+        max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are in flight.
         reduce_dtype: what gradients are summed in, if not their own dtype: ``torch.float32`` loses nothing
             of bfloat16 gradients to the number of ranks, and sends twice the bytes.
         init_sync: give all ranks the parameters and buffers of the group's first rank now, and check that

@@ -1,6 +1,6 @@
 """Back-pressure: operations start while what is in flight has room for them.
 
-Communication that is slower than the compute which feeds it piles up: every operation that is out holds
+Communication that is slower than the compute which feeds it piles up: every operation that is in flight holds
 its buffers. A window bounds that. Who waits is decided by sizes and order alone, so ranks that make the
 same calls make them in the same order still.
 """
@@ -29,9 +29,9 @@ class InFlight:
     ...     for x in tensors:
     ...         works.append(await window.start(ac.all_reduce, x, op="avg"))
 
-    ``start`` waits, the oldest first, until ``x`` fits beside what is out, then calls and returns the
+    ``start`` waits, the oldest first, until ``x`` fits beside what is in flight, then calls and returns the
     ``Work``. An operation larger than the limit goes alone. Sizes are of what this rank passes: the tensors
-    in ``x``. Leaving the block waits for what is out, and raises the first error of what it has waited for;
+    in ``x``. Leaving the block waits for what is in flight, and raises the first error of these;
     ``with`` and ``start_blocking`` are the same without an event loop.
 
     A window belongs to the task (without an event loop, the thread) that starts on it first; once it is
@@ -111,13 +111,13 @@ class InFlight:
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, CollectiveTimeoutError):
-            raise error  # it is still out
+            raise error  # it is still in flight
         self._error = self._error or error
 
     # Leaving
 
     async def drain(self) -> None:
-        """Wait for all that is out; the first error of any operation so far is raised."""
+        """Wait for all that is in flight; the first error of any operation so far is raised."""
         for work in self._in_the_way(self.max_in_flight_bytes + 1):
             try:
                 await work
@@ -158,7 +158,7 @@ class InFlight:
             self._detach()
 
     def _detach(self) -> None:
-        """The block has an error of its own, which is not to wait for what is out."""
+        """The block has an error of its own, which is not to wait for what is in flight."""
         for work, _ in self._out:
             work.detach()
 

@@ -101,20 +101,20 @@ def from_message(message: Message, device: torch.device, codec: Codec | None = N
 
 
 def check_number_reduction(x: Any, op: ReduceOp) -> None:
-    """Refuse what has no meaning, before anything is sent."""
+    """Refuse what is not defined, before anything is sent."""
     whole = isinstance(x, int)
     if not is_number(x):
-        raise PayloadTypeError(f"{op.value} of a {type(x).__name__} has no meaning; it takes numbers")
+        raise PayloadTypeError(f"{op.value} of a {type(x).__name__} is not defined; it takes numbers")
     if op is ReduceOp.AVG and whole:
         raise PayloadTypeError(
-            f"avg of the {type(x).__name__} {x!r} has no meaning; reduce with sum, or pass a float"
+            f"avg of the {type(x).__name__} {x!r} is not defined; reduce with sum, or pass a float"
         )
     if op in (ReduceOp.MIN, ReduceOp.MAX) and isinstance(x, complex):
-        raise PayloadTypeError(f"{op.value} of complex numbers has no meaning: they have no order")
+        raise PayloadTypeError(f"{op.value} of complex numbers is not defined: they have no order")
     if op is ReduceOp.ADASUM:
-        raise PayloadTypeError(f"adasum of the {type(x).__name__} {x!r} has no meaning; it is for tensors")
+        raise PayloadTypeError(f"adasum of the {type(x).__name__} {x!r} is not defined; it is for tensors")
     if op in _BITWISE and not whole:
-        raise PayloadTypeError(f"{op.value} of the {type(x).__name__} {x!r} has no meaning; pass an int")
+        raise PayloadTypeError(f"{op.value} of the {type(x).__name__} {x!r} is not defined; pass an int")
 
 
 _BITWISE: dict[ReduceOp, Callable[[Any, Any], Any]] = {

@@ -46,7 +46,7 @@ def plan(
 ) -> Plan:
     """The plan for ``op`` on a tensor like ``spec`` in ``topology``.
 
-    Raises ``PayloadTypeError`` for what has no meaning (an average of integers) and
+    Raises ``PayloadTypeError`` for what is not defined (an average of integers) and
     ``UnsupportedOpError`` for what this backend can neither do nor be composed to do.
     """
     _refuse_quantized(op, spec)
@@ -84,7 +84,7 @@ def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> No
     )
     allowed, advice = meaning.get(reduce, (True, ""))
     if not allowed:
-        raise PayloadTypeError(f"{op.value}: {reduce.value} of {dtype_name(dtype)} has no meaning; {advice}")
+        raise PayloadTypeError(f"{op.value}: {reduce.value} of {dtype_name(dtype)} is not defined; {advice}")
 
 
 def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce: ReduceOp | None) -> None:

@@ -254,7 +254,7 @@ def finalize(*, abort: bool = False) -> None:
     left alone. Does nothing if there is nothing to finalize.
 
     Raises:
-        CollectiveTimeoutError: work was still out after the context's timeout; it was then aborted.
+        CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
     """
     context = of_thread.get()
     if context is None:
@@ -267,7 +267,7 @@ def finalize(*, abort: bool = False) -> None:
     finally:
         _forget(context)
     if stuck:
-        raise CollectiveTimeoutError(f"finalize aborted what was still out: {stuck}")
+        raise CollectiveTimeoutError(f"finalize aborted what was still in flight: {stuck}")
 
 
 def _forget(context: Context) -> None:

@@ -5,7 +5,7 @@ who would make the next one, does not come (``stepping``).
 
 An operation is *watched* from its issue on. The thread looks at it after a short grace, so that what
 a waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
-same. It polls tightly for as long as the operation is expected to take, then backs off; what is out for
+same. It polls tightly for as long as the operation is expected to take, then backs off; what is in flight for
 long (a peer is late, or will never come) is looked at now and then, so that it delays nothing else; with
 nothing to watch it sleeps until something comes.
 

@@ -24,8 +24,8 @@ T = TypeVar("T")
 async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
     """Each of ``works`` as it becomes done, the fastest first; those of one lane in the lane's order.
 
-    ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all, or the
-    own timeout of a work that is still out, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
+    ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all, or past
+    the timeout of a work in flight, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
     arrivals = _Arrivals(works)
     deadline = host.monotonic() + (math.inf if timeout is None else timeout)
@@ -159,12 +159,12 @@ class _Arrivals(Generic[T]):
         )
 
     def _deadline(self) -> float:
-        """When the waiting for one of those that are out ends at the latest."""
+        """When the waiting for one of those that are in flight ends at the latest."""
         return min((operation.deadline for operation in self._out()), default=math.inf)
 
     def _give_up(self) -> NoReturn:
         for operation in self._out():
             operation.extend()
         raise CollectiveTimeoutError(
-            "as_completed: works are still out at the timeout; await them to go on waiting"
+            "as_completed: works are still in flight at the timeout; await them to go on waiting"
         )

@@ -74,7 +74,7 @@ class Loop:
         future = loop.create_future()
 
         def wake() -> None:
-            # The loop may be closed while the operation is out: then nobody waits there any more.
+            # The loop may be closed while the operation is in flight: then nobody waits there any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_resolve, future)
 

@@ -138,7 +138,7 @@ class Work(NotItsResult, Generic[T]):
         """The result, waited for without an event loop.
 
         ``timeout`` in seconds bounds this wait; past it ``CollectiveTimeoutError`` is raised and the
-        operation is still out. The operation's own ``timeout=`` holds as well.
+        operation is still in flight. The operation's own ``timeout=`` holds as well.
         """
         self._heard = True
         if self._state == _PENDING:

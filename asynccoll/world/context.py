@@ -363,7 +363,7 @@ class Context:
     ) -> tuple[int, ...]:
         """Those of ``lost`` but for who did its part in what it had called here before it left."""
         made = {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
-        if error is None:  # what is out may still end
+        if error is None:  # what is in flight may still end
             return tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
         # Something has failed: because of who never made that call, if there is one.
         return tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost

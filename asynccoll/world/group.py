@@ -183,7 +183,7 @@ class Group:
         return f"{name}~{times}" if times else name
 
     def close_lane(self, name: str, *, unless_unused: bool = False) -> None:
-        """Close the lane called ``name`` once all members have, and what is out on it is over."""
+        """Close the lane called ``name`` once all members have, and what is in flight on it is over."""
         with self._lock:
             for each in (name, name + BACKWARD):
                 lane = self.opened.pop(each, None)

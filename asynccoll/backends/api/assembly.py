@@ -164,7 +164,7 @@ class _Assembly:
                 missing = absent()
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} waited in vain for {who} of {self._size} to come"
+                    f"rank {self._rank} timed out waiting for {who} of {self._size} to join"
                 )
             sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

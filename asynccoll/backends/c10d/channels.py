@@ -104,7 +104,7 @@ class Channels:
         return list(self._pairs.values())
 
     def close(self, give_up: Callable[[Any], None], *, aborted: bool) -> None:
-        """Let go of the native groups; ``give_up`` ends what is out there, of which nobody knows.
+        """Let go of the native groups; ``give_up`` ends what is in flight there, of which nobody knows.
 
         ``aborted``: all of them have been, and no peer is waited for.
         """
