@@ -5,8 +5,8 @@ store, for each lane and epoch; every key has one writer:
 
 - ``refused/RANK``: what that rank refused, as soon as it did; ``any`` once there is such a key. A rank that
   has waited for a second, for anything (on MPI also one that waits for nothing), looks for them on all of its
-  lanes: its peer may wait for a call on another lane, for which nobody waits here. It asks for one number, of all
-  refusals in this world, and for more only where that has changed.
+  lanes: its peer may wait for a call on another lane, for which nobody waits here. It asks for one
+  number, of all refusals in this world, and for more only where that has changed.
 - ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
 
 A thread of the lane's own sees each cut through: it listens for lower refusals, states what there is to

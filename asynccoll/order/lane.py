@@ -805,7 +805,7 @@ class Lane:
         self._connection.give_up()
 
     def needs(self, rank: int, made: int) -> bool:
-        """Whether an operation in flight waits for ``rank``, which has left after its call number ``made``."""
+        """Whether an operation in flight waits for ``rank``, which has left after its call ``made``."""
         if self._cut is not None and self._cut.verdict is None:
             return True
         index = self.group.ranks.index(rank)
