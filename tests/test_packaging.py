@@ -46,3 +46,8 @@ def test_the_command_is_installed():
         [command, "--help"], capture_output=True, text=True, timeout=patient(60), check=True
     )
     assert "explain" in done.stdout
+
+
+def test_the_citation_names_this_version():
+    citation = (CHECKOUT.parent / "CITATION.cff").read_text()
+    assert f"\nversion: {asynccoll.__version__}\n" in citation
