@@ -11,6 +11,7 @@ of another process of this host. Must not know what an operation does, nor who a
 """
 
 from asynccoll.flight.comparing import Parting, partings
+from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import NAME, RECORDS, lane_id
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
@@ -21,6 +22,7 @@ __all__ = [
     "RECORDS",
     "Call",
     "Flight",
+    "Headers",
     "Parting",
     "Progress",
     "Recorder",

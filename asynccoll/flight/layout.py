@@ -3,6 +3,7 @@
     header    4 KiB    who it is, clocks, how the rank ended; then what it says of itself, as JSON
     lanes     64 KiB   of each lane the last place in its order, however long ago that was
     records   88 KiB   a ring: the operation of ticket t is in record t % 1,024
+    headers   2 MiB    of each lane a ring of two words: which call that is, with a running checksum; its text
     texts     2 MiB    what records say in words, each kind of call once, in two halves
 
 Only pages that were written to take memory. A text's number is where it begins, counted from the first ever
@@ -24,7 +25,10 @@ __all__ = [
     "ENDING_AT",
     "HALF_BYTES",
     "HEADER",
+    "HEADERS",
+    "HEADERS_AT",
     "HEADER_BYTES",
+    "HEADER_WORDS",
     "LANE",
     "LANES",
     "LANES_AT",
@@ -52,7 +56,7 @@ __all__ = [
 #: Of the memory, by which it is found among a process's descriptors.
 NAME = "asynccoll-flight"
 MAGIC = b"acflight"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 4096
 #: magic, version, rank, world size, pid, monotonic and wall clock at the beginning.
 HEADER = struct.Struct("=8sIiiidd")
@@ -82,9 +86,14 @@ RECORDS_AT = LANES_AT + LANES * LANE.size
 WORDS = RECORD.size // 8
 BEGUN, ENDED, WAITED, OUTCOME = 6, 7, 8, 9
 
+#: Of each lane: its calls, see ``headers``.
+HEADERS = 512
+HEADER_WORDS = 2
+HEADERS_AT = RECORDS_AT + RECORDS * RECORD.size
+
 TEXT_BYTES = 500
 HALF_BYTES = 1 << 20
-TEXTS_AT = RECORDS_AT + RECORDS * RECORD.size
+TEXTS_AT = HEADERS_AT + LANES * HEADERS * HEADER_WORDS * 8
 SIZE_BYTES = TEXTS_AT + 2 * HALF_BYTES + TEXT_BYTES + LENGTH.size
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from asynccoll.flight import layout
 from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
 
-__all__ = ["Call", "Flight", "Progress", "read", "said"]
+__all__ = ["Call", "Flight", "Progress", "read", "said", "text_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _lanes(memory: memoryview | bytes) -> Iterator[Progress]:
 
 def _calls(memory: memoryview | bytes) -> Iterator[Call]:
     # What is unpacked is a copy: of memory that is being written two looks may see two things.
-    records = bytes(memory[RECORDS_AT : layout.TEXTS_AT])
+    records = bytes(memory[RECORDS_AT : layout.HEADERS_AT])
     tickets = memoryview(records).cast("Q")[:: layout.WORDS].tolist()
     texts: dict[int, list[str]] = {}
     for number in [number for number, ticket in enumerate(tickets) if ticket]:
@@ -153,8 +153,13 @@ def _calls(memory: memoryview | bytes) -> Iterator[Call]:
         if text not in texts:
             texts[text] = layout.parted(_text(memory, text))
         if len(texts[text]) == len(PARTS):
-            failure = _text(memory, outcome).decode(errors="replace")
+            failure = text_at(memory, outcome)
             yield Call(ticket, *texts[text], *numbers, failure)  # type: ignore[arg-type, call-arg]  # the layout
+
+
+def text_at(memory: memoryview | bytes, number: int) -> str:
+    """The text of that number; "" if there is none."""
+    return _text(memory, number).decode(errors="replace")
 
 
 def _text(memory: memoryview | bytes, number: int) -> bytes:

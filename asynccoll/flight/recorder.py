@@ -52,6 +52,8 @@ class Recorder:
         self._seconds = words.cast("d")
         self._numbers = words.cast("Q")
         self._places = memoryview(buffer)[layout.LANES_AT : RECORDS_AT].cast("Q")
+        #: The headers of all lanes, one ring after the other (``Headers``).
+        self.headers = memoryview(buffer)[layout.HEADERS_AT : layout.TEXTS_AT].cast("Q")
 
     def _begin(self) -> None:
         began, wall = host.monotonic(), host.wall_clock()
@@ -86,6 +88,9 @@ class Recorder:
         with self._lock:
             if self._free:
                 number = self._free.pop()
+                size = layout.HEADERS * layout.HEADER_WORDS * 8
+                first = layout.HEADERS_AT + number * size
+                self._buffer[first : first + size] = bytes(size)
             elif self._lanes < layout.LANES:
                 number = self._lanes
                 self._lanes += 1
@@ -162,9 +167,13 @@ class Recorder:
         ``parts``: see ``layout.PARTS``. ``pinned`` must live for as long as the key counts, as what has an
         address in it must.
         """
-        number = self._write(layout.joined(parts))
+        number = self.texts[key] = self.write(layout.joined(parts), pinned)
+        return number
+
+    def write(self, said: bytes, pinned: object) -> int:
+        """The number of that text, which holds until ``texts`` is cleared; so long ``pinned`` is kept."""
+        number = self._write(said[: layout.TEXT_BYTES])
         self._pinned.append(pinned)
-        self.texts[key] = number
         return number
 
     def _write(self, said: bytes) -> int:
@@ -200,7 +209,7 @@ class Recorder:
     def close(self) -> None:
         """What is written from now on nobody reads."""
         memory, self._memory = self._memory, shared_memory.Memory(layout.SIZE_BYTES)
-        before = (self._seconds, self._numbers, self._places)
+        before = (self._seconds, self._numbers, self._places, self.headers)
         self._use(self._memory.buffer)
         for view in before:
             view.release()

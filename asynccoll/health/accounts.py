@@ -76,7 +76,8 @@ class Accounts:
         self._secret = secret
         self._node = node
         self._answers: answering.Answers | None = None
-        self._held: dict[int, memoryview] = {}
+        #: the memory of ranks of this node that is kept open
+        self.held: dict[int, memoryview] = {}
         self._main = host.get_ident()
 
     def publish(self, address: str, port: int, secret: str, meets: str = "") -> Peer:
@@ -99,10 +100,10 @@ class Accounts:
 
     def hold(self, rank: int, peer: Peer) -> None:
         """Keep the memory of ``rank`` open, if it is on this node."""
-        if rank not in self._held and len(self._held) < _MOST_HELD:
+        if rank not in self.held and len(self.held) < _MOST_HELD:
             found = self._look(peer)
             if found is not None:
-                self._held[rank] = found
+                self.held[rank] = found
 
     def _look(self, peer: Peer) -> memoryview | None:
         """The memory of ``peer``: the one that it published, not that of a process with the same number."""
@@ -121,7 +122,7 @@ class Accounts:
 
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:
         """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
-        memory = self._held.get(rank)
+        memory = self.held.get(rank)
         return None if memory is None else _recorded(memory, peer.pid)
 
     def own(self) -> Flight | None:
@@ -129,7 +130,7 @@ class Accounts:
         return flight.read(self._recorder.buffer)
 
     def _read(self, rank: int, peer: Peer) -> Account:
-        memory = self._held.get(rank) or self._look(peer)
+        memory = self.held.get(rank) or self._look(peer)
         if memory is None:
             return Account(rank)
         state = shared_memory.process_state(peer.pid)
@@ -162,7 +163,7 @@ class Accounts:
         if self._answers is not None:
             self._answers.close()
             self._answers = None
-        self._held.clear()
+        self.held.clear()
 
 
 def _recorded(memory: memoryview, pid: int) -> Flight | None:

@@ -144,6 +144,11 @@ class Liveness:
                 found[rank] = seen
         return found
 
+    def seen(self, ranks: tuple[int, ...]) -> dict[int, memoryview]:
+        """The recorders' memory of those of ``ranks`` that are on this node, as far as it is open."""
+        held = {} if self._accounts is None else self._accounts.held
+        return {rank: held[rank] for rank in ranks if rank in held}
+
     def last_words(self, rank: int) -> str:
         """Of a rank that is gone: how it ended, and ``its last call was ...``; "" if that is not known."""
         peer = self._peers.get(rank)

@@ -23,6 +23,7 @@ from asynccoll import host
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
+    CollectiveMismatchError,
     PeerLostError,
     collective_error,
 )
@@ -42,7 +43,7 @@ from asynccoll.transport.completion import Completion, Ready
 from asynccoll.transport.streams import on_stream
 
 if TYPE_CHECKING:
-    from asynccoll.order.needs import Members, Subject, World
+    from asynccoll.order.needs import Compared, Members, Subject, World
     from asynccoll.order.start_order import Turnstile
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.communicator import Communicator
@@ -84,6 +85,7 @@ class Lane:
         self._part = 0  # of those at the latest place
         self.epoch: int = 0
         self.broken: CollectiveError | None = None
+        self.compared: Compared | None = None  # with what others call; None where that is done elsewhere
         self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
         self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
         self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
@@ -107,7 +109,7 @@ class Lane:
         self._cut: Cut | None = None  # something is refused, see there; None in the normal case
         self._settled: Verdict | None = None  # the latest
         self._recorder = world.recorder
-        self._number = self._recorder.lane(group.key, self.key)
+        self.number = self._recorder.lane(group.key, self.key)
         self._connection = Connection(name, partial(world.open, self), self._opened, self._failed_to_open)
 
     def __str__(self) -> str:
@@ -141,14 +143,18 @@ class Lane:
         spot = caller()
         if self._before is not None:
             self._accept_before()
+        differs = None
         with self._lock:
             owner = self._admitted_owner(stream)
             if self._is_free():
                 # First of all the start: what is noted down afterwards costs no latency.
                 try:
                     if stream is None:
-                        self._announce(what or estimate.name, called_at.get() or spot)
-                    completion = returned(start(self._connection.communicator))
+                        differs = self._announce(what or estimate.name, called_at.get() or spot)
+                    if differs is None:
+                        completion = returned(start(self._connection.communicator))
+                    else:
+                        completion = Ready(differs)
                 except BaseException:  # refused by the library, which may have sent something
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
@@ -161,6 +167,8 @@ class Lane:
                 queued = True
         if queued:
             self._start_queued()
+        elif differs is not None:
+            self.world.refuse(self, differs, operation.sequence, spare=completion, part=operation.part)
         if self.world.observers or profiler._is_profiler_enabled:
             self._show(operation, size_bytes)
         return operation
@@ -189,19 +197,25 @@ class Lane:
         program = program_as_called(program)
         estimate = self.estimate(name, size_bytes)
         awaited_soon = awaited_soon or waiting.get()
+        differs = None
         with self._lock:
             owner = self._admitted_owner(None)
             if awaited_soon and self._is_free():
                 job = Job(None, program, what=self._of_whole(what or name), driven_by=self._drive, sent=sent)
-                self._announce(what or name, called_at.get() or spot)
-                self._begin(job)
-                operation = self._record(estimate, job.promise, timeout, None, owner, spot, size_bytes, of)
+                differs = self._announce(what or name, called_at.get() or spot)
+                promise: Completion = Ready(differs)
+                if differs is None:
+                    self._begin(job)
+                    promise = job.promise
+                operation = self._record(estimate, promise, timeout, None, owner, spot, size_bytes, of)
                 job.place, job.part, job.called = operation.sequence, operation.part, spot
             else:
                 job = Job(None, program, what=self._of_whole(what or name), sent=sent)
                 operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of)
-            promise = job.promise
-        if isinstance(promise, Stepping):
+                promise = job.promise
+        if differs is not None:
+            self.world.refuse(self, differs, operation.sequence, spare=promise, part=operation.part)
+        elif isinstance(promise, Stepping):
             promise.offer()
         else:
             self._start_queued()
@@ -229,28 +243,32 @@ class Lane:
             and not (self._together and self._given_up() is not None)
         )
 
-    def _announce(self, what: What, spot: Spot) -> None:
-        """Tell a communicator that wants to know what the call is that is issued now. With the lock held."""
+    def _announce(self, what: What, spot: Spot) -> CollectiveMismatchError | None:
+        """Say what the call is that is issued now, and hear if others call another. With the lock held."""
         if self._together:
-            self._tell_what(self._of_whole(what), spot, self.sequence, self._part + 1, True)
-        else:
-            self._tell_what(what, spot, self.sequence + 1, 1, False)
+            return self._tell_what(self._of_whole(what), spot, self.sequence, self._part + 1, True)
+        return self._tell_what(what, spot, self.sequence + 1, 1, False)
 
-    def _tell_what(self, what: What, spot: Spot, place: int, part: int, shares: bool) -> None:
+    def _tell_what(
+        self, what: What, spot: Spot, place: int, part: int, shares: bool
+    ) -> CollectiveMismatchError | None:
+        """Tell a communicator that wants to know, or whoever compares."""
         announce = getattr(self._connection.communicator, "announce", None)
-        if announce is None:
-            return
         if self.compares_calls:  # what differs is found before, and told all alike
-            what, shares = None, False
-        announce(what, spot, place, part, shares)
+            if announce is not None:
+                announce(None, spot, place, part, False)
+            return None
+        if announce is not None:
+            announce(what, spot, place, part, shares)
+        return None if self.compared is None else self.compared.error(what, spot, place, part)
 
     def _of_whole(self, what: What) -> What:
         return (self._whole, what) if self._together else what
 
-    def _announce_job(self, job: Job) -> None:
+    def _announce_job(self, job: Job) -> CollectiveMismatchError | None:
         """The same of a queued call, or of the next step of a program."""
         shares = job.shares or job.program is not None
-        self._tell_what(job.what, job.called, job.place, job.part, shares)
+        return self._tell_what(job.what, job.called, job.place, job.part, shares)
 
     def _begin(self, job: Job) -> None:
         """Issue the first calls of a program that its waiter may drive. With the lock held."""
@@ -400,7 +418,7 @@ class Lane:
         )
         operation.ticket = recorder.note(
             recorder.texts.get(key) or self._describe(key, estimate, spot, of),
-            self._number,
+            self.number,
             sequence,
             operation.part,
             operation.peer,
@@ -524,9 +542,10 @@ class Lane:
         """Start the job's next call; after its last one the lane is free for the next job."""
         interrupted: KeyboardInterrupt | None = None
         try:
-            if job.place:
-                self._announce_job(job)
-            last = on_stream(job.stream, self._next_call, job)
+            differs = self._announce_job(job) if job.place else None
+            if differs is not None:
+                self.world.refuse(self, differs, job.place, spare=job.promise, part=job.part)
+            last = on_stream(job.stream, self._next_call, job) if differs is None else Ready(differs)
         except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
             last = Ready(error)
             if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
@@ -712,6 +731,8 @@ class Lane:
             if self.broken is not None or self._cut is not cut:
                 return None
             self.epoch += 1
+            if self.compared is not None:
+                self.compared.restart(self.epoch)
             cut.verdict = self._settled = verdict
             lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
             retired = None
@@ -784,6 +805,8 @@ class Lane:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""
         with self._lock:
             self.sequence += ROUND - self.sequence % ROUND
+            if self.compared is not None:
+                self.compared.restart(self.sequence)
 
     def break_off(self, error: CollectiveError) -> None:
         """The lane is of no more use: fail what is in flight, refuse what comes."""
@@ -880,6 +903,6 @@ class Lane:
             self.break_off(AbortedError(f"{self} was aborted"))
         else:
             self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
-        self._recorder.forget_lane(self._number)
+        self._recorder.forget_lane(self.number)
         self._out.clear()
         self._connection.close(abort=abort)

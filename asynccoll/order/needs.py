@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from asynccoll.errors import CollectiveError, PeerLostError
+    from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
     from asynccoll.flight import Recorder
+    from asynccoll.host.call_site import Spot
     from asynccoll.plan.cost import Cost
     from asynccoll.plan.spec import Policy, Topology
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion
 
-__all__ = ["Blame", "Members", "Subject", "World"]
+__all__ = ["Blame", "Compared", "Members", "Subject", "World"]
 
 
 class Blame(Protocol):
@@ -25,6 +26,16 @@ class Blame(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks."""
+
+
+class Compared(Protocol):
+    """What compares a lane's calls with those of ranks whose memory can be seen, before they are made."""
+
+    def error(self, what: Hashable, spot: Spot, place: int, part: int) -> CollectiveMismatchError | None:
+        """What to raise instead of the call that is about to be made; None if nobody calls another one."""
+
+    def restart(self, epoch: int) -> None:
+        """Ranks are in step again, whatever each has called before."""
 
 
 class Subject(Protocol):

@@ -22,6 +22,7 @@ from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.flight import Recorder, dumps, lane_id
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
+from asynccoll.health.compared import Compared
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
@@ -164,7 +165,14 @@ class Context:
         opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
+        if lane.compared is None and not hasattr(opened, "announce"):  # which compares by itself
+            lane.compared = self._compared(lane)
         return opened
+
+    def _compared(self, lane: Lane) -> Compared | None:
+        """What compares the lane's calls with those of its ranks on this node; None if none can be seen."""
+        seen = self.liveness.seen(lane.group.ranks)
+        return Compared(lane, self.rank, self.recorder, seen) if seen else None
 
     def watch_over(self, operation: Operation) -> None:
         """Somebody waits for it: look from time to time whether it can still end."""

@@ -25,6 +25,7 @@ from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.modes.captured import as_called, uncast
 from asynccoll.plan.spec import Capabilities, Op, ReduceOp, dtype_name
+from asynccoll.plan.texts import shown
 from asynccoll.plan.trees import flatten
 from asynccoll.transport.backend import Backend
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
@@ -89,6 +90,7 @@ __all__ = [
     "own_device",
     "progress",
     "reduce_chunks",
+    "shown",
     "uncast",
     "usable_cores",
     "values",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp
+from asynccoll.backends.api import Communicator, Completion, ReduceOp, shown
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call
 from asynccoll.backends.memory.exchanges import (
@@ -30,7 +30,6 @@ from asynccoll.backends.memory.exchanges import (
     Scatter,
 )
 from asynccoll.backends.memory.layout import ABORTED, CLOSED, TEXT_BYTES
-from asynccoll.backends.memory.texts import shown
 from asynccoll.errors import AbortedError, CollectiveError, PeerLostError
 
 __all__ = ["MemoryCommunicator"]

@@ -1,4 +1,4 @@
-"""Ranks of one host that call different things: each is told, nothing is used, and the lane goes on."""
+"""Ranks of one host that call different things, in memory or not: each is told, and the lane goes on."""
 
 from __future__ import annotations
 
@@ -53,23 +53,31 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
 }
 
 
-@pytest.fixture(params=[2, 3, 4])
+@pytest.fixture(
+    params=[(one, size) for one in ("memory", "gloo") for size in (2, 3, 4)],
+    ids=lambda one: f"{one[0]}-{one[1]}",
+)
 def world(request: pytest.FixtureRequest) -> World:
-    return worlds.world("memory", request.param)
+    return worlds.world(*request.param)
 
 
-async def differing(me: Rank, name: str) -> None:
+async def differing(me: Rank, name: str, in_memory: bool) -> None:
     one, other, said, told = PAIRS[name]
+    # Who sends need not wait for who is not with it: ranks that agree on a root may be through.
+    may_end = name == "root" and not in_memory and me.rank > 0
     for _ in range(3):  # the lane is in step afterwards, each time
         work = one() if me.rank == 0 else other()
         # Of a call in several parts a rank may hear first that a peer gives up the rest of it, and why.
         told_by = ac.CollectiveError if name == "parts" else ac.CollectiveMismatchError
-        with pytest.raises(told_by) as caught:
+        try:
             await me.get(work)
-        assert type(caught.value) in (ac.CollectiveMismatchError, ac.PeerRefusedError)
-        text = str(caught.value)
-        assert said in text and told in text, text
-        assert "test_memory_mismatch.py:" in text, text
+        except told_by as error:
+            assert type(error) in (ac.CollectiveMismatchError, ac.PeerRefusedError)
+            text = str(error)
+            assert said in text and told in text, text
+            assert "test_mismatch.py:" in text, text
+        else:
+            assert may_end, "nobody was told"
         while True:  # where parts of a call were lost, so may be those that were already behind it
             try:
                 total = await me.get(ac.all_reduce(X + me.rank))
@@ -81,4 +89,4 @@ async def differing(me: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_rank_is_told_what_both_sides_called(world: World, name: str) -> None:
-    world.run(differing, name, runner="asyncio", timeout=30)
+    world.run(differing, name, world.backend == "memory", runner="asyncio", timeout=30)

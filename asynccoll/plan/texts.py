@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import dtype_name
+from asynccoll.plan.spec import dtype_name
 
 __all__ = ["shown"]
 

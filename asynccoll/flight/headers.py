@@ -1,0 +1,117 @@
+"""Whether ranks that see each other's memory make the same calls: before any of them is made.
+
+A header is a word for each call of a lane: which one it is, and a running checksum of what it and all before
+it were. A rank writes its header, then reads those of the others for the same call. Of two ranks that differ
+about a call at least one finds the other's so, whichever is first, and does not make it: those that do make
+it are of one mind. Nobody waits for anybody. It must not know what a call is; who writes says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asynccoll import host
+from asynccoll.flight import layout
+from asynccoll.flight.reading import text_at
+from asynccoll.flight.recorder import Recorder
+
+__all__ = ["Headers"]
+
+_MASK = layout.HEADERS - 1
+_WORDS = layout.HEADER_WORDS
+#: Calls that follow each other, and the parts of one, lie in different places of the ring.
+_PART_STRIDE = 97
+_MIX = 0x9E3779B1
+_LOW = 0xFFFFFFFF
+
+
+class Headers:
+    """Of one lane, on one rank: its own, and those of ``others`` (their recorders' memory, by rank)."""
+
+    def __init__(
+        self, recorder: Recorder, number: int, group: str, key: str, others: Mapping[int, memoryview]
+    ) -> None:
+        self._recorder = recorder
+        self._base = number * layout.HEADERS * _WORDS
+        self._name = layout.joined((group, key))
+        self._unmet = dict(others)
+        self._met: dict[int, tuple[memoryview, int]] = {}
+        self._rings: list[tuple[int, memoryview]] = []
+        self._latest = (0, 0)
+        self._running = 0
+        # Taking a lock is what keeps this processor from reading before it has written.
+        self._fence = host.Lock()
+
+    def restart(self, epoch: int) -> None:
+        """From the next call on all ranks are in step again, whatever each has made before."""
+        self._running = epoch & _LOW
+
+    def write(self, checksum: int, text: int, place: int, part: int) -> list[int]:
+        """Say what is about to be called; which of the others have called something else there.
+
+        ``text``: of it and its line, as the recorder counts texts. Said again (of a program's next step) it
+        is not asked again.
+        """
+        if (place, part) == self._latest:
+            return []
+        self._latest = place, part
+        which = (place & 0xFFFFF) << 12 | (part & 0xFFF)
+        running = self._running = ((self._running ^ checksum) * _MIX + which) & _LOW
+        word = which << 32 | running
+        at = ((place + _PART_STRIDE * (part - 1)) & _MASK) * _WORDS
+        mine = self._recorder.headers
+        mine[self._base + at + 1] = text
+        mine[self._base + at] = word
+        with self._fence:
+            pass
+        if self._unmet:
+            self._meet()
+        found = []
+        for rank, ring in self._rings:
+            theirs = ring[at]
+            if theirs != word and theirs >> 32 == which and self._is_met(rank):
+                found.append(rank)
+        return found
+
+    def text(self, rank: int) -> str:
+        """What ``rank`` has said of the latest call that was written here; "" if that cannot be read."""
+        memory, number = self._met[rank]
+        place, part = self._latest
+        at = ((place + _PART_STRIDE * (part - 1)) & _MASK) * _WORDS
+        return text_at(memory, _ring(memory, number)[at + 1])
+
+    def _meet(self) -> None:
+        """Find the lane in the memory of those that had not opened it yet."""
+        for rank, memory in list(self._unmet.items()):
+            number = _number(memory, self._name)
+            if number is not None:
+                del self._unmet[rank]
+                self._met[rank] = memory, number
+                self._rings.append((rank, _ring(memory, number)))
+
+    def _is_met(self, rank: int) -> bool:
+        """Whether that ring is still this lane's: a rank that has closed it may use it for another."""
+        memory, number = self._met[rank]
+        if _number(memory, self._name) == number:
+            return True
+        self._rings = [one for one in self._rings if one[0] != rank]
+        return False
+
+
+def _ring(memory: memoryview, number: int) -> memoryview:
+    first = layout.HEADERS_AT + number * layout.HEADERS * _WORDS * 8
+    return memory[first : first + layout.HEADERS * _WORDS * 8].cast("Q")
+
+
+def _number(memory: memoryview, name: bytes) -> int | None:
+    """Which row of the table of lanes has this name."""
+    table = bytes(memory[layout.LANES_AT : layout.RECORDS_AT])
+    rows = (row for row in range(layout.LANES) if table.startswith(name, row * layout.LANE.size + _NAME_AT))
+    for row in rows:
+        _, length, text = layout.LANE.unpack_from(table, row * layout.LANE.size)
+        if text[:length] == name:
+            return row
+    return None
+
+
+_NAME_AT = 10  # behind the place and the length
