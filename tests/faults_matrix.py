@@ -7,12 +7,15 @@ Run as a program, it prints the table of docs/faults.md.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +32,7 @@ LOST_S = 3.0
 CULPRIT = 1
 
 #: What a call can be of: elements, dtype, reduction, root.
-USUAL = {"n": 4, "dtype": torch.float32, "op": "sum", "root": 0}
+USUAL = {"n": 4, "dtype": torch.float32, "op": "sum", "root": 0, "key": "b"}
 
 
 def _ones(said: dict[str, Any], times: int = 1) -> torch.Tensor:
@@ -55,9 +58,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "barrier": (lambda size, said, **more: ac.barrier(**more), ""),
     "a tree": (
         lambda size, said, **more: ac.all_reduce(
-            {"a": _ones(said), "b": torch.ones(2)}, op=said["op"], **more
+            {"a": _ones(said), said["key"]: torch.ones(2)}, op=said["op"], **more
         ),
-        "n op",
+        "n op key",
     ),
     "an object": (lambda size, said, **more: ac.all_gather_object({"n": said["n"]}, **more), ""),
 }
@@ -74,17 +77,19 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
 Heard = tuple[str, tuple[int, ...], float, str]
 
 
-def call(me: Rank, operation: str, *, lane: str = "tried", **other: Any) -> Any:
+def call(me: Rank, operation: str, *, lane: str = "tried", timeout: float = TIMEOUT_S, **other: Any) -> Any:
     """The call of a cell, begun; ``other``: what is not as usual."""
     made, _ = OPERATIONS[operation]
-    return made(me.size, {**USUAL, **other}, lane=lane, timeout=TIMEOUT_S)
+    return made(me.size, {**USUAL, **other}, lane=lane, timeout=timeout)
 
 
 async def hear(me: Rank, work: Callable[[], Any]) -> Heard:
     """What becomes of it, and when."""
     start = time.monotonic()
     try:
-        await me.get(work())
+        begun = work()
+        if isinstance(begun, ac.Work):
+            await me.get(begun)
     except ac.AsyncCollError as error:
         ranks = getattr(error, "ranks", ())
         return type(error).__name__, tuple(ranks), time.monotonic() - start, str(error)
@@ -149,6 +154,68 @@ async def _refuses(me: Rank, _operation: str) -> Heard:
     return await hear(me, lambda: ac.all_reduce(object(), lane="tried"))  # type: ignore[arg-type]
 
 
+async def _exits_with_1(me: Rank, _operation: str) -> None:
+    _await_others(me, "calls")
+    os._exit(1)
+
+
+async def _is_interrupted(me: Rank, _operation: str) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:  # as it leaves the program: `finalize` sees it on its way
+        ac.finalize(abort=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    _await_others(me, "has heard")
+
+
+async def _calls_once_more(me: Rank, operation: str) -> Heard:
+    await me.get(call(me, operation))
+    _await_others(me, "has heard")
+    return await hear(me, lambda: call(me, operation))
+
+
+async def _forks(me: Rank, operation: str) -> Heard:
+    """A child that inherits the world must not use it, and does it no harm."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            call(me, operation)
+        except ac.AsyncCollError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, "the child was not refused"
+    return await hear(me, lambda: call(me, operation))
+
+
+async def _has_a_deadline(me: Rank, operation: str) -> Heard:
+    """It gives up waiting, before the others come; they are none the worse for it, nor is the call."""
+    work = call(me, operation, timeout=0.3)
+    heard = await hear(me, lambda: work)
+    me.show("1 gave up")
+    await me.get(work)
+    return heard
+
+
+async def _is_cancelled(me: Rank, operation: str) -> None:
+    """Who waits is called off; the call goes on, and the others have its result."""
+    work = call(me, operation)
+    with contextlib.suppress(ac.CollectiveTimeoutError):
+        work.wait(0.05)
+    del work
+    me.show("1 gave up")
+
+
+async def _calls_in_other_order(me: Rank, operation: str) -> Heard:
+    other = "barrier" if operation != "barrier" else "all_reduce"
+    first = await hear(me, lambda: call(me, other))
+    await hear(me, lambda: call(me, operation))
+    return first
+
+
 def _with(**other: Any) -> Callable[[Rank, str], Awaitable[Heard]]:
     async def calls(me: Rank, operation: str) -> Heard:
         return await hear(me, lambda: call(me, operation, **other))
@@ -161,12 +228,34 @@ async def _calls_another_operation(me: Rank, operation: str) -> Heard:
     return await hear(me, lambda: call(me, other))
 
 
+# What befalls the others besides
+
+
+@contextlib.contextmanager
+def _without_disk() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def _without_descriptors() -> Iterator[None]:
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    yield
+    for descriptor in taken:
+        os.close(descriptor)
+
+
 @dataclass(frozen=True)
 class Fault:
     """``does``: rank 1, instead of the call. ``error``: what the others are told, within ``seconds``.
 
     ``own``: what rank 1 hears itself, None if nothing. ``word``: it is about such calls only. ``names``:
-    whether the error's ``ranks`` say who it was.
+    whether the error's ``ranks`` say who it was. ``after``: the others wait for that sign before they call.
     """
 
     does: Callable[[Rank, str], Awaitable[Any]]
@@ -177,43 +266,48 @@ class Fault:
     word: str = ""
     names: bool = True
     options: dict[str, Any] = field(default_factory=dict)
-    only: str = ""
-    """The place where it is told so."""
+    besides: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    after: str = ""
+    not_on: str = ""
+    """A backend whose launcher ends the job then."""
 
 
 FULL = {"check": "full"}
 _LATE = TIMEOUT_S + TOLD_S
+_LOST, _TIMEOUT, _MISMATCH = "PeerLostError", "CollectiveTimeoutError", "CollectiveMismatchError"
 FAULTS: dict[str, Fault] = {
-    "kill -9": Fault(_is_killed, "PeerLostError", LOST_S, dies=True),
-    "exit 0": Fault(_exits, "PeerLostError", LOST_S, dies=True),
-    "finalize": Fault(_leaves, "PeerLostError", LOST_S),
-    "exception between calls": Fault(_fails, "PeerLostError", LOST_S),
-    "SIGSTOP": Fault(_is_stopped, "CollectiveTimeoutError", _LATE, dies=True),
-    "skipped call": Fault(_is_late, "CollectiveTimeoutError", _LATE),
-    "stuck in native code": Fault(_is_in_native_code, "CollectiveTimeoutError", _LATE),
-    "other lane": Fault(_calls_another_lane, "CollectiveTimeoutError", _LATE, own="CollectiveTimeoutError"),
+    "kill -9": Fault(_is_killed, _LOST, LOST_S, dies=True),
+    "exit 0": Fault(_exits, _LOST, LOST_S, dies=True, not_on="mpi"),
+    "exit 1": Fault(_exits_with_1, _LOST, LOST_S, dies=True),
+    "finalize": Fault(_leaves, _LOST, LOST_S),
+    "exception between calls": Fault(_fails, _LOST, LOST_S),
+    "Ctrl-C": Fault(_is_interrupted, _LOST, LOST_S),
+    "SIGSTOP": Fault(_is_stopped, _TIMEOUT, _LATE, dies=True),
+    "skipped call": Fault(_is_late, _TIMEOUT, _LATE),
+    "skipped call, disk full": Fault(_is_late, _TIMEOUT, _LATE, besides=_without_disk),
+    "skipped call, no descriptors left": Fault(_is_late, _TIMEOUT, _LATE, besides=_without_descriptors),
+    "stuck in native code": Fault(_is_in_native_code, _TIMEOUT, _LATE),
+    "other lane": Fault(_calls_another_lane, _TIMEOUT, _LATE, own=_TIMEOUT),
+    "extra call": Fault(_calls_once_more, "", LOST_S, own=_TIMEOUT),
+    "deadline": Fault(_has_a_deadline, "", LOST_S, own=_TIMEOUT, after="1 gave up"),
+    "cancelled": Fault(_is_cancelled, "", LOST_S, after="1 gave up"),
+    "fork": Fault(_forks, "", LOST_S, own=""),
     "refused call": Fault(_refuses, "PeerRefusedError", LOST_S, own="PayloadTypeError"),
 }
-#: Calls that differ: by what of them does. Ranks of one host that share memory always see that; others
-#: compare signatures with ``check="full"`` only.
+#: Calls that differ: by what of them does.
 DIFFERENT = {
     "operation": (_calls_another_operation, ""),
+    "order": (_calls_in_other_order, ""),
     "shape": (_with(n=5), "n"),
     "dtype": (_with(dtype=torch.int64), "dtype"),
     "reduction": (_with(op="max"), "op"),
     "root": (_with(root=1), "root"),
+    "tree": (_with(key="c"), "key"),
 }
 for _what, (_does, _word) in DIFFERENT.items():
-    for _name, _options, _only in (("", {}, "memory"), (", check=full", FULL, "")):
+    for _name, _options in (("", {}), (", check=full", FULL)):
         FAULTS[f"other {_what}{_name}"] = Fault(
-            _does,
-            "CollectiveMismatchError",
-            LOST_S,
-            own="CollectiveMismatchError",
-            word=_word,
-            names=False,
-            options=_options,
-            only=_only,
+            _does, _MISMATCH, LOST_S, own=_MISMATCH, word=_word, names=False, options=_options
         )
 
 
@@ -231,15 +325,25 @@ class Cell:
         return f"{self.fault}-{self.operation}-{self.place}-{self.way}-{self.size}".replace(" ", "_")
 
 
-def cells(places: tuple[str, ...] = ("memory", "gloo")) -> Iterator[Cell]:
-    """Every fault in every operation in every way of waiting, on each of ``places``; sizes take turns."""
-    sizes = itertools.cycle((2, 3))
-    for place, (name, fault) in itertools.product(places, FAULTS.items()):
-        for operation, (_, words) in OPERATIONS.items():
-            if (fault.word and fault.word not in words.split()) or fault.only not in ("", place):
-                continue
-            for way in WAYS:
-                yield Cell(name, operation, place, way, next(sizes))
+def cells(places: tuple[str, ...] = tuple(PLACES)) -> Iterator[Cell]:
+    """Every fault on each of ``places``; operations, ways of waiting and sizes in pairs.
+
+    On one place a fault is tried in every other operation, on the next in those between.
+    """
+    for (at, place), (number, (name, fault)) in itertools.product(
+        enumerate(PLACES), enumerate(FAULTS.items())
+    ):
+        backend, _ = PLACES[place]
+        fitting = [
+            one for one, (_, words) in OPERATIONS.items() if not fault.word or fault.word in words.split()
+        ]
+        if place not in places or fault.not_on == backend:
+            continue
+        for turn, operation in enumerate(fitting):
+            if turn % 2 == at % 2 or len(fitting) == 1:
+                yield Cell(
+                    name, operation, place, WAYS[(number + turn // 2) % 3], 2 + (number + turn // 2 + at) % 2
+                )
 
 
 def some(of: list[Cell], most: int) -> list[Cell]:
@@ -266,12 +370,12 @@ async def cell(me: Rank, name: str, operation: str) -> Any:
         _await_others(me, "has heard")
         return heard
 
-    def begun() -> Any:
-        work = call(me, operation)
-        me.show(f"{me.rank} calls")
-        return work
-
-    heard = await hear(me, begun)
+    if fault.after:
+        me.see(fault.after)
+    work = call(me, operation)
+    me.show(f"{me.rank} calls")
+    with fault.besides():
+        heard = await hear(me, lambda: work)
     me.show(f"{me.rank} has heard")
     for rank in _others(me):
         me.see(f"{rank} has heard")
@@ -280,21 +384,27 @@ async def cell(me: Rank, name: str, operation: str) -> Any:
     return heard
 
 
+def told(error: str) -> str:
+    """As the table has it."""
+    return f"`{error}`" if error else "nothing"
+
+
 def table() -> str:
     """The table of docs/faults.md."""
     made = list(cells())
     lines = [
-        "| rank 1 | where | the others hear | within | rank 1 hears | operations |",
-        "|---|---|---|---|---|---|",
+        f"| rank 1 | the others hear | within | rank 1 hears | operations | {' | '.join(PLACES)} |",
+        "|---|---|---|---|---|" + "---|" * len(PLACES),
     ]
     for name, fault in FAULTS.items():
-        operations = sorted({one.operation for one in made if one.fault == name}, key=list(OPERATIONS).index)
+        mine = [one for one in made if one.fault == name]
+        operations = sorted({one.operation for one in mine}, key=list(OPERATIONS).index)
         shown = "all" if len(operations) == len(OPERATIONS) else ", ".join(operations)
-        late = fault.error == "CollectiveTimeoutError"
-        within = f"timeout + {TOLD_S:g} s" if late else f"{fault.seconds:g} s"
-        own = f"`{fault.own}`" if fault.own else "-"
-        where = fault.only or "everywhere"
-        lines.append(f"| {name} | {where} | `{fault.error}` | {within} | {own} | {shown} |")
+        late = fault.error == _TIMEOUT
+        within = "" if not fault.error else f"timeout + {TOLD_S:g} s" if late else f"{fault.seconds:g} s"
+        own = "-" if fault.own is None else told(fault.own)
+        counts = [str(sum(one.place == place for one in mine) or "-") for place in PLACES]
+        lines.append(f"| {name} | {told(fault.error)} | {within} | {own} | {shown} | {' | '.join(counts)} |")
     return "\n".join(lines) + "\n"
 
 
