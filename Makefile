@@ -158,7 +158,7 @@ training: ## draw trainings, look whether they come to what one process does (SE
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		python $(CURDIR)/tests/explore_training.py $(SECONDS) $(SIZES)
 
-faults: ## every fault in every operation, however one waits (docs/faults.md), in fresh processes each (FAULTS=some: thirty)
+faults: ## every fault on BACKEND (docs/faults.md), operations and ways of waiting in pairs, in fresh processes (FAULTS=some: one of each)
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_FAULTS=$(or $(FAULTS),all) ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		$(PYTEST) $(AT_ONCE:loadfile=load) $(call TESTS_OF,faults_matrix) $(ARGS)
 
