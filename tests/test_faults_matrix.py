@@ -1,4 +1,4 @@
-"""Every fault of `faults_matrix` is told as its table says; `make faults` tries all cells, or one of each fault."""
+"""Every fault of `faults_matrix` is told as its table says; `make faults` tries all, or one of each."""
 
 from __future__ import annotations
 
