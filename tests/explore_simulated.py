@@ -67,9 +67,8 @@ class Order:
     def faults(self) -> tuple[Fault, ...]:
         if self.number % 3 != 1 or not any(FAULTS):
             return ()
-        # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life;
-        # and kernels of a call that one rank has not made keep the device.
-        kinds = [kind for kind in FAULTS if self.transport != "nccl" or kind not in ("silence", "fail")]
+        # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life.
+        kinds = [kind for kind in FAULTS if self.transport != "nccl" or kind != "silence"]
         if self.program.loop == "none":  # there is no task that could be cancelled
             kinds = [kind for kind in kinds if kind != "cancel"]
         return tuple(drawn_faults(*kinds)(random.Random(self.number), self.program.ranks)) if kinds else ()
@@ -96,8 +95,6 @@ class Order:
 
 def is_carried(program: Program, transport: str) -> bool:
     """Whether all of the program can be run there."""
-    if transport == "nccl" and program.one_sided:
-        return False  # what a refusal leaves on a device has tests of its own, on a stand-in (test_streams)
     return _NOT_CARRIED.get(transport, set()).isdisjoint(call.payload for call in program.calls)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.testing import PCT, Interrupt, Kill, Stop, StoreLost, explore, simulate
+from asynccoll.testing import PCT, Fail, Interrupt, Kill, Stop, StoreLost, explore, simulate
 from compositions import from_json
 from simulated import complaints
 
@@ -101,6 +101,25 @@ def test_a_concurrent_future_is_over_by_its_deadline() -> None:
         program, 385, [StoreLost(after_call=9, rank=1)], transport="mpi", schedule=PCT(), check="local"
     )
     assert not found, found
+
+
+async def uses_what_it_computed(rank: int) -> list[float]:
+    """On a device: the host of rank 1 has nothing to wait for, but that its device comes so far."""
+    try:
+        return (await ac.all_reduce(torch.ones(2))).tolist()
+    except (RuntimeError, ac.PeerRefusedError):
+        return (await ac.all_reduce(torch.ones(2))).tolist()
+
+
+def test_a_device_that_waits_for_a_call_which_a_peer_did_not_make_is_freed() -> None:
+    """Nobody waited on the host, so nobody looked for refusals: the kernel stayed for ever."""
+    for seed in range(20):
+        report = simulate(
+            uses_what_it_computed, world_size=2, seed=seed, transport="nccl", faults=[Fail(0, after_call=1)]
+        )
+        report.check()
+        assert report.results == {0: [2.0, 2.0], 1: [2.0, 2.0]}
+        assert report.virtual_seconds < 15  # not after the operation's whole timeout
 
 
 def stopped(chance: object, world_size: int) -> list[Stop]:

@@ -17,7 +17,9 @@ __all__ = ["Device", "devices", "marked", "order_after"]
 class Device:
     """What it has not done yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_seconds: float) -> None:
+        #: after which torch's own watchdog aborts what is still out there
+        self.patience_seconds = patience_seconds
         self._launched: list[Promise] = []
 
     def launch(self, promise: Promise) -> None:

@@ -111,6 +111,7 @@ class Launched(Completion):
 
     def __init__(self, promise: Promise, device: Device) -> None:
         self._promise = promise
+        self._patience_seconds = device.patience_seconds
         device.launch(promise)
 
     def done(self) -> bool:
@@ -129,8 +130,12 @@ class Launched(Completion):
         return None
 
     def synchronize(self) -> None:
-        # What is computed of it is computed by this thread, there being no device: after it.
-        self._promise.wait(math.inf)
+        # What is computed of it is computed by this thread, there being no device: after it. It may be needed
+        # elsewhere (it issues calls), and does not wait in life: what is out for too long is aborted there.
+        if not self._promise.wait(self._patience_seconds):
+            raise RuntimeError(
+                f"the device is behind for {self._patience_seconds} s: aborted by its watchdog"
+            )
         if (error := self._promise.error()) is not None:
             raise RuntimeError(str(error)) from error
 
@@ -173,5 +178,5 @@ TRANSPORTS = {
     "mpi": Transport("mpi", _asked, ends_alone=True),
     "horovod": Transport("horovod", _asked_at_once),
     "xla": Transport("xla-tpu", _waited_for, device="cpu"),
-    "nccl": Transport("nccl", _launched, device="cuda", orders_lanes=True),
+    "nccl": Transport("nccl", _launched, device="cuda", ends_alone=True, orders_lanes=True),
 }

@@ -131,7 +131,8 @@ class World:
         """For the block it is the one that simulated threads, wires and devices belong to."""
         before = wires.current.network
         wires.current.network = self._network
-        devices.devices[:] = [devices.Device() for _ in range(self._setting.world_size)]
+        setting = self._setting
+        devices.devices[:] = [devices.Device(setting.operation_timeout) for _ in range(setting.world_size)]
         scheduling.install(self._scheduler)
         try:
             yield

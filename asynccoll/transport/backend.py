@@ -34,7 +34,8 @@ class Backend:
     shares_memory = False
     #: Why tensors on the CPU do not go through memory, where that might have been.
     without_memory = ""
-    #: A call may be over on one rank before its peers have made theirs (a broadcast's root on MPI).
+    #: A call may be over on one rank before its peers have made theirs: a broadcast's root on MPI, and any
+    #: call on nccl, where the host goes on and the device waits.
     ends_alone = False
     #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
     ad_hoc_groups = True

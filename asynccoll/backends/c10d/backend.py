@@ -93,6 +93,7 @@ class C10dBackend(Backend):
         self.device = device
         self.by_device = by_device
         self.orders_lanes: bool = "nccl" in by_device.values()
+        self.ends_alone: bool = self.orders_lanes  # for the host, at once: who waits is the device
         self.shares_memory: bool = by_device.get("cpu") == "gloo"
         self._timeout = timedelta(seconds=timeout)
         self._interface = interface or os.environ.get(network.VARIABLE)
