@@ -53,7 +53,7 @@ class Recorder:
         self._numbers = words.cast("Q")
         self._places = memoryview(buffer)[layout.LANES_AT : RECORDS_AT].cast("Q")
         #: The headers of all lanes, one ring after the other (``Headers``).
-        self.headers = memoryview(buffer)[layout.HEADERS_AT : layout.TEXTS_AT].cast("Q")
+        self.headers: memoryview[int] = memoryview(buffer)[layout.HEADERS_AT : layout.TEXTS_AT].cast("Q")
 
     def _begin(self) -> None:
         began, wall = host.monotonic(), host.wall_clock()

@@ -109,7 +109,7 @@ class Lane:
         self._cut: Cut | None = None  # something is refused, see there; None in the normal case
         self._settled: Verdict | None = None  # the latest
         self._recorder = world.recorder
-        self.number = self._recorder.lane(group.key, self.key)
+        self.number: int = self._recorder.lane(group.key, self.key)
         self._connection = Connection(name, partial(world.open, self), self._opened, self._failed_to_open)
 
     def __str__(self) -> str:

@@ -241,7 +241,8 @@ class ReduceScatter(_Split):
         #: all parts go into one slot, as they lie
         self._whole = x.numel() <= engine.region.per_slot[x.dtype]
         if self._whole:
-            self.steps, self.is_long = 1, False
+            self.steps: int = 1
+            self.is_long: bool = False
         else:
             self._parts = x.view(engine.region.size, -1).unbind(0)
 
