@@ -7,6 +7,7 @@ bounded, costs nothing until then, and tells of what there is: it judges nothing
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -117,7 +118,9 @@ class Accounts:
         """What is known of each of ``peers``; those of this rank's node in any case."""
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
-        said = ask(awake, self._secret, "account", seconds)
+        said: dict[int, dict[str, Any]] = {}
+        with contextlib.suppress(OSError):  # no descriptors are left: what is in memory that is open is told
+            said = ask(awake, self._secret, "account", seconds)
         return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
 
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:

@@ -79,11 +79,16 @@ def find(pid: int, name: str) -> Iterator[int]:
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of process ``pid``: R, S, D, T or Z (see ``man proc``); "" if it is gone."""
+    """What the kernel says of process ``pid``: R, S, D, T or Z (see ``man proc``); "" if it is gone.
+
+    "?" if that cannot be found out just now, as without descriptors.
+    """
     try:
         status = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError:
+        return "?"
     return status.rpartition(")")[2].split()[0]
 
 
