@@ -1,0 +1,134 @@
+"""Stalls drawn from a seed: one rank does not make a call, and every other is told who, what and where.
+
+`python tests/stalls.py COUNT [SEED]` tries so many on 2 to 8 ranks; `test_stalls.py` tries a few. Who stalls,
+in which call of which lane, what it called last and on which line are drawn alike on every rank; what each
+waiter must be told is worked out from that alone. Then the call is made, and its result must be right.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+from patience import patient
+from ranks import Rank
+
+#: How much later than its timeout a waiter is told, at most.
+TOLD_S = 1.0
+LANES = ("gradients", "eval", "data")
+
+#: By name, as errors have it: a call in which every rank waits for every other, and the result it must give.
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
+    "all_reduce": (
+        lambda me, **on: ac.all_reduce(torch.tensor([me.rank + 1.0]), **on),
+        lambda n: [n * (n + 1) / 2],
+    ),
+    "all_gather": (lambda me, **on: ac.all_gather(torch.tensor([me.rank]), **on), lambda n: [*range(n)]),
+    "reduce_scatter": (lambda me, **on: ac.reduce_scatter(torch.ones(me.size), **on), lambda n: [float(n)]),
+    "all_to_all": (
+        lambda me, **on: ac.all_to_all(torch.full((me.size,), me.rank), **on),
+        lambda n: [*range(n)],
+    ),
+    "all_gather_object": (
+        lambda me, **on: ac.all_gather_object({"r": me.rank}, **on),
+        lambda n: [{"r": r} for r in range(n)],
+    ),
+    "barrier": (lambda me, **on: ac.barrier(**on), lambda n: None),
+}
+
+
+def _plain(result: Any) -> Any:
+    return result.tolist() if isinstance(result, torch.Tensor) else result
+
+
+async def _arrived(me: Rank, work: Any) -> Any:
+    """Its result, however often its time is over: now nobody is missing."""
+    deadline = time.monotonic() + patient(10)
+    while True:
+        try:
+            return await me.get(work)
+        except ac.CollectiveTimeoutError:
+            assert time.monotonic() < deadline, "it does not go on"
+
+
+async def stall(me: Rank, seeds: list[int]) -> list[float]:
+    """One after the other; how long after its timeout this rank was told of each, in seconds."""
+    made: Counter[str] = Counter()
+    late = []
+    for number, seed in enumerate(seeds):
+        drawn = random.Random(seed)
+        culprit, timeout = drawn.randrange(me.size), drawn.uniform(0.03, 0.15)
+        lane, before = drawn.choice(LANES), drawn.choice(LANES)
+        operation, last = drawn.choice([*CALLS]), drawn.choice([*CALLS])
+        make, result = CALLS[operation]
+        line = CALLS[last][0].__code__.co_firstlineno
+
+        await me.get(CALLS[last][0](me, lane=before))
+        made[before] += 1
+        latest = made[before]
+        made[lane] += 1
+
+        if me.rank == culprit:
+            for rank in range(me.size):
+                if rank != culprit:
+                    me.see(f"{number} {rank}")
+            work = make(me, lane=lane)
+            me.show(f"{number} goes on")
+        else:
+            start = time.monotonic()
+            work = make(me, lane=lane, timeout=timeout)
+            try:
+                await me.get(work)
+                raise AssertionError(f"seed {seed}: nobody was missed")
+            except ac.CollectiveTimeoutError as error:
+                late.append(time.monotonic() - start - timeout)
+                said = f"seed {seed} on rank {me.rank}: {error}"
+                assert error.ranks == (culprit,), said
+                assert (error.operation, error.lane) == (operation, lane), said
+                words = (
+                    rf"rank {culprit} \(host .*, pid \d+\) has not called {operation} #{made[lane]} "
+                    rf"on lane '{lane}'; "
+                    rf"its last call was {last} #{latest} on lane '{before}' at \S*stalls\.py:{line}, "
+                    r"\d+\.\d s ago, finished; (it is now in \S+ \(\S+:\d+\)|it does not answer)"
+                )
+                assert re.search(words, str(error)), f"{said}\nexpected {words}"
+            me.show(f"{number} {me.rank}")
+            me.see(f"{number} goes on")
+        assert _plain(await _arrived(me, work)) == result(me.size), f"seed {seed}"
+    return late
+
+
+def run(
+    count: int, seed: int, sizes: tuple[int, ...], places: tuple[str, ...] = ("memory", "gloo")
+) -> list[float]:
+    """Try ``count``, dealt out to worlds of those sizes, in turn through memory and sockets."""
+    import worlds
+
+    drawn = random.Random(seed)
+    late: list[float] = []
+    portions = [(size, place) for size in sizes for place in places]
+    for number, (size, place) in enumerate(portions):
+        seeds = [drawn.randrange(1 << 32) for _ in range(number, count, len(portions))]
+        runner = ("asyncio", "blocking", "trio")[number % 3]
+        with worlds.fresh(place, size) as world:
+            for results in world.run(stall, seeds, runner=runner, timeout=30 + 2 * len(seeds)):
+                late += results
+        print(f"{place}-{size}: {len(seeds)} stalls ({runner})", flush=True)
+    return late
+
+
+if __name__ == "__main__":
+    tried = int(sys.argv[1])
+    found = sorted(run(tried, int(sys.argv[2]) if len(sys.argv) > 2 else 1, (2, 3, 4, 5, 8)))
+    print(
+        f"{tried} stalls, {len(found)} waiters: all told right; after the timeout "
+        f"{found[len(found) // 2] * 1e3:.0f} ms in the middle, {found[-1] * 1e3:.0f} ms at most"
+    )
