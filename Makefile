@@ -173,7 +173,9 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS)
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
 	@$(MAKE) --no-print-directory explore determined training soak
-	@$(MAKE) --no-print-directory faults
+	@for one in gloo:test mpi:mpich horovod:horovod; do \
+		$(MAKE) --no-print-directory faults BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
+	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 1000
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where

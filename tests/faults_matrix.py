@@ -27,6 +27,8 @@ from ranks import Rank
 #: After which a call that waits in vain gives up, and how much later at most its waiter must have been told.
 TIMEOUT_S = 1.5
 TOLD_S = 1.0
+#: What is told before it is over has more time, on a machine that is busy.
+AMPLE_S = 20.0
 #: Until a rank that is gone is missed: its connections end, or somebody asks after a second.
 LOST_S = 3.0
 CULPRIT = 1
@@ -188,7 +190,7 @@ async def _forks(me: Rank, operation: str) -> Heard:
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0, "the child was not refused"
-    return await hear(me, lambda: call(me, operation))
+    return await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
 
 
 async def _has_a_deadline(me: Rank, operation: str) -> Heard:
@@ -211,21 +213,21 @@ async def _is_cancelled(me: Rank, operation: str) -> None:
 
 async def _calls_in_other_order(me: Rank, operation: str) -> Heard:
     other = "barrier" if operation != "barrier" else "all_reduce"
-    first = await hear(me, lambda: call(me, other))
+    first = await hear(me, lambda: call(me, other, timeout=AMPLE_S))
     await hear(me, lambda: call(me, operation))
     return first
 
 
 def _with(**other: Any) -> Callable[[Rank, str], Awaitable[Heard]]:
     async def calls(me: Rank, operation: str) -> Heard:
-        return await hear(me, lambda: call(me, operation, **other))
+        return await hear(me, lambda: call(me, operation, timeout=AMPLE_S, **other))
 
     return calls
 
 
 async def _calls_another_operation(me: Rank, operation: str) -> Heard:
     other = "barrier" if operation != "barrier" else "all_reduce"
-    return await hear(me, lambda: call(me, other))
+    return await hear(me, lambda: call(me, other, timeout=AMPLE_S))
 
 
 # What befalls the others besides
@@ -372,7 +374,7 @@ async def cell(me: Rank, name: str, operation: str) -> Any:
 
     if fault.after:
         me.see(fault.after)
-    work = call(me, operation)
+    work = call(me, operation, timeout=TIMEOUT_S if fault.error == _TIMEOUT else AMPLE_S)
     me.show(f"{me.rank} calls")
     with fault.besides():
         heard = await hear(me, lambda: work)

@@ -149,6 +149,14 @@ class Liveness:
         held = {} if self._accounts is None else self._accounts.held
         return {rank: held[rank] for rank in ranks if rank in held}
 
+    def leaving(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``ranks`` on this node that leave their world, and may not have closed all they have."""
+        if self._accounts is None:
+            return ()
+        known = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+        seen = {rank: self._accounts.last_seen(rank, peer) for rank, peer in known.items()}
+        return tuple(rank for rank, one in seen.items() if one is not None and one.ending != "running")
+
     def last_words(self, rank: int) -> str:
         """Of a rank that is gone: how it ended, and ``its last call was ...``; "" if that is not known."""
         peer = self._peers.get(rank)

@@ -345,7 +345,7 @@ class Context:
         lost = (
             self.liveness.lost(ranks, routine=True)
             if error is None
-            else self.liveness.lost(ranks, patience=0.3)
+            else self.liveness.lost(ranks, patience=0.3) or self.liveness.leaving(ranks)
         )
         # Rank 0 stays for the store when it has left; and whoever closed a connection may not be out yet.
         staying = {0}.intersection(ranks) if error is None or lost else ranks

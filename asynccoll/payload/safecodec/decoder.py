@@ -305,7 +305,8 @@ def _tensor(of: _Decoder) -> torch.Tensor:
 def _array(of: _Decoder) -> Any:
     dtype, shape = np.dtype(scalar_dtype(of.text())), of.ints_only()
     raw = of.writable(prod(shape) * dtype.itemsize)
-    made = np.frombuffer(raw, dtype=dtype).reshape(shape) if raw else np.empty(shape, dtype)
+    # np.empty would make one character of none, for as many elements as the message says.
+    made = np.frombuffer(raw, dtype=dtype).reshape(shape) if raw else np.ndarray(shape, dtype)
     of.remember(made)
     return made
 

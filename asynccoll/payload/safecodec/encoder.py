@@ -353,11 +353,11 @@ def _array(to: _Encoder, x: Any) -> None:
     if to.again(x):
         return
     scalar = isinstance(x, np.generic)
-    array = np.ascontiguousarray(x)
+    array = np.ascontiguousarray(x)  # in which text without characters has got one
     to.parts.append(_BYTE[tags.SCALAR if scalar else tags.ARRAY])
     to.text(scalar_dtype(x.dtype.str))
     to.items(tuple(x.shape))
-    to.memory(array.reshape(-1).view(np.uint8).data if array.nbytes else b"", array.nbytes)
+    to.memory(array.reshape(-1).view(np.uint8).data if x.nbytes else b"", x.nbytes)
     to.remember(x)
 
 
