@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -278,16 +279,37 @@ async def at_different_layers(me: Rank) -> None:
     layers = ac.overlap.shard_layers([nn.Linear(8, 8) for _ in range(3)], ahead=0, lane="crossed")
     loop = reversed(layers) if me.rank else layers
     # Through memory the calls themselves are told apart, by the layer that each names.
-    says = (
-        ["'layer 0'", "'layer 2'"]
-        if me.backend == "memory"
-        else ["rank 0 layer 0, rank 1 layer 2", "finish_loop"]
-    )
-    with raising(ac.CollectiveMismatchError, *says):
+    says = ["'layer 0'", "'layer 2'"] if me.backend == "memory" else ["rank 0 layer 0, rank 1 layer 2"]
+    try:
         async for _ in loop:
             pass
+    except ac.CollectiveMismatchError as error:
+        told = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        assert all(words in told for words in [*says, "layers.finish_loop()"]), told
+    else:
+        pytest.fail("parts of different layers were put together")
 
 
 def test_ranks_at_different_layers_are_told(pair: World) -> None:
     """Without check="full", too: their halves would have made one layer of the same shape."""
     pair.run(at_different_layers)
+
+
+async def left_out_of_the_loss(me: Rank) -> None:
+    """The last rank's second loss has nothing to do with the layers, which it has called."""
+    layers = ac.overlap.shard_layers(blocks())
+    says = f"backward on rank {me.size - 1} has come to no layer of its loop 2"
+    for turn in range(3):
+        odd = turn == 1 and me.rank == me.size - 1
+        loss = (await through_gathered(layers, rows(me.rank, turn))).square().mean() / me.size
+        if odd:
+            loss = rows(me.rank, turn).requires_grad_().sum()
+        with raising(ac.PeerRefusedError, says) if turn == 1 and not odd else contextlib.nullcontext():
+            loss.backward()
+        del loss
+        assert await ac.all_reduce(not odd, op="and") is (turn != 1)
+
+
+def test_a_rank_whose_loss_leaves_the_layers_out(several: World) -> None:
+    """Nobody hangs: all others are told which rank it was, and go on in step with it."""
+    several.run(left_out_of_the_loss, runner="asyncio")

@@ -6,6 +6,7 @@ and done again, gradients that are changed by hand, layers that some ranks leave
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -732,6 +733,60 @@ def test_a_rank_that_calls_no_layer(data: str, size: int) -> None:
         return joined(await layers.full_state_dict())
 
     if data == "no layer":
+        run(rank_does, size)
+    else:
+        as_alone(rank_does, size, alone())
+
+
+@SIZES
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+@pytest.mark.parametrize("then", ["loops again", "reduces", "raises"])
+def test_a_loss_without_the_layers(then: str, reshard: bool, size: int) -> None:
+    """The last rank calls them, and its backward comes to none: all are told that, wherever they wait."""
+
+    def alone() -> Tensor:
+        layers = blocks()
+        optimizer = sgd(layers)
+        for step in (0, 2):
+            optimizer.zero_grad()
+            for rank in range(size):
+                (through(layers, rank, step) / size).backward()
+            optimizer.step()
+        return flat(layers)
+
+    def told(rank: int) -> Any:
+        says = [f"backward on rank {size - 1} has come to no layer of its loop 2", "times 0"]
+        return raising(ac.PeerRefusedError, *says)
+
+    async def rank_does(rank: int) -> Tensor:
+        layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+        optimizer = sgd(layers)
+        odd = rank == size - 1
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = through(layers, rank, step) / size
+            if step != 1:
+                loss.backward()
+            elif not odd:
+                with told(rank):
+                    loss.backward()
+            elif then == "raises":
+                loss.register_hook(lambda _: 1 / 0)
+                with contextlib.suppress(ZeroDivisionError):
+                    loss.backward()
+            if step == 1 and then == "loops again":
+                if odd:
+                    with told(rank):  # ``loss`` is there still
+                        through(layers, rank, 2)
+                return flat(layers)
+            if step == 1:
+                del loss
+                assert not await ac.all_reduce(not odd, op="and")
+                continue
+            optimizer.step()
+        return joined(await layers.full_state_dict())
+
+    if then == "loops again":
         run(rank_does, size)
     else:
         as_alone(rank_does, size, alone())

@@ -199,7 +199,7 @@ class Summed(Overlapped):
             found = [x for x in self.trained() if x.grad is not None and x.grad.any()]
             if found:
                 with raising(ac.InvalidArgumentError, "op='sum'"):
-                    found[0].sum().backward()
+                    found[0].abs().sum().backward()
             for parameter, gradient in zip(self.trained(), kept, strict=True):
                 parameter.grad = gradient
         super().halve(replaced=False)

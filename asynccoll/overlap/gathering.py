@@ -18,11 +18,17 @@ from torch.func import functional_call
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_gather, reduce_scatter
+from asynccoll.overlap.turns import Turn, Turns
 from asynccoll.waiting.work import Work
 
 __all__ = ["GatheredLayer", "Layer", "Pass", "Scattering", "Shard"]
 
 Tensors = dict[str, torch.Tensor]
+
+SAME_LOOPS = (
+    "Every rank has to run the same loops over the layers; one whose loop ended early calls "
+    "`await layers.finish_loop()`"
+)
 
 
 class Shard:
@@ -109,9 +115,7 @@ class Layer:
                 for rank, (owner, index) in enumerate(of_ranks)
             )
             raise CollectiveMismatchError(
-                f"the ranks (of the group) gathered different layers at once: {told}. Every rank has to run "
-                "the same loops over the layers; one whose loop ended early calls "
-                "`await layers.finish_loop()`"
+                f"the ranks (of the group) gathered different layers at once: {told}. {SAME_LOOPS}"
             )
         return flats
 
@@ -202,8 +206,9 @@ class Scattering:
     Backward goes on meanwhile; autograd calls at its end, before ``backward()`` returns.
     """
 
-    def __init__(self, call: dict[str, Any]) -> None:
+    def __init__(self, call: dict[str, Any], turns: Turns) -> None:
         self._call = call
+        self._turns = turns
         #: by the backward that has come to them, in which order. Autograd holds them until its end: those of
         #: a backward that raised, which never comes to it, go with it.
         self._running: WeakValueDictionary[int, _Running] = WeakValueDictionary()
@@ -247,12 +252,18 @@ class Scattering:
             for returning in running.values():
                 returning.send_all()
                 returning.loop.gather_rest()
-            for shard, work in [sent for returning in running.values() for sent in returning.sent]:
-                part = work.wait()
-                if shard.own.grad is None:
-                    shard.own.grad = part
-                else:
-                    shard.own.grad += part
+                returning.loop.turn.is_over = True
+            for loop, returning in running.items():
+                with self._turns.waiting(loop.turn, self._call["lane"]):
+                    for shard, work in returning.sent:
+                        _accumulate(shard.own, work.wait())
+
+
+def _accumulate(own: nn.Parameter, part: torch.Tensor) -> None:
+    if own.grad is None:
+        own.grad = part
+    else:
+        own.grad += part
 
 
 class _Scatter(torch.autograd.Function):
@@ -269,6 +280,7 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # With create_graph=True, or in torch.autograd.grad.
         if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
+            ctx.loop.turn.is_over = True
             return ctx.scattering.now(ctx.shard, grads[0]), None, None, None, None
         ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
         return None, None, None, None, None
@@ -291,11 +303,14 @@ class Pass:
         layers: list[Layer],
         start: Callable[[Layer, Pass], Work[Any]],
         again: dict[str, Any] | None,
+        turns: Turns,
     ) -> None:
         """``again``: group and lane where backward gathers the layers once more, if it does."""
         self._layers = layers
         self._start = start
         self._call = again
+        self._turns = turns
+        self.turn: Turn
         #: the layers that were gathered, and the shards of them that are to be differentiated, in order
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
@@ -313,6 +328,8 @@ class Pass:
 
     def expect(self, layer: Layer) -> None:
         """``layer`` is being gathered: a backward brings gradients for it, if autograd records now."""
+        if not self._gathered:
+            self.turn = self._turns.begin(self)
         self._gathered.append(layer)
         if torch.is_grad_enabled():
             self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
@@ -341,9 +358,10 @@ class Pass:
         Those after it that this rank has not needed are gathered as well, as other ranks may need them.
         """
         self._gather_down_to(self._gathered.index(layer) - 1, call)
-        if layer not in self._under_way:  # a second backward of the same graph
-            return layer.gathered(**call).wait()
-        return self._under_way.pop(layer).wait()
+        # Not there: a second backward of the same graph.
+        work = self._under_way.pop(layer) if layer in self._under_way else layer.gathered(**call)
+        with self._turns.waiting(self.turn, call["lane"]):
+            return work.wait()
 
     def gather_rest(self) -> None:
         """Backward is over: gather, in step with ranks that needed them, what was not needed here."""

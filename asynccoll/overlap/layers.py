@@ -22,13 +22,14 @@ import torch
 from torch import nn
 
 from asynccoll import host
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.accepted import check_unaliased, check_whole, share_out
-from asynccoll.overlap.gathering import GatheredLayer, Layer, Pass, Scattering
+from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
+from asynccoll.overlap.turns import Turns
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -64,7 +65,10 @@ class ShardedLayers(nn.Module):
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
       Its backward has to come to one layer of the loop at least: a loop that is over without a call of any
       raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
-      empty batch (``loss = layer(x[:0]).sum()``).
+      empty batch (``loss = layer(x[:0]).sum()``). Where a rank's loss leaves the whole loop out, or its
+      backward raised, the others wait in theirs. Within seconds of that rank waiting, too, they get a
+      ``PeerRefusedError`` that names it, and so does it in its next loop. (Unless it waits elsewhere and keeps
+      the output of the loop, which backward might come to yet: then their timeout names it.)
 
     Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
@@ -103,7 +107,8 @@ class ShardedLayers(nn.Module):
         self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(of_backward)}
         again = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
         self._again = again if reshard_after_forward else None
-        self._scattering = Scattering(self._backward)
+        self._turns = Turns(group, self._call["lane"])
+        self._scattering = Scattering(self._backward, self._turns)
         self._loop: Iterator[Callable[[], Work[Any]]] = iter(())
         self._sequences = Resumable("these layers")
         _live[self] = None
@@ -140,7 +145,7 @@ class ShardedLayers(nn.Module):
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._sequences.check_complete("a loop over the layers")
-        one = Pass(layers, partial(_start, self._call, self._scattering), self._again)
+        one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
 
@@ -295,6 +300,11 @@ class _Loop(prefetch[GatheredLayer]):
         if work is None:
             self._pass.check_used()
         return work
+
+    def _explain(self, error: CollectiveMismatchError) -> None:
+        """Some backends have told the calls apart themselves, and not the layers."""
+        if SAME_LOOPS not in str(error):
+            error.add_note(SAME_LOOPS)
 
 
 def _start(call: dict[str, Any], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:

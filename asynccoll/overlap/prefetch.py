@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.waiting.work import Work
 
 __all__ = ["prefetch"]
@@ -37,14 +37,24 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
     async def __aiter__(self) -> AsyncIterator[T]:
         try:
             while work := self._next():
-                yield await work[0]
+                try:
+                    result = await work[0]
+                except CollectiveMismatchError as error:
+                    self._explain(error)
+                    raise
+                yield result
         finally:
             self._detach()
 
     def __iter__(self) -> Iterator[T]:
         try:
             while work := self._next():
-                yield work[0].wait()
+                try:
+                    result = work[0].wait()
+                except CollectiveMismatchError as error:
+                    self._explain(error)
+                    raise
+                yield result
         finally:
             self._detach()
 
@@ -53,6 +63,9 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
         for start in islice(self._starts, self._ahead + 1 - len(self._out)):
             self._out.append(start())
         return (self._out.popleft(),) if self._out else None
+
+    def _explain(self, error: CollectiveMismatchError) -> None:
+        """Add a note to an error of ranks that started different operations."""
 
     def _detach(self) -> None:
         for work in self._out:

@@ -26,6 +26,7 @@ from asynccoll.health.compared import Compared
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
+from asynccoll.health.unmet import Unmet
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients
@@ -114,6 +115,7 @@ class Context:
         self.watch: Watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
         self.refusals: Refusals = Refusals(shared, self.rank)
+        self.unmet: Unmet = Unmet(shared, self.rank, self.refusals)
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
         self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
@@ -195,7 +197,8 @@ class Context:
         self.refusals.refuse(lane, reason, place, spare=spare, part=part)
 
     def look_for_refusals(self) -> None:
-        """Halt the lanes on which a peer has refused a call."""
+        """Halt the lanes on which a peer has refused a call, and refuse what a peer waits for in vain."""
+        self.unmet.look()
         self.refusals.look(self.lanes())
 
     def add_group(self, ranks: tuple[int, ...]) -> Group:

@@ -1,0 +1,128 @@
+"""Loops over layers to which this rank's backward never comes, while a peer waits for it in its own.
+
+What autograd leaves out of a loop is sent as zeros once backward has come to one of its layers. Where it
+comes to none (the loss does not depend on them; backward raised, or was skipped on this rank alone), there is
+nothing that could send them. So each loop has a number, the same on all ranks, and a rank that has waited for
+long in the backward of one says so (``health.unmet``). A rank that can no longer come to it refuses:
+
+- what autograd keeps of that loop is gone, or
+- its thread is in a later loop that the peer cannot begin, since the peer's own thread is in that backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from asynccoll import host
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.ops.scopes import new_lane
+from asynccoll.runtime.process import current
+from asynccoll.world.resolving import resolve_group
+
+if TYPE_CHECKING:
+    from asynccoll.order.lane import Lane
+    from asynccoll.world.group import GroupLike
+
+__all__ = ["Turn", "Turns"]
+
+#: A rank that waits for a peer is ahead of it by less than this many loops.
+_REMEMBERED = 32
+
+
+class Turn:
+    """One loop, as far as peers have to know of it."""
+
+    def __init__(self, number: int, graph: object) -> None:
+        """``graph`` lives as long as something may bring backward to this loop."""
+        self.number = number
+        self.thread: int = host.get_ident()
+        #: backward has come to it and brought everything, or peers were told that it will not
+        self.is_over = False
+        self._graph = weakref.ref(graph)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no backward can come to it any more."""
+        return self._graph() is None
+
+
+class Turns:
+    """The loops over some layers on one rank: a ``Party`` of ``health.unmet``."""
+
+    def __init__(self, group: GroupLike, lane: str) -> None:
+        """``lane``: where loops gather."""
+        context = current()
+        self._group = resolve_group(context, group)
+        self._lane = lane
+        self._unmet = context.unmet
+        self._rank = context.rank
+        self._count = 0
+        self._turns: deque[Turn] = deque(maxlen=_REMEMBERED)
+        self._awaited: dict[str, Any] | None = None
+        self.name: str = f"{self._group.key}/{new_lane(f'{lane} turns')}"
+        self._unmet.add(self)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that have parts of the layers."""
+        return self._group.ranks
+
+    def begin(self, graph: object) -> Turn:
+        """A loop gathers its first layer."""
+        self._count += 1
+        turn = Turn(self._count, graph)
+        self._turns.append(turn)
+        return turn
+
+    @contextmanager
+    def waiting(self, turn: Turn, lane: str) -> Iterator[None]:
+        """In this block a backward waits on ``lane`` for what the peers' backward brings of that loop."""
+        newest = self._turns[-1]
+        self._awaited = {
+            "loop": turn.number,
+            "lane": lane,
+            "reached": self._group.lane(lane).sequence,
+            "newest": newest.number,
+            "holds_up": newest.thread == host.get_ident(),
+        }
+        try:
+            yield
+        finally:
+            self._awaited = None
+            self._unmet.withdraw(self)
+
+    def waits_for(self) -> Mapping[str, Any] | None:
+        """The loop in whose backward this rank waits; the newest here, and whether that holds up the next."""
+        return self._awaited
+
+    def refuses(self, awaited: Mapping[str, Any]) -> list[tuple[Lane, int | None, Exception]]:
+        """The call that a peer waits for, if this rank cannot make it, and the one it waits for itself."""
+        turn = next((one for one in list(self._turns) if one.number == awaited["loop"]), None)
+        if turn is None or turn.is_over:
+            return []
+        newest = self._turns[-1]
+        both_wait = awaited["holds_up"] and newest.thread == turn.thread and newest.number > awaited["newest"]
+        if not (turn.is_lost or both_wait):
+            return []
+        turn.is_over = True
+        backward = self._group.lane(awaited["lane"])
+        # All calls that the peer has made there: whoever gets over the error is in step again.
+        missing = max(1, awaited["reached"] - backward.sequence)
+        refused: list[tuple[Lane, int | None, Exception]]
+        refused = [(backward, None, self._error(turn)) for _ in range(missing)]
+        gathers = self._group.lane(self._lane)
+        if both_wait and (first := min((one.sequence for one in gathers.outstanding()), default=0)):
+            refused.append((gathers, first, self._error(turn)))
+        return refused
+
+    def _error(self, turn: Turn) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"backward on rank {self._rank} has come to no layer of its loop {turn.number} over the layers, "
+            "and other ranks wait in theirs: let the loss depend on one layer of each loop on every rank (on "
+            "its output times 0, if it has no use for it; without data, on an empty batch); or, where no "
+            "rank runs backward, loop under torch.no_grad()"
+        )
