@@ -67,8 +67,8 @@ class ShardedLayers(nn.Module):
       raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
       empty batch (``loss = layer(x[:0]).sum()``). Where a rank's loss leaves the whole loop out, or its
       backward raised, the others wait in theirs. Within seconds of that rank waiting, too, they get a
-      ``PeerRefusedError`` that names it, and so does it in its next loop. (Unless it waits elsewhere and keeps
-      the output of the loop, which backward might come to yet: then their timeout names it.)
+      ``PeerRefusedError`` that names it, and so does it in its next loop. (Unless it waits elsewhere and
+      keeps the output of the loop, to which backward might come yet: then their timeout names it.)
 
     Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
