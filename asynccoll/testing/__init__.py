@@ -1,5 +1,7 @@
 """For tests: a world of simulated ranks in one process, of which every interleaving comes from a seed.
 
+``world`` is one of real ranks, which is kept alive between tests.
+
 Above everything: it exchanges the host that the library stands on. Nothing below may know of it.
 """
 
@@ -18,6 +20,7 @@ from asynccoll.testing.faults import (
     StoreLost,
 )
 from asynccoll.testing.links import Link
+from asynccoll.testing.live import RankError, World, world
 from asynccoll.testing.report import Report
 from asynccoll.testing.schedules import PCT, RandomWalk, Replay
 from asynccoll.testing.simulation import simulate
@@ -36,12 +39,15 @@ __all__ = [
     "Kill",
     "Link",
     "RandomWalk",
+    "RankError",
     "Replay",
     "Report",
     "Stall",
     "Stop",
     "StoreLost",
+    "World",
     "drawn_faults",
     "explore",
     "simulate",
+    "world",
 ]

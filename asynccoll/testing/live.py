@@ -1,0 +1,265 @@
+"""A world of real ranks for tests, on any backend, which is kept alive from one run to the next.
+
+``spawn`` starts the ranks, by whatever the backend is started with; each connects back to the test, and runs
+what it is sent until the connection closes. Where a run fails, the world is ended, and the next run starts
+another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, wait
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.launch.spawn import known_backend, spawn
+from asynccoll.runtime.process import get_rank
+
+__all__ = ["RankError", "World", "world"]
+
+_START_SECONDS = 120.0
+_CLOSE_SECONDS = 20.0
+#: How long the others may go on once a rank has failed.
+_GRACE_SECONDS = 2.0
+
+
+class RankError(AssertionError):
+    """A function failed, hung or died on some rank of a ``World``; the text has what each rank says."""
+
+
+class _Task(NamedTuple):
+    """What a rank is to run: found by file and name, for test modules are rarely importable elsewhere."""
+
+    file: str
+    module: str
+    name: str
+    path: list[str]
+    arguments: bytes
+
+
+def world(size: int = 2, backend: str = "gloo", **options: Any) -> World:
+    """A world of ``size`` real ranks on ``backend``, which start with its first run and end with ``close``.
+
+    >>> async def total(rank):
+    ...     return await ac.all_reduce(rank)
+    >>> with asynccoll.testing.world(3) as ranks:
+    ...     assert ranks.run(total) == [3, 3, 3]
+
+    ``options`` go to ``ac.spawn``, and what that does not take to ``ac.initialize``.
+    """
+    return World(size, backend, **options)
+
+
+class World:
+    """Real ranks that run one function after the other; made by ``world``."""
+
+    def __init__(self, size: int, backend: str, **options: Any) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgumentError(f"a world has a positive number of ranks, got {size!r}")
+        self.size: int = size
+        self.backend: str = known_backend(backend)
+        self._options = options
+        self._ranks: dict[int, Connection] = {}
+        self._pids: set[int] = set()
+        self._ended: list[BaseException] = []
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<asynccoll.testing.World of {self.size} on {self.backend}>"
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+        """What ``function(rank, *arguments)`` returns, by rank. Coroutine functions run on asyncio.
+
+        ``function`` stands at the top level of its module; arguments and results are pickled. Each rank has
+        joined the world.
+
+        Raises:
+            RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds. The
+                ranks are ended, and others are started by the next run.
+            PayloadTypeError: ``function`` cannot be found by its name.
+        """
+        __tracebackhide__ = True
+        task = pickle.dumps(_task(function, arguments))
+        if not self._ranks:
+            self._start()
+        try:
+            for connection in self._ranks.values():
+                connection.send_bytes(task)
+            return self._collect(function.__qualname__, timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        """Let the ranks finalize and end."""
+        for connection in self._ranks.values():
+            with suppress(OSError):
+                connection.send_bytes(b"")
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks now."""
+        for pid in self._pids if self._thread is not None and self._thread.is_alive() else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for connection in self._ranks.values():
+            connection.close()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        self._ranks, self._pids, self._thread = {}, set(), None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Starting
+
+    def _start(self) -> None:
+        __tracebackhide__ = True
+        self._ended = []
+        directory = tempfile.mkdtemp(prefix="asynccoll-world-")  # which only this user can enter
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                address = str(Path(directory, "socket"))
+                listener.bind(address)
+                listener.listen(self.size)
+                self._thread = threading.Thread(target=self._spawn, args=(address,), daemon=True)
+                self._thread.start()
+                self._accept(listener)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _spawn(self, address: str) -> None:
+        try:
+            spawn(self.backend, _serve, (address,), nproc_per_node=self.size, **self._options)
+        except BaseException as error:  # told by whoever waits for the ranks
+            self._ended.append(error)
+
+    def _accept(self, listener: socket.socket) -> None:
+        __tracebackhide__ = True
+        listener.settimeout(0.2)
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._ranks) < self.size:
+            try:
+                connection = Connection(listener.accept()[0].detach())
+            except TimeoutError:
+                if self._ended or time.monotonic() > deadline:
+                    raise RankError(f"{self!r} did not start\n{self._last_words()}") from None
+                continue
+            rank, pid = pickle.loads(connection.recv_bytes())  # noqa: S301  # our own process, see mkdtemp
+            self._ranks[rank] = connection
+            self._pids.add(pid)
+
+    # Collecting
+
+    def _collect(self, name: str, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {connection: rank for rank, connection in self._ranks.items()}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = "when another had failed" if failures else f"after {timeout:g} s"
+                failures |= dict.fromkeys(waiting.values(), f"not done {late}")
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    good, value = pickle.loads(connection.recv_bytes())  # noqa: S301  # see _accept
+                except (EOFError, ConnectionResetError):
+                    good, value = False, f"its process has ended\n{self._why_ended()}"
+                (results if good else failures)[rank] = value
+                if not good:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            told = "\n".join(f"--- rank {rank}: {failures[rank].rstrip()}" for rank in sorted(failures))
+            raise RankError(f"{name} failed on {self!r}\n{told}")
+        return [results[rank] for rank in range(self.size)]
+
+    def _why_ended(self) -> str:
+        """What ``spawn`` says, which notices, and ends the others."""
+        if self._thread is not None:
+            self._thread.join(_GRACE_SECONDS)
+        return "\n".join(map(str, self._ended))
+
+    def _last_words(self) -> str:
+        return "\n".join(map(str, self._ended)) or f"not all ranks were there after {_START_SECONDS:g} s"
+
+
+def _task(function: Callable[..., Any], arguments: Sequence[Any]) -> _Task:
+    name = getattr(function, "__qualname__", "<")
+    file = inspect.getsourcefile(function) if callable(function) and "<" not in name else None
+    if file is None:
+        raise PayloadTypeError(
+            f"a World runs functions that stand at the top level of a module, got {function!r}; pass what it "
+            "needs as arguments"
+        )
+    return _Task(file, function.__module__, name, list(sys.path), pickle.dumps(arguments))
+
+
+# In a rank
+
+
+def _serve(_: int, address: str) -> None:
+    """Run what comes until there is no more."""
+    connection = Client(address, "AF_UNIX")
+    connection.send_bytes(pickle.dumps((get_rank(), os.getpid())))
+    with suppress(EOFError):  # the test is gone, and so are we
+        while data := connection.recv_bytes():
+            connection.send_bytes(_outcome(pickle.loads(data)))  # noqa: S301  # from who started us
+
+
+def _outcome(task: _Task) -> bytes:
+    try:
+        sys.path += [entry for entry in task.path if entry not in sys.path]
+        function = attrgetter(task.name)(_module(task))
+        result = function(get_rank(), *pickle.loads(task.arguments))  # noqa: S301  # from who started us
+        if inspect.iscoroutine(result):
+            result = asyncio.run(_awaited(result))
+        return pickle.dumps((True, result))
+    except BaseException:  # whatever it is, the test is told
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+async def _awaited(coroutine: Any) -> Any:
+    return await coroutine
+
+
+def _module(task: _Task) -> ModuleType:
+    """That of the function, by its file where its name is not enough."""
+    known = sys.modules.get(task.module)
+    if known is not None and getattr(known, "__file__", None) == task.file:
+        return known
+    spec = importlib.util.spec_from_file_location(task.module, task.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[task.module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

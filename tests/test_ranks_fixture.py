@@ -1,0 +1,141 @@
+"""The world of real ranks that users test with, and its fixture for pytest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asynccoll
+import asynccoll as ac
+from asynccoll.testing import RankError, World, world
+from patience import patient
+
+calls = 0
+
+
+async def total(rank: int, more: int = 0) -> int:
+    return await ac.all_reduce(rank + more)
+
+
+def count(rank: int) -> tuple[int, int, int]:
+    global calls
+    calls += 1
+    return rank, calls, os.getpid()
+
+
+async def failing(rank: int) -> None:
+    if rank == 1:
+        raise LookupError("lost here")
+    await ac.barrier()
+
+
+def dying(rank: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    ac.barrier().wait()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with world(2) as ranks:
+        yield ranks
+
+
+def test_results_come_by_rank(pair: World) -> None:
+    """Of coroutine functions and plain ones, with arguments."""
+    assert pair.run(total) == [1, 1]
+    assert pair.run(total, 10) == [21, 21]
+    assert [rank for rank, _, _ in pair.run(count)] == [0, 1]
+
+
+def test_the_ranks_are_kept_alive(pair: World) -> None:
+    """The same processes run one function after the other."""
+    before, after = pair.run(count), pair.run(count)
+    assert [(rank, calls + 1, pid) for rank, calls, pid in before] == after
+    assert len({pid for _, _, pid in after}) == 2
+
+
+def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
+    """By rank, with tracebacks; what is left is ended, and others start."""
+    with pytest.raises(RankError) as told:
+        pair.run(failing)
+    says = ("failing failed", "rank 0: not done when another", "rank 1", "LookupError: lost here")
+    assert all(text in str(told.value) for text in says), told.value
+    assert pair.run(total) == [1, 1]
+    with pytest.raises(RankError, match="exit code 3") as told:
+        pair.run(dying)
+    assert "rank 1: its process has ended" in str(told.value)
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    """Nothing is started for it."""
+    with world(2) as ranks:
+        for wrong in (lambda rank: rank, 7):
+            with pytest.raises(ac.PayloadTypeError, match="top level"):
+                ranks.run(wrong)
+    for size in (0, "2", True):
+        with pytest.raises(ac.InvalidArgumentError, match="positive number"):
+            world(size)
+    with pytest.raises(ac.BackendNotFoundError):
+        world(2, "carrier pigeon")
+
+
+SUITE = """
+import os, pytest
+import asynccoll as ac
+
+pids = []
+
+async def where(rank):
+    return os.getpid(), ac.backend(), ac.get_world_size(), await ac.all_reduce(1)
+
+@pytest.mark.ranks(1, backend="serial")
+def test_one(ranks):
+    assert ranks.run(where)[0][1:] == ("serial", 1, 1)
+
+@pytest.mark.parametrize("turn", range(3))
+def test_two(ranks, turn):
+    found = ranks.run(where)
+    assert [one[1:] for one in found] == [("gloo", 2, 2)] * 2
+    pids.append([one[0] for one in found])
+    assert pids[-1] == pids[0]
+
+def test_fails(ranks):
+    ranks.run(fails)
+
+def fails(rank):
+    assert rank == 0, "told by its rank"
+"""
+
+
+def test_the_fixture(tmp_path: Path) -> None:
+    """One world for all tests that ask for the same; what fails on a rank fails the test."""
+    tmp_path.joinpath("conftest.py").write_text('pytest_plugins = ["asynccoll.testing.pytest_plugin"]')
+    tmp_path.joinpath("test_suite.py").write_text(SUITE)
+    here = str(Path(asynccoll.__file__).parent.parent)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--import-mode=importlib",
+            "--strict-markers",
+        ],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    )
+    assert "1 failed, 4 passed" in done.stdout, done.stdout + done.stderr
+    assert "told by its rank" in done.stdout
