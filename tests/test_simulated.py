@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import PCT, Kill, Link, RandomWalk, simulate
+from asynccoll.testing import PCT, Kill, Link, RandomWalk, explore, simulate
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
 from determined import differing
@@ -199,7 +200,7 @@ def test_slow_links_take_their_time() -> None:
 
 def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parent.parent / "docs" / "simulation.md"
-    first, explored, second, racing = re.findall(
+    first, training, explored, second, racing = re.findall(
         r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {}
@@ -208,6 +209,17 @@ def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(tests) == 3
     for test in tests:
         test()
+    names = {}
+    exec(training.replace("range(100)", "range(8)"), names)  # as above
+    names["test_training"]()
+    for right, wrong in (('op="avg"', 'op="sum"'), ("for work in works:", "for work in works[:1]:")):
+        exec(training[: training.index("def as_one")].replace(right, wrong), mistaken := {})  # as above
+        with warnings.catch_warnings(action="ignore"):  # of works that nobody awaits
+            found = explore(
+                mistaken["train"], seeds=range(3), world_size=3, expect=names["as_one_process_does"]
+            )
+        assert found.wrong is not None and found.world_size == 3
+        assert found.script.endswith("as_one_process_does(report)\n")
     exec(second, {})  # as above
     exec(racing, names)  # as above
     counter = names["Counter"]()

@@ -34,7 +34,9 @@ def add(commands: Commands) -> None:
         "--jobs", type=int, default=0, metavar="N", help="processes, default one for each core"
     )
     parser.add_argument("--loop", default="asyncio", metavar="NAME", help="asyncio, trio or none")
-    parser.add_argument("--transport", default="gloo", metavar="NAME", help="gloo, mpi, horovod, xla or nccl")
+    parser.add_argument(
+        "--transport", default="gloo", metavar="NAME", help="gloo, memory, mpi, horovod, xla or nccl"
+    )
     parser.add_argument(
         "--faults", default="", metavar="KIND,...", help="one of these for each seed: kill, silence, stop, "
         "stall, delay, cancel, interrupt, store, collect, fail"
@@ -42,6 +44,10 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--statements", action="append", default=[], metavar="MODULE",
         help="another thread may go on before each of its statements, too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--expect", default="", metavar="FILE::FUNCTION",
+        help="called with the report of each: raises AssertionError where it is not as it should be",
     )  # fmt: skip
     parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
     add_json(parser)
@@ -62,6 +68,7 @@ def _explore(given: argparse.Namespace) -> int:
         seeds=range(given.first, given.first + given.seeds),
         jobs=given.jobs,
         faults=drawn_faults(*kinds) if kinds else (),
+        expect=of_path(given.expect).function if given.expect else None,
         shrink_seconds=given.shrink,
         progress=bar.show,
         world_size=given.world_size,

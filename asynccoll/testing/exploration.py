@@ -65,6 +65,7 @@ def explore(
     faults: Sequence[Fault] | Faults = (),
     expect: Callable[[Report], object] | None = None,
     shrink_seconds: float = 30.0,
+    fewest_ranks: int | None = None,
     progress: Callable[[Exploration], object] | None = None,
     **options: Any,
 ) -> Exploration:
@@ -84,6 +85,8 @@ def explore(
             all must come to their end, and calls must match; where faults strike, ``CollectiveError`` is
             right, too, and so are cancellation and KeyboardInterrupt.
         shrink_seconds: how long what was found is made smaller.
+        fewest_ranks: on how many ranks it is tried at least. Unless given 1; with ``expect``, which may know
+            how many ranks there are, ``world_size``.
         progress: called now and then.
         options: those of ``simulate``. Without ``schedule``, odd seeds go by ``PCT()``, even ones by
             ``RandomWalk()``.
@@ -98,6 +101,7 @@ def explore(
         faults=faults,
         expect=expect,
         shrink_seconds=shrink_seconds,
+        fewest_ranks=fewest_ranks,
         progress=progress,
         **options,
     )
@@ -111,6 +115,7 @@ def explore_target(
     faults: Sequence[Fault] | Faults = (),
     expect: Callable[[Report], object] | None = None,
     shrink_seconds: float = 30.0,
+    fewest_ranks: int | None = None,
     progress: Callable[[Exploration], object] | None = None,
     **options: Any,
 ) -> Exploration:
@@ -132,7 +137,8 @@ def explore_target(
         bad = _first_here(target, look, seeds, told)
     if bad is not None:
         case = look.case(bad)
-        _shrink(target, look, case, look.at(target.function, case), shrink_seconds, found)
+        fewest = fewest_ranks or (1 if expect is None else case.world_size)
+        _shrink(target, look, case, look.at(target.function, case), shrink_seconds, fewest, found)
     return found
 
 
@@ -247,7 +253,13 @@ def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[in
 
 
 def _shrink(
-    target: Target, look: _Looking, case: Case, failed: Tried, seconds: float, found: Exploration
+    target: Target,
+    look: _Looking,
+    case: Case,
+    failed: Tried,
+    seconds: float,
+    fewest: int,
+    found: Exploration,
 ) -> None:
     if failed.wrong is None:
         found.wrong = (
@@ -255,7 +267,7 @@ def _shrink(
         )
         found.seed = case.seed
         return
-    case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds)
+    case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, fewest)
     found.wrong, found.seed = failed.wrong, case.seed
     found.world_size, found.faults = case.world_size, case.faults
     found.taken = dict(case.schedule.taken if case.schedule is not None else failed.taken or {})
@@ -276,10 +288,21 @@ def _script(target: Target, look: _Looking, case: Case, taken: dict[int, int]) -
         told.append(f"faults=[{', '.join(map(_told, case.faults))}]")
     names = {"Replay", "simulate"} | {type(fault).__name__ for fault in case.faults}
     names |= {"Link"} if any("Link(" in one for one in told) else set()
+    imported, judged = _judged(look, case)
     return (
-        f"from asynccoll.testing import {', '.join(sorted(names))}\n{target.imported}\n\n"
-        f"report = simulate({target.name}, {', '.join(told)}, schedule=Replay({taken}))\nreport.check()\n"
+        f"from asynccoll.testing import {', '.join(sorted(names))}\n{target.imported}\n{imported}\n"
+        f"report = simulate({target.name}, {', '.join(told)}, schedule=Replay({taken}))\n{judged}\n"
     )
+
+
+def _judged(look: _Looking, case: Case) -> tuple[str, str]:
+    """What a script imports to judge the report as ``explore`` did, and how it does."""
+    if look.expect is not None:
+        one = of_function(look.expect)
+        return f"{one.imported}\n", f"{one.name}(report)"
+    if case.faults:  # what ``check`` raises for may be right
+        return "", 'print(report.deadlock, report.errors, report.mismatches, sep="\\n")'
+    return "", "report.check()"
 
 
 def _told(fault: Fault) -> str:

@@ -38,16 +38,19 @@ class Tried:
     taken: dict[int, int] | None = None
 
 
-def smallest(case: Case, failed: Tried, look: Callable[[Case], Tried], seconds: float) -> tuple[Case, Tried]:
+def smallest(
+    case: Case, failed: Tried, look: Callable[[Case], Tried], seconds: float, fewest_ranks: int = 1
+) -> tuple[Case, Tried]:
     """The smallest that was found in so many seconds, and what it says."""
-    return _Shrinking(look, failed.kind, time.monotonic() + seconds).of(case, failed)
+    return _Shrinking(look, failed.kind, time.monotonic() + seconds, fewest_ranks).of(case, failed)
 
 
 class _Shrinking:
     """One search."""
 
-    def __init__(self, look: Callable[[Case], Tried], kind: str, deadline: float) -> None:
+    def __init__(self, look: Callable[[Case], Tried], kind: str, deadline: float, fewest_ranks: int) -> None:
         self._look = look
+        self._fewest_ranks = fewest_ranks
         self._kind = kind
         self._deadline = deadline
 
@@ -64,7 +67,7 @@ class _Shrinking:
         return tried if tried.wrong is not None and tried.kind == self._kind else None
 
     def _fewer_ranks(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
-        for size in range(1, case.world_size):
+        for size in range(self._fewest_ranks, case.world_size):
             if any(fault.struck >= size for fault in case.faults):
                 continue
             for seed in range(case.seed, case.seed + _SEEDS_OF_FEWER):

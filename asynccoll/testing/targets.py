@@ -20,7 +20,7 @@ __all__ = ["Target", "of_function", "of_path"]
 class Target:
     """A function: as it is, or as another process finds it."""
 
-    function: Callable[[int], Any]
+    function: Callable[..., Any]
     #: the line that imports it in a script, and what it is called there
     imported: str
     name: str
@@ -40,13 +40,13 @@ class Target:
             ) from error
 
     @staticmethod
-    def found(sent: bytes) -> Callable[[int], Any]:
+    def found(sent: bytes) -> Callable[..., Any]:
         """What was sent."""
         what: Any = pickle.loads(sent)  # noqa: S301  # it is ours
         return _load(*what) if isinstance(what, tuple) else what
 
 
-def of_function(function: Callable[[int], Any]) -> Target:
+def of_function(function: Callable[..., Any]) -> Target:
     """A function that the caller has."""
     name = getattr(function, "__qualname__", repr(function))
     return Target(function, f"from {getattr(function, '__module__', '?')} import {name}", name)
@@ -69,12 +69,12 @@ def of_path(path: str) -> Target:
     return Target(_load(str(where), name), f"from {where.stem} import {name}", name, str(where))
 
 
-def _load(file: str, name: str) -> Callable[[int], Any]:
+def _load(file: str, name: str) -> Callable[..., Any]:
     where = Path(file)
     if str(where.parent) not in sys.path:
         sys.path.insert(0, str(where.parent))
     found = getattr(importlib.import_module(where.stem), name, None)
     if not callable(found):
         raise InvalidArgumentError(f"{where.name} has no function {name!r}")
-    function: Callable[[int], Any] = found
+    function: Callable[..., Any] = found
     return function
