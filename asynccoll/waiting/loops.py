@@ -1,8 +1,8 @@
 """An event loop as one who waits sees it: is it due for a turn, how to give it one, how to sleep in it.
 
 A turn of the loop may be held by waits in place for a millisecond; then, if something there is ready to
-run, it is to be given one. A loop that can be asked gets its turn as soon as a timer is due; while it has
-nothing to do, the turn is prolonged a millisecond at a time.
+run, it is to be given one. One of asyncio's own can be asked: it gets its turn as soon as a timer is due, and
+while it has nothing to do, the turn is prolonged a millisecond at a time.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def is_cancelled(loop: Any) -> bool:
 class _SelectorLoop(Loop):
     """One of asyncio's own, which can be asked what it has to do.
 
-    These attributes of asyncio are private, and the same in every version from 3.4 on.
+    These attributes of asyncio are private, and the same in every version from 3.4 on. Unasked, a heartbeat of
+    1 ms beside a stream of small calls comes a millisecond later.
     """
 
     __slots__ = ("_loop",)
@@ -184,35 +185,10 @@ class _TrioLoop(Loop):
             forget()
 
 
-class _AskedTrioLoop(_TrioLoop):
-    """The same where it says when its next deadline is.
-
-    ``trio.lowlevel.current_statistics()`` says so, too, and looks at every socket that is waited for.
-    """
-
-    __slots__ = ()
-
-    def over(self, now: float) -> bool:
-        return now >= self.ends or self.due(now) <= 0.0
-
-    def due(self, now: float) -> float:  # trio has a clock of its own
-        runner = _trio_runner()
-        return float(runner.deadlines.next_deadline() - runner.current_time())
-
-
-def _trio_runner() -> Any:
-    return sys.modules["trio"]._core._run.GLOBAL_RUN_CONTEXT.runner
-
-
 def _seen(loop: Any) -> Loop:
     if isinstance(loop, asyncio.SelectorEventLoop):
         return _SelectorLoop(loop)
-    if type(loop).__name__ != "TrioToken":
-        return Loop()
-    with contextlib.suppress(AttributeError):  # a trio that is made otherwise
-        _trio_runner().deadlines.next_deadline()
-        return _AskedTrioLoop()
-    return _TrioLoop()
+    return _TrioLoop() if type(loop).__name__ == "TrioToken" else Loop()
 
 
 _seen_loops: WeakKeyDictionary[Any, Loop] = WeakKeyDictionary()
