@@ -101,8 +101,8 @@ def is_cancelled(loop: Any) -> bool:
 class _SelectorLoop(Loop):
     """One of asyncio's own, which can be asked what it has to do.
 
-    These attributes of asyncio are private, and the same in every version from 3.4 on. Unasked, a heartbeat of
-    1 ms beside a stream of small calls comes a millisecond later.
+    These attributes of asyncio are private, and the same in every version from 3.4 on. Where it is not asked,
+    a heartbeat of 1 ms beside a stream of small calls comes a millisecond later.
     """
 
     __slots__ = ("_loop",)
