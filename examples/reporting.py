@@ -59,3 +59,17 @@ def table(seconds: dict[str, list[float]]) -> str:
         median, tenth = statistics.median(values), sorted(values)[len(values) // 10]
         lines.append(f"{name:>14} {1e3 * median:8.1f} {1e3 * tenth:14.1f} {median / reference:17.2f}")
     return "\n".join(lines)
+
+
+def meaning(seconds: dict[str, list[float]], hidden: float) -> str:
+    """What the table shows, in words: never a slower step without a reason."""
+    if "DDP" not in seconds:
+        return "one rank alone communicates with nobody, so there is nothing to hide: try it on two"
+    ratio = statistics.median(seconds["overlapped"]) / statistics.median(seconds["DDP"])
+    return (
+        f"{hidden:.0%} of the communication that was recorded ran while something was computed; a step takes "
+        f"{ratio:.2f} of DDP's time\n"
+        "ranks of one machine share its cores: communication takes little time here, and takes it from\n"
+        "the cores that compute, so hiding it gains little, or nothing. Over a network it waits for the\n"
+        "link: docs/overlap.md has figures for 1 Gbit/s, and `make overlap`, as root, measures it"
+    )

@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 import asynccoll as ac
 from digits import Batches, digits, network
-from reporting import Advance, Step, progress, table, time_steps
+from reporting import Advance, Step, meaning, progress, table, time_steps
 
 Mark = Callable[[str], AbstractContextManager[None]]  # a span of the timeline, or nothing
 
@@ -207,7 +207,9 @@ async def main(arguments: argparse.Namespace) -> None:
     if dist.is_initialized():  # not in the world of one without a launcher
         ways["DDP"] = TorchDDP(copy.deepcopy(start)).step
     ways["overlapped"] = again.step
-    say(table(await time_steps(ways, batches, arguments.steps)))
+    seconds = await time_steps(ways, batches, arguments.steps)
+    say(table(seconds))
+    say(meaning(seconds, training.timeline.hidden_fraction()))
     if ac.get_rank() == 0:
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
         say(f"what ran when: {training.timeline.plot(arguments.picture).resolve()}")
