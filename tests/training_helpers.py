@@ -455,6 +455,9 @@ class Layered(Helper):
         with raising(ac.CollectiveMismatchError) if ac.get_world_size() > 1 else contextlib.nullcontext():
             async for _ in reversed(self.layers) if other else self.layers:
                 pass
+        # What was gathered ahead differs as well, and may be refused only now, with the call that comes next.
+        with contextlib.suppress(ac.PeerRefusedError):
+            await ac.barrier(lane=self.lane)
 
     async def closed(self) -> None:
         if len(self.parts) > 1 and len({shard.numel() for shard in self.layers.parameters()}) == 1:

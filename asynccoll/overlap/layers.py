@@ -304,7 +304,7 @@ class _Loop(prefetch[GatheredLayer]):
     def _explain(self, error: CollectiveMismatchError) -> None:
         """Some backends have told the calls apart themselves, and not the layers."""
         if SAME_LOOPS not in str(error):
-            error.add_note(SAME_LOOPS)
+            error.args = (f"{error}\n{SAME_LOOPS}",)
 
 
 def _start(call: dict[str, Any], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:

@@ -65,7 +65,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
         return (self._out.popleft(),) if self._out else None
 
     def _explain(self, error: CollectiveMismatchError) -> None:
-        """Add a note to an error of ranks that started different operations."""
+        """Add to the error of ranks that started different operations what to do about it."""
 
     def _detach(self) -> None:
         for work in self._out:
