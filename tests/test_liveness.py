@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from asynccoll.flight import Recorder
 from asynccoll.health import liveness
-from asynccoll.health.accounts import Peer
+from asynccoll.health.accounts import Accounts, Peer
 from asynccoll.health.liveness import Liveness
+from asynccoll.host.answering import Answers
 
 RANK = 1
 
@@ -57,3 +59,22 @@ def test_silence_is_no_death_in_a_routine_question(
         listening.accept()[0].close()
         assert asker.lost((RANK,), routine=True) == ()
         assert not asker.in_doubt((RANK,))
+
+
+def test_a_beacon_that_strangers_have_filled_is_no_death(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They can fill what is never served; they do not know the secret with which the rank answers."""
+    monkeypatch.setattr(liveness, "PROBE_SECONDS", 0.1)
+    recorder = Recorder(0, 2)
+    accounts = Accounts(0, recorder, "the job's", "here")
+    asker = Liveness(None, 0, accounts)
+    answers = Answers("127.0.0.1", b"the job's", lambda question: {})
+    asker._peers[RANK] = Peer("127.0.0.1", listening.getsockname()[1], "here", 1, answers=answers.port)
+    with socket.create_connection(listening.getsockname()):
+        assert asker.lost((RANK,)) == ()
+        assert not asker.in_doubt((RANK,))
+        answers.close()
+        assert asker.lost((RANK,)) == (RANK,)
+    asker.close()
+    recorder.close()

@@ -123,6 +123,10 @@ class Accounts:
             said = ask(awake, self._secret, "account", seconds)
         return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
 
+    def heard(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> set[int]:
+        """Those of ``peers`` that answer at all."""
+        return set(ask(peers, self._secret, "here", seconds)) if peers else set()
+
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:
         """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
         memory = self.held.get(rank)
@@ -140,7 +144,9 @@ class Accounts:
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, Any]:
-        """What this rank tells others of itself; or, asked for ``peers``, where the others are."""
+        """What this rank tells others of itself; where the others are (``peers``); that it is ``here``."""
+        if question == "here":
+            return {}
         if question == "peers":
             return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
         found = self.own()

@@ -104,11 +104,15 @@ class Liveness:
         asked = {rank: (peer.address, peer.port) for rank, peer in peers.items() if rank not in self._lines}
         answered, silent = lines.connect(asked, PROBE_SECONDS)
         self._lines |= answered
+        # Anybody can fill a socket that is never served: who knows the secret is asked before silence counts.
+        heard = set() if self._accounts is None else self._accounts.heard({one: peers[one] for one in silent})
+        silent = [rank for rank in silent if rank not in heard]
         now = host.monotonic()
         before = {rank: since for rank, since in self._silent.items() if rank not in self._lines}
         self._silent = dict.fromkeys(silent, now) | before
         spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
-        return tuple(sorted(rank for rank in peers if rank not in self._lines and rank not in spared))
+        there = self._lines.keys() | spared | heard
+        return tuple(sorted(rank for rank in peers if rank not in there))
 
     def in_doubt(self, ranks: tuple[int, ...]) -> bool:
         """Whether one of ``ranks`` was silent when last asked: the store may be, too, and would keep us."""

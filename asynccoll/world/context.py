@@ -339,16 +339,23 @@ class Context:
         refused = self.refusals.published(lane)  # asked second: the store may be gone with rank 0
         if refused is not None:
             refused.__cause__ = error
-        return refused or error
+        return refused or self.loss(lane, error, leaving=True) or error
 
-    def loss(self, lane: Lane, error: CollectiveError | None = None) -> PeerLostError | None:
-        """The error that names the ranks of the lane's group that are gone, if any is."""
+    def loss(
+        self, lane: Lane, error: CollectiveError | None = None, *, leaving: bool = False
+    ) -> PeerLostError | None:
+        """The error that names the ranks of the lane's group that are gone, if any is.
+
+        ``leaving``: or are about to, by what they have written down.
+        """
         # With an error, somebody has just gone or closed.
         ranks = lane.group.ranks
         lost = (
             self.liveness.lost(ranks, routine=True)
             if error is None
-            else self.liveness.lost(ranks, patience=0.3) or self.liveness.leaving(ranks)
+            else self.liveness.leaving(ranks)
+            if leaving
+            else self.liveness.lost(ranks, patience=0.3)
         )
         # Rank 0 stays for the store when it has left; and whoever closed a connection may not be out yet.
         staying = {0}.intersection(ranks) if error is None or lost else ranks
