@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training faults nightly quick lint types docs bench \
+.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training faults kills nightly quick lint types docs bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -162,6 +162,9 @@ faults: ## every fault on BACKEND (docs/faults.md), operations and ways of waiti
 	@$(ENVS) exec $(ON) -- env ASYNCCOLL_TEST_FAULTS=$(or $(FAULTS),all) ASYNCCOLL_TEST_BACKENDS=$(BACKEND) \
 		$(PYTEST) $(AT_ONCE:loadfile=load) $(call TESTS_OF,faults_matrix) $(ARGS)
 
+kills: ## kill a rank at a random moment, KILLS=1000 times: who is named, how soon, what is left
+	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/kills.py $(or $(KILLS),1000) $(ARGS)
+
 # Where each backend's tests run: BACKEND:ON.
 EVERYWHERE := gloo:test memory:test mpi:mpich mpi:openmpi horovod:horovod xla-tpu:xla
 DRAWN      := all_gather all_reduce all_to_all broadcast codecs compositions env fusion nodes p2p reduce_scatter scatter
@@ -176,6 +179,8 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@for one in gloo:test mpi:mpich horovod:horovod; do \
 		$(MAKE) --no-print-directory faults BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 1000
+	@env ASYNCCOLL_TEST_MEMORY_SOAK=3400000 $(WHEEL) $(PYTEST) $(call TESTS_OF,memory_soak)
+	@$(MAKE) --no-print-directory kills
 
 # Those of files that start whole programs are left to `make test`.
 PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where

@@ -799,7 +799,11 @@ class Lane:
     def _failed_to_open(self, epoch: int, error: BaseException) -> None:
         """A helper thread could not: every operation that waits for this lane says why."""
         if self._connection.is_for(epoch):
-            self.break_off(collective_error(error, f"opening {self}"))
+            failure = collective_error(error, f"opening {self}")
+            if isinstance(failure, PeerLostError):
+                self.world.find_out(self, failure)
+            else:
+                self.break_off(failure)
 
     def next_round(self) -> None:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""

@@ -15,6 +15,7 @@ from asynccoll.backends.memory.hub import Bells, Hub
 from asynccoll.backends.memory.neighbours import Failed
 from asynccoll.backends.memory.parking import supported
 from asynccoll.backends.memory.tables import MEMORY, NEAR
+from asynccoll.errors import PeerLostError
 
 if TYPE_CHECKING:
     import torch
@@ -82,11 +83,23 @@ class Sharing(Backend):
 
     def open(self, opening: Opening) -> Communicator:
         if self._shares(opening.ranks):
-            rest = self._inner.open(replace(opening, carried=_CPU))
-            return self._in_memory(opening, rest)
+            return self._open_near(opening)
         if opening.nodes > 1 and self._share_by_host(opening.ranks):
             opening = replace(opening, within=partial(self._open_within, opening))
         return self._inner.open(opening)
+
+    def _open_near(self, opening: Opening) -> MemoryCommunicator:
+        """One whose ranks are all on this host; a rank whose process has ended is not waited for."""
+        assert self._hub is not None
+        gone = partial(self._hub.gone_of, opening.ranks)
+        watching = replace(opening, given_up=lambda: opening.given_up() or bool(gone()))
+        try:
+            return self._in_memory(watching, self._inner.open(replace(watching, carried=_CPU)))
+        except Exception as error:
+            if opening.given_up() or not (ended := gone()):
+                raise
+            who = ", ".join(map(str, ended))
+            raise PeerLostError(f"rank {who} ended before it had opened lane {opening.lane!r}") from error
 
     def _open_within(self, opening: Opening) -> Communicator:
         """The communicator of those of its ranks that are on this host."""

@@ -1,0 +1,191 @@
+"""Kill a rank at a random moment, again and again: what the others are told, how soon, and what is left.
+
+``python tests/kills.py 1000 [SEED]`` prints one line of figures, and a line for each kill that went wrong.
+Ranks are forked from this process, which has imported everything and started nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import asynccoll as ac
+
+__all__ = ["Kills", "kill_many"]
+
+#: Survivors that have said nothing for so long are taken for hanging.
+HANG_SECONDS = 30.0
+#: Elements of what is reduced and gathered: one step, several in flight, many steps.
+_SIZES = (1, 1000, 70_000, 400_000)
+
+
+@dataclass
+class Kills:
+    """What has come of some kills."""
+
+    #: from the kill to the error, of each survivor
+    seconds: list[float] = field(default_factory=list)
+    #: what was not as it should be
+    wrong: list[str] = field(default_factory=list)
+
+    def share_within(self, seconds: float) -> float:
+        return sum(one <= seconds for one in self.seconds) / len(self.seconds)
+
+    def __str__(self) -> str:
+        ordered = sorted(self.seconds)
+        median, high = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+        return (
+            f"{len(ordered)} survivors, {len(self.wrong)} wrong; ms: median {median * 1e3:.0f}, "
+            f"99 % {high * 1e3:.0f}, longest {ordered[-1] * 1e3:.0f}; "
+            f"{self.share_within(0.1):.1%} within 100 ms"
+        )
+
+
+def kill_many(count: int, seed: int, sizes: Sequence[int] = (2, 3, 4)) -> Kills:
+    """Kill a rank in each of ``count`` worlds, of these sizes in turn."""
+    kills = Kills()
+    rng = random.Random(seed)
+    for number in range(count):
+        _kill_one(sizes[number % len(sizes)], rng, kills, f"kill {number} of seed {seed}")
+    return kills
+
+
+def _kill_one(size: int, rng: random.Random, kills: Kills, name: str) -> None:
+    victim, work = rng.randrange(size), rng.randrange(1 << 30)
+    pause = rng.choice((0.0, 0.02, 0.2)) * rng.random()
+    before = _in_dev_shm()
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [_fork(rank, size, f"{directory}/meet", work) for rank in range(size)]
+        try:
+            if any(_read(pipe) is None for _, pipe in ranks):
+                kills.wrong.append(f"{name}: the world of {size} did not come together")
+                return
+            time.sleep(pause)  # the moment is drawn: nothing is waited for
+            start = time.monotonic()
+            os.kill(ranks[victim][0], signal.SIGKILL)
+            for rank, (_, pipe) in enumerate(ranks):
+                if rank != victim:
+                    _judge(_read(pipe), victim, start, kills, f"{name}: rank {rank} of {size}")
+        finally:
+            for pid, pipe in ranks:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                os.close(pipe)
+    if left := _in_dev_shm() - before:
+        kills.wrong.append(f"{name}: left in /dev/shm: {sorted(left)}")
+
+
+def _judge(said: Any, victim: int, start: float, kills: Kills, name: str) -> None:
+    if said is None:
+        kills.wrong.append(f"{name} hangs, or has ended without a word")
+        return
+    kills.seconds.append(said["at"] - start)
+    if said["error"] != "PeerLostError" or said["ranks"] != [victim]:
+        kills.wrong.append(f"{name}, of which rank {victim} was killed: {said}")
+    if said["left"]:
+        kills.wrong.append(f"{name} has open descriptors afterwards: {said['left']}")
+    if kills.seconds[-1] > 1:
+        kills.wrong.append(f"{name} was told after {kills.seconds[-1]:.2f} s")
+
+
+def _read(pipe: int) -> Any:
+    """The next line that a rank says; None if it says none."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not select.select([pipe], [], [], HANG_SECONDS)[0]:
+            return None
+        got = os.read(pipe, 4096)
+        if not got:
+            return None
+        line += got
+    return json.loads(line)
+
+
+def _fork(rank: int, size: int, meet: str, seed: int) -> tuple[int, int]:
+    """The number of the process that is this rank, and the pipe by which it speaks."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writes)
+        return pid, reads
+    try:
+        os.close(reads)
+        _be_rank(rank, size, meet, seed, writes)
+    finally:
+        os._exit(0)
+
+
+def _be_rank(rank: int, size: int, meet: str, seed: int, pipe: int) -> None:
+    def say(what: object) -> None:
+        os.write(pipe, json.dumps(what).encode() + b"\n")
+
+    warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # what was in flight is dropped with the error
+    opened = _descriptors()
+    ac.initialize("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=20)
+    try:
+        asyncio.run(_work(random.Random(seed), lambda: say("up")))
+    except ac.CollectiveError as error:
+        said = {
+            "at": time.monotonic(),
+            "error": type(error).__name__,
+            "ranks": list(getattr(error, "ranks", ())),
+        }
+        said["text"] = str(error)
+    ac.finalize()
+    gc.collect()  # the error knew the frames in which lanes were used, and those the lanes
+    said["left"] = [what for what in _descriptors() - opened if "asynccoll" in what or "pidfd" in what]
+    say(said)
+
+
+async def _work(rng: random.Random, ready: Any) -> None:
+    """Collectives without end, the same on all ranks: several in flight, some with nobody who waits yet."""
+    await ac.barrier()
+    ready()
+    while True:
+        x = torch.ones(rng.choice(_SIZES))
+        flying: list[Any] = [
+            rng.choice((ac.all_reduce, ac.all_gather))(x, lane=rng.choice(("default", "other")))
+            for _ in range(rng.randrange(1, 5))
+        ]
+        flying.append(ac.all_gather_object(x.numel()))
+        for work in flying:
+            await work
+
+
+def _in_dev_shm() -> set[str]:
+    """What is in /dev/shm, but for what Python's multiprocessing puts there."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
+def _descriptors() -> set[str]:
+    """What this process has open, by name."""
+    found = set()
+    for one in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{one} {os.readlink(f'/proc/self/fd/{one}')}")
+        except OSError:  # that of the listing itself
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    all_kills = kill_many(
+        int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(1 << 30)
+    )
+    print("\n".join([*all_kills.wrong, str(all_kills)]), flush=True)
+    sys.exit(bool(all_kills.wrong))

@@ -1,0 +1,33 @@
+"""Ranks that are killed at random moments: the others are told who, soon, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patience import patient
+from worlds import rank_environment
+
+#: Worlds in which a rank is killed; `make kills` has more patience.
+KILLS = os.environ.get("ASYNCCOLL_TEST_KILLS", "6")
+SEED = os.environ.get("ASYNCCOLL_TEST_SEED", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_are_killed_at_random_moments() -> None:
+    """While lanes are opened, and amid calls of one step and of many."""
+    tool = Path(__file__).with_name("kills.py")
+    ended = subprocess.run(
+        [sys.executable, str(tool), KILLS, SEED],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=patient(10 * int(KILLS)),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
