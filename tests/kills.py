@@ -167,8 +167,8 @@ async def _work(rng: random.Random, ready: Any) -> None:
 
 
 def _in_dev_shm() -> set[str]:
-    """What is in /dev/shm, but for what Python's multiprocessing puts there."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """What is in /dev/shm of ours or torch's: other programs of this machine use it, too."""
+    return {name for name in os.listdir("/dev/shm") if "asynccoll" in name or "torch" in name}
 
 
 def _descriptors() -> set[str]:

@@ -13,7 +13,7 @@ from patience import patient
 from worlds import rank_environment
 
 #: Worlds in which a rank is killed; `make kills` has more patience.
-KILLS = os.environ.get("ASYNCCOLL_TEST_KILLS", "6")
+KILLS = os.environ.get("ASYNCCOLL_TEST_KILLS", "5")
 SEED = os.environ.get("ASYNCCOLL_TEST_SEED", "1")
 
 
