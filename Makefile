@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training faults kills nightly quick lint types docs bench \
+.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training faults kills nightly quick lint types docs coverage bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -206,6 +206,15 @@ types: ## mypy, strict, also of what users write; pyright of that, and that ever
 
 docs: ## build the documentation into build/docs, warnings are errors
 	@$(WHEEL) python -m sphinx -q -W --keep-going -b html $(CURDIR)/docs $(CURDIR)/build/docs
+
+# Of every backend at two ranks, each way of waiting once: more ranks reach no other lines.
+COVERED := $(PYTHON) $(CURDIR)/tools/covered.py
+coverage: export ASYNCCOLL_TEST_WORLD_SIZES := 2
+coverage: export ASYNCCOLL_TEST_ONCE := 1
+coverage: ## lines and branches that the tests reach, over all ranks, threads, backends and simulated worlds
+	@$(COVERED) clean
+	@$(COVERED) run $(MAKE) --no-print-directory -k tests memory mpi horovod xla || echo "some tests failed: see above"
+	@$(COVERED) report
 
 bench: ## collectives beside the peers (RANKS=2 ARGS="all_gather -e 1M"), or BENCH=responsiveness, fusion, objects
 	@$(TEST) python -m asynccoll $(if $(BENCH),run -n $(RANKS) benchmarks/$(BENCH).py,bench --ranks $(RANKS)) $(ARGS)

@@ -86,7 +86,8 @@ def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
     else:
         site = envbuild.ROOT
     variables["PATH"] = os.pathsep.join([*search, os.environ.get("PATH", os.defpath)])
-    variables["PYTHONPATH"] = str(site)
+    measuring = variables.get("ASYNCCOLL_MEASURING")  # by tools/covered.py
+    variables["PYTHONPATH"] = os.pathsep.join([str(site), measuring] if measuring else [str(site)])
     variables["PYTHONNOUSERSITE"] = "1"
     sys.stdout.flush()
     os.execvpe(arguments[0], arguments, variables)  # noqa: S606 - becoming it is the purpose

@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Coverage of asynccoll over all ranks, threads, backends and simulated worlds of a run of the tests.
+
+    python tools/covered.py run COMMAND...   run it, every Python process in it measured
+    python tools/covered.py report           merge what all runs left, print it by module, hold it to its bounds
+    python tools/covered.py clean            forget what earlier runs left
+
+Each process leaves a file of its own in ``build/coverage``. What is measured and what is left out, with reasons,
+stands in ``pyproject.toml`` (``[tool.coverage]``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import envbuild
+from envbuild import ROOT, Environment
+
+ENVIRONMENT = Environment("coverage", groups=("coverage",), download="0.3 MB", constraints="coverage.txt")
+DATA = ROOT / "build" / "coverage"
+#: What `report` fails below, in percent: what `make coverage` reached when they were last raised.
+LINES, BRANCHES = 97.0, 92.0
+
+
+def _coverage() -> tuple[Path, Path]:
+    """The interpreter that coverage is installed for, and the directory that it is importable from."""
+    python = envbuild.ensure(ENVIRONMENT)
+    (packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    return python, packages
+
+
+def run(command: list[str]) -> int:
+    """Run ``command`` so that each Python process below it writes what it reached into ``DATA``."""
+    _, packages = _coverage()
+    DATA.mkdir(parents=True, exist_ok=True)
+    # envs.py, which the targets run in, sets PYTHONPATH, and appends this to it.
+    measuring = os.pathsep.join([str(ROOT / "tools" / "measuring"), str(packages)])
+    variables = {
+        "ASYNCCOLL_MEASURING": measuring,
+        "COVERAGE_PROCESS_START": str(ROOT / "pyproject.toml"),
+        "COVERAGE_FILE": str(DATA / "of"),
+    }
+    return subprocess.run(command, env=os.environ | variables, check=False).returncode
+
+
+def _in_percent(summary: dict[str, int]) -> tuple[float, float]:
+    """Covered lines and covered branches; 100 of what has none."""
+    lines = 100 * summary["covered_lines"] / (summary["num_statements"] or 1)
+    branches = 100 * summary["covered_branches"] / (summary["num_branches"] or 1)
+    return (lines if summary["num_statements"] else 100.0), (branches if summary["num_branches"] else 100.0)
+
+
+def report() -> int:
+    """Print a row for each package and each file that is below the bounds; 1 if the whole is."""
+    python, _ = _coverage()
+    tool = [str(python), "-m", "coverage"]
+    where = os.environ | {"COVERAGE_FILE": str(DATA / "merged")}
+    config = ["--rcfile", str(ROOT / "pyproject.toml")]
+    subprocess.run([*tool, "combine", *config, "--keep", "-q", str(DATA)], cwd=ROOT, env=where, check=True)
+    found = DATA / "found.json"
+    subprocess.run([*tool, "json", *config, "-q", "-o", str(found)], cwd=ROOT, env=where, check=True)
+    data = json.loads(found.read_text())
+    packages: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for name, file in data["files"].items():
+        for key, value in file["summary"].items():
+            if isinstance(value, int):
+                packages[Path(name).parts[1]][key] += value
+    for name, summary in sorted(packages.items()):
+        print("{:24}{:8.1f}{:8.1f}".format(name, *_in_percent(summary)))
+    for name, file in sorted(data["files"].items()):
+        lines, branches = _in_percent(file["summary"])
+        if lines < LINES or branches < BRANCHES:
+            missing = ", ".join(map(str, file["missing_lines"]))
+            print(f"  {name}: lines {lines:.1f}, branches {branches:.1f}; not reached: {missing}")
+    lines, branches = _in_percent(data["totals"])
+    print(f"coverage: {lines:.1f} % of lines, {branches:.1f} % of branches (bounds: {LINES}, {BRANCHES})")
+    return int(lines < LINES or branches < BRANCHES)
+
+
+def main(argv: list[str]) -> int:
+    match argv:
+        case ["run", *command] if command:
+            return run(command)
+        case ["report"]:
+            return report()
+        case ["clean"]:
+            shutil.rmtree(DATA, ignore_errors=True)
+            return 0
+    raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
