@@ -23,7 +23,7 @@ T = TypeVar("T")
 _MISTAKES = (CollectiveMismatchError, PeerRefusedError)
 
 
-def state(**kept: Any) -> Any:
+def state(**kept: object) -> Any:
     """What survives a loss: a ``horovod.torch.elastic.TorchState`` of models, optimizers and plain values.
 
     >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
@@ -58,7 +58,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
     hvd = load()
     from horovod.common.exceptions import HorovodInternalError
 
-    def life(state: Any, *args: Any, **kwargs: Any) -> T:
+    def life(state: object, *args: object, **kwargs: object) -> T:
         try:
             initialize("horovod")
             result = function(state, *args, **kwargs)
@@ -77,7 +77,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
     elastic: Callable[..., T] = hvd.elastic.run(life)
 
     @functools.wraps(function)
-    def job(state: Any, *args: Any, **kwargs: Any) -> T:
+    def job(state: object, *args: object, **kwargs: object) -> T:
         start(hvd, None)
         return elastic(state, *args, **kwargs)
 

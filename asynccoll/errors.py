@@ -27,7 +27,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 __all__ = [
     "AbortedError",
@@ -121,7 +120,7 @@ class CollectiveError(AsyncCollError, RuntimeError):
         self.operation = operation
         self.lane = lane
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         told = {"ranks": self.ranks, "operation": self.operation, "lane": self.lane}
         return type(self), (str(self),), told
 

@@ -2,11 +2,11 @@
 """Coverage of asynccoll over all ranks, threads, backends and simulated worlds of a run of the tests.
 
     python tools/covered.py run COMMAND...   run it, every Python process in it measured
-    python tools/covered.py report           merge what all runs left, print it by module, hold it to its bounds
+    python tools/covered.py report           merge what all runs left, print it by module, hold it to bounds
     python tools/covered.py clean            forget what earlier runs left
 
-Each process leaves a file of its own in ``build/coverage``. What is measured and what is left out, with reasons,
-stands in ``pyproject.toml`` (``[tool.coverage]``).
+Each process leaves a file of its own in ``build/coverage``. What is measured and what is left out, with
+reasons, stands in ``pyproject.toml`` (``[tool.coverage]``).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from asynccoll.auto.place import Place, here
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
 
-class DistributedProxySampler(DistributedSampler[Any]):
+class DistributedProxySampler(DistributedSampler[object]):
     """This rank's share of what another sampler draws, the same draw on every rank.
 
     The order of an epoch is that of ``sampler`` under a seed which is the epoch's number
@@ -29,7 +29,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
+        self, sampler: Sampler[object], num_replicas: int | None = None, rank: int | None = None
     ) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(
@@ -56,7 +56,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         return iter(mine)
 
 
-def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
+def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
 
     - ``batch_size`` is divided by the number of ranks (where it is at least that), ``num_workers`` by the
@@ -71,7 +71,7 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
     return dataloader_for(here(), dataset, kwargs)
 
 
-def dataloader_for(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> Any:
+def dataloader_for(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> Any:
     """The same for a given place."""
     if place.world_size > 1:
         _share(place, dataset, kwargs)
@@ -90,7 +90,7 @@ def dataloader_for(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) 
     return place.training.loader(loader, place.device, place.log) if place.world_size > 1 else loader
 
 
-def _share(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
+def _share(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> None:
     """Change ``kwargs`` to this rank's part of them."""
     if kwargs.get("batch_size") is not None and kwargs["batch_size"] >= place.world_size:
         kwargs["batch_size"] //= place.world_size
@@ -112,7 +112,7 @@ def _share(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
         kwargs["sampler"] = _sampler(place, dataset, kwargs)
 
 
-def _sampler(place: Place, dataset: Dataset[Any], kwargs: dict[str, Any]) -> Sampler[Any]:
+def _sampler(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> Sampler[object]:
     sampler = kwargs.get("sampler")
     if sampler is None:
         shuffle = kwargs.pop("shuffle", True)  # the loader refuses it beside a sampler

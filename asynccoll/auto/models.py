@@ -47,7 +47,7 @@ _NAMES = "named_parameters"
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
 
 
-def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: Any) -> nn.Module:
+def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.Module:
     """The model on this rank's device, ready to be trained by all ranks together.
 
     - gloo, nccl: ``DistributedDataParallel`` around it, after ``SyncBatchNorm`` conversion with
@@ -125,7 +125,7 @@ def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
     return wrapped
 
 
-def auto_optim(optimizer: O, **kwargs: Any) -> O:
+def auto_optim(optimizer: O, **kwargs: object) -> O:
     """The optimizer, ready to step on gradients of all ranks.
 
     - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
@@ -166,7 +166,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
     return optimizer
 
 
-def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:
     """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
     kwargs = {"lane": new_lane("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
@@ -235,7 +235,7 @@ class AsyncOptimizer:
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
-    async def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+    async def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Any:
         """Update the parameters once the gradients of all ranks are averaged.
 
         ``closure`` makes the gradients anew and returns the loss, which is returned. With a gradient
@@ -247,7 +247,7 @@ class AsyncOptimizer:
         """
         return await run(self._sequences.steps(("step", closure), lambda: self._step(closure, scaler)))
 
-    def _step(self, closure: Callable[[], Any] | None, scaler: Any) -> Steps[Any]:
+    def _step(self, closure: Callable[[], object] | None, scaler: Any) -> Steps[object]:
         loss = None
         if closure is not None:
             _refuse_many_closures(self.wrapped)

@@ -135,7 +135,7 @@ def create(
     timeout: float,
     check: str,
     memory: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> Context:
     """The context that ``initialize`` asks for."""
     explicit = _check_place(init_method, store, rank, world_size)
@@ -196,7 +196,7 @@ def _choose(launch: LaunchInfo | None) -> str:
     return "gloo"
 
 
-def _normal(backend: Any) -> str:
+def _normal(backend: object) -> str:
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a name or None, got {backend!r}")
     return backend.strip().lower()

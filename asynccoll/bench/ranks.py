@@ -47,7 +47,7 @@ def measure(request: BenchRequest, report: Report) -> None:
         asyncio.run(_measure_all(request, libraries, tell))
 
 
-def _silent(_kind: str, _what: dict[str, Any]) -> None:
+def _silent(_kind: str, _what: dict[str, object]) -> None:
     """Ranks but the first say nothing."""
 
 
@@ -85,7 +85,7 @@ def _wanted(request: BenchRequest) -> tuple[list[Library], dict[str, str]]:
     return [one for one in asked if not absent[one.name]], {name: why for name, why in absent.items() if why}
 
 
-def _start(request: BenchRequest, libraries: list[Library], absent: dict[str, str]) -> dict[str, Any]:
+def _start(request: BenchRequest, libraries: list[Library], absent: dict[str, str]) -> dict[str, object]:
     return {
         "asynccoll": ac.__version__,
         "torch": torch.__version__,

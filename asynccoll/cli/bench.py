@@ -142,7 +142,7 @@ class _Shown:
     """The run as it is shown: a bar meanwhile, a table for each operation, all of it as JSON in the end."""
 
     def __init__(self, *, as_json: bool) -> None:
-        self.header: dict[str, Any] = {}
+        self.header: dict[str, object] = {}
         self.rows: list[dict[str, Any]] = []
         self._as_json = as_json
         self._done = 0
@@ -199,7 +199,7 @@ _PLACE = {"out-of-place": "out", "in-place": "in"}
 _WORDS = frozenset({"type", "redop", "peer", "place"})
 
 
-def _table(operation: str, rows: list[dict[str, Any]]) -> Table:
+def _table(operation: str, rows: list[dict[str, object]]) -> Table:
     """A line for each size, peer and place."""
     columns = ("size", "count", "type", "redop", "root", "peer", "place")
     figures = ("time us", "algbw", "busbw", "wrong", "x torch")
@@ -236,7 +236,7 @@ def _line(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _errors(rows: list[dict[str, Any]]) -> list[str]:
+def _errors(rows: list[dict[str, object]]) -> list[str]:
     """What peers could not do, once each."""
     told = {(row["peer"], row["operation"], row["error"]): None for row in rows if row["error"]}
     return [f"# {peer} cannot {operation}: {error}" for peer, operation, error in told]

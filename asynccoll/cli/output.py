@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +92,7 @@ def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on 
     parser.add_argument("--json", action="store_true", help=what)
 
 
-def print_json(what: Any) -> None:
+def print_json(what: object) -> None:
     """One document, on standard output."""
     print(json.dumps(what, indent=2), flush=True)
 

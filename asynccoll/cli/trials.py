@@ -12,7 +12,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from asynccoll.backends import table
 
@@ -39,7 +38,7 @@ class Trial:
     why: str = ""
     do: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asynccoll.flight.reading import Call, Flight
 
@@ -41,7 +40,7 @@ class Parting:
             found.setdefault("has not called" if call is None else _told(call), []).append(rank)
         return [(tuple(ranks), text) for text, ranks in found.items()]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For programs."""
         return {
             "kind": self.kind,

@@ -23,7 +23,7 @@ def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
     return plain
 
 
-def plain_call(call: Call, now: float) -> dict[str, Any]:
+def plain_call(call: Call, now: float) -> dict[str, object]:
     """For people and programs: what was called, where, and how many seconds ago; None is not known."""
     return {
         "operation": call.operation,

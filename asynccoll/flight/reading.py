@@ -112,7 +112,7 @@ def read(memory: memoryview | bytes) -> Flight | None:
     )  # fmt: skip
 
 
-def said(memory: memoryview | bytes) -> dict[str, Any]:
+def said(memory: memoryview | bytes) -> dict[str, object]:
     """What the rank says of itself, without reading anything else; empty where ``read`` gives None."""
     if _head(memory) is None:
         return {}

@@ -43,7 +43,7 @@ class Recorder:
         self._lanes = 0
         self._free: list[int] = []
         self._lock = host.Lock()
-        self._said: dict[str, Any] = {}
+        self._said: dict[str, object] = {}
         self._begin()
 
     def _use(self, buffer: Any) -> None:
@@ -72,7 +72,7 @@ class Recorder:
 
     # Who it is
 
-    def say(self, **said: Any) -> None:
+    def say(self, **said: object) -> None:
         """Have ``said`` (values that JSON has) read with the records."""
         self._said |= said
         text = json.dumps(self._said).encode()

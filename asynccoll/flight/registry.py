@@ -20,7 +20,7 @@ VARIABLE = "ASYNCCOLL_JOB_DIRECTORY"
 _PREFIX, _SUFFIX = "rank-", ".json"
 
 
-def register(directory: str, rank: int, told: Mapping[str, Any]) -> None:
+def register(directory: str, rank: int, told: Mapping[str, object]) -> None:
     """Leave a note of ``rank``; without a directory, or if it is gone, nowhere."""
     if not directory:
         return
@@ -33,7 +33,7 @@ def register(directory: str, rank: int, told: Mapping[str, Any]) -> None:
 
 def registered(directory: Path) -> dict[int, dict[str, Any]]:
     """The notes there, by rank; what is none is left out."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, object]] = {}
     for note in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):
             told = json.loads(note.read_text())

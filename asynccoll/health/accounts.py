@@ -187,7 +187,7 @@ def ask(
     peers: Mapping[int, Peer], secret: str, question: str, seconds: float = ASK_SECONDS
 ) -> dict[int, dict[str, Any]]:
     """What ``peers`` answer within ``seconds``; ``secret``: the job's, "" if each has its own."""
-    said: dict[int, dict[str, Any]] = {}
+    said: dict[int, dict[str, object]] = {}
     for known in {secret or peer.secret: None for peer in peers.values()}:
         asked = {
             rank: (peer.address, peer.answers)

@@ -248,7 +248,7 @@ class Refusals:
             thread.join(_CLOSE_SECONDS)
 
 
-def _plain(refusal: Refusal | None) -> dict[str, Any] | None:
+def _plain(refusal: Refusal | None) -> dict[str, object] | None:
     return None if refusal is None else asdict(refusal)
 
 

@@ -18,11 +18,11 @@ from asynccoll import host
 
 __all__ = ["Actor", "Descent", "asyncio_task", "current", "descends", "ended", "label", "left", "trio_task"]
 
-Actor = Any  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared by identity
+Actor = object  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop
 # Before 3.12 asyncio.current_task is Python and three times dearer than the table it reads.
-asyncio_task: Callable[[Any], asyncio.Task[Any] | None] = (
+asyncio_task: Callable[[Any], asyncio.Task[object] | None] = (
     asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
 

@@ -19,7 +19,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asynccoll import host
 
@@ -75,7 +75,7 @@ class _Asker:
 class Answers:
     """Answers questions in a thread of its own, until it is closed."""
 
-    def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, Any]]) -> None:
+    def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, object]]) -> None:
         self._secret = secret
         self._answer = answer
         self._listening = socket.socket(_family(address), socket.SOCK_STREAM)
@@ -181,9 +181,9 @@ class Answers:
 
 def ask(
     peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float
-) -> dict[K, dict[str, Any]]:
+) -> dict[K, dict[str, object]]:
     """What each of ``peers`` (address, port) answers within ``seconds``, all asked at once."""
-    answers: dict[K, dict[str, Any]] = {}
+    answers: dict[K, dict[str, object]] = {}
     asked = question.encode()
     with selectors.DefaultSelector() as selector:
         for peer, at in peers.items():
@@ -224,7 +224,7 @@ def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) ->
     return not some or complete or len(came) > _ANSWER_BYTES
 
 
-def _parsed(came: bytearray) -> dict[str, Any] | None:
+def _parsed(came: bytearray) -> dict[str, object] | None:
     try:
         answer = json.loads(came[_NONCE_BYTES + 4 :])
     except ValueError:

@@ -21,7 +21,7 @@ _keep.argtypes = [ctypes.py_object]
 
 
 #: The locks that are modules' own.
-renewed: list[Any] = []
+renewed: list[object] = []
 
 
 def renew(lock: Any) -> None:

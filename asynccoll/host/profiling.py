@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.autograd.profiler as torchs
@@ -16,7 +15,7 @@ import torch.autograd.profiler as torchs
 __all__ = ["annotation", "begin"]
 
 
-def annotation(name: str) -> AbstractContextManager[Any]:
+def annotation(name: str) -> AbstractContextManager[object]:
     """Shows a block as ``name``, where a profiler is running."""
     return torchs.record_function(name) if torchs._is_profiler_enabled else nullcontext()
 

@@ -8,7 +8,7 @@ What is keyed by the thing that it is about (a model's lanes, a loop's turns) is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asynccoll.host.forks import in_child
 
@@ -17,7 +17,7 @@ __all__ = ["kept", "per_process"]
 T = TypeVar("T")
 
 #: Everything that was asked for, in the order of asking, and how it is made.
-kept: list[tuple[Any, Callable[[], Any]]] = []
+kept: list[tuple[object, Callable[[], object]]] = []
 
 
 def per_process(make: Callable[[], T], forked: Callable[[T], object] | None = None) -> T:

@@ -37,7 +37,7 @@ class Job:
     #: where each rank writes how it failed
     directory: str = ""
 
-    def carry_out(self, rank: int, local_rank: int, /, **place: Any) -> None:
+    def carry_out(self, rank: int, local_rank: int, /, **place: object) -> None:
         """Join the world, call the function, leave; in the process of ``rank``."""
         from asynccoll.runtime.process import finalize, initialize
 
@@ -83,7 +83,7 @@ def _failure(job: Job, rank: int, code: int | None) -> Failure | None:
     return read_failure(rank, 0, code or 1, socket.gethostname(), recorded or {}, "")
 
 
-def portable(function: Callable[..., Any]) -> Callable[..., Any]:
+def portable(function: Callable[..., object]) -> Callable[..., Any]:
     """``function`` in a form that another process can load: by name, else by value with cloudpickle.
 
     Raises:
@@ -101,7 +101,7 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any]:
     return _ByValue(cloudpickle.dumps(function))
 
 
-def _has_name(function: Callable[..., Any]) -> bool:
+def _has_name(function: Callable[..., object]) -> bool:
     """Whether another process finds the function by its name."""
     try:
         pickle.dumps(function)
@@ -117,5 +117,5 @@ class _ByValue:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return pickle.loads(self._data)(*args, **kwargs)  # noqa: S301 - from our own parent

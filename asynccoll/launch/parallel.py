@@ -97,7 +97,7 @@ class Parallel:
         if self.backend is not None and self._spawned is None:
             finalize(abort=error is not None)
 
-    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank; returns when this node's are done.
 
         Raises:

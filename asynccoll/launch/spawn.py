@@ -48,11 +48,11 @@ _NODES = ("nnodes", "node_rank", "master_addr", "master_port", "init_method")
 
 def spawn(
     backend: str,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs_dict: Mapping[str, Any] | None = None,
+    fn: Callable[..., object],
+    args: tuple[object, ...] = (),
+    kwargs_dict: Mapping[str, object] | None = None,
     nproc_per_node: int = 1,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks; return when all are done.
 
@@ -86,7 +86,7 @@ def spawn(
     return _STARTERS[starting(name)](task, nproc_per_node, dict(kwargs))
 
 
-def check_plain(name: str, fn: Callable[..., Any]) -> None:
+def check_plain(name: str, fn: Callable[..., object]) -> None:
     """Refuse a coroutine function: called, it would do nothing."""
     if inspect.iscoroutinefunction(fn):
         raise InvalidArgumentError(
@@ -95,7 +95,7 @@ def check_plain(name: str, fn: Callable[..., Any]) -> None:
         )
 
 
-def known_backend(backend: Any) -> str:
+def known_backend(backend: object) -> str:
     """The backend's name, if it is one that can be used here."""
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a name, got {backend!r}")
@@ -125,7 +125,7 @@ def _spawn_serial(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
         finalize()
 
 
-def _one_node(task: Job, kwargs: dict[str, Any]) -> None:
+def _one_node(task: Job, kwargs: dict[str, object]) -> None:
     """Take the arguments about nodes away; there is this one only."""
     nnodes, node_rank = kwargs.pop("nnodes", 1), kwargs.pop("node_rank", 0)
     if (nnodes, node_rank) != (1, 0):
@@ -138,7 +138,7 @@ def _one_node(task: Job, kwargs: dict[str, Any]) -> None:
 # torch.multiprocessing
 
 
-def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> Any:
+def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
     import torch.multiprocessing as mp  # heavy, and only for this
 
     nodes = Nodes(ranks, **{name: kwargs.pop(name, None) for name in _NODES})
@@ -200,7 +200,7 @@ def _kept(start: Callable[[], Any]) -> Any:
     return started.result()
 
 
-def _start_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _start_options(kwargs: dict[str, object]) -> dict[str, object]:
     """What torch.multiprocessing is told, taken out of ``kwargs``."""
     # Functions of a notebook stand in no file: only a fork has them.
     method = kwargs.pop("start_method", "fork" if hasattr(builtins, "__IPYTHON__") else "spawn")
@@ -211,7 +211,7 @@ def _start_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"daemon": kwargs.pop("daemon", False), "start_method": method}
 
 
-def _meeting(nodes: Nodes) -> tuple[dict[str, object], Any]:
+def _meeting(nodes: Nodes) -> tuple[dict[str, object], object]:
     """The variables that tell the ranks where they meet, and the store if this process serves it."""
     if nodes.init_method not in (None, "env://"):
         return {}, None
@@ -259,7 +259,7 @@ def _rank(
 # mpiexec
 
 
-def _spawn_mpi(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+def _spawn_mpi(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
     _one_node(task, kwargs)
     launcher = mpiexec.find()
     environ = launcher.environment(without_place(os.environ))
@@ -302,7 +302,7 @@ def _plan(task: Job) -> bytes:
     return pickle.dumps(_preparation()) + pickle.dumps(task)
 
 
-def _preparation() -> dict[str, Any]:
+def _preparation() -> dict[str, object]:
     """What multiprocessing tells a new interpreter, so that it finds the same modules and ``__main__``."""
     data = preparing.get_preparation_data("asynccoll-rank")
     data.pop("authkey", None)  # a secret of ours, which does not go into files
@@ -312,7 +312,7 @@ def _preparation() -> dict[str, Any]:
 # horovod.run
 
 
-def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
     hosts = kwargs.pop("hosts", None)
     _one_node(task, kwargs)
     if threading.current_thread() is not threading.main_thread():
@@ -345,7 +345,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 # torch_xla
 
 
-def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
+def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
     _one_node(task, kwargs)
     environ = without_place(os.environ)
     if not environ.get("PJRT_DEVICE", "CPU").startswith("TPU"):

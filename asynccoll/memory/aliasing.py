@@ -9,7 +9,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -137,7 +137,7 @@ class Claim(Protocol):
         """Whether it is not over."""
 
     @property
-    def out(self) -> Any:
+    def out(self) -> object:
         """What is claimed: a tensor, or a tree of tensors."""
 
 

@@ -8,7 +8,7 @@ reads such memory meanwhile would send anything, without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -71,7 +71,7 @@ class _Dropped:
 
     __slots__ = ("__weakref__", "operations", "out")
 
-    def __init__(self, out: Any, operations: tuple[Filling, ...]) -> None:
+    def __init__(self, out: object, operations: tuple[Filling, ...]) -> None:
         self.out = out
         self.operations = operations
 
@@ -83,7 +83,7 @@ class _Dropped:
         """One of them is: they keep this alive until then."""
 
 
-def let_go(out: Any, operations: tuple[Filling, ...]) -> None:
+def let_go(out: object, operations: tuple[Filling, ...]) -> None:
     """The work of these was dropped, and they may still be writing to ``out``."""
     left = _Dropped(out, operations)
     for operation in operations:

@@ -47,7 +47,7 @@ _EITHER = (False, True)
 _ALL = {(recording, inferring): Modes(recording, inferring) for recording in _EITHER for inferring in _EITHER}
 
 
-def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *args: Any) -> torch.Tensor:
+def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *args: object) -> torch.Tensor:
     """``function(xs, *args)``, which puts tensors of one dtype together.
 
     ``torch.cat`` and ``torch.stack`` are among what autocast casts; where it casts to bfloat16 they raise for

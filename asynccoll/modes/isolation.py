@@ -179,7 +179,7 @@ class _Autocast:
             _enter_autocast()
 
 
-def _taken_hooks() -> list[tuple[Any, Any]]:
+def _taken_hooks() -> list[tuple[object, object]]:
     """The default hooks of saved tensors, outermost first; afterwards there are none."""
     hooks = []
     while (top := _top_hooks()) is not None:
@@ -222,7 +222,7 @@ class _Inherited:
             return await coroutine
 
 
-class Steps(Awaitable[Any]):
+class Steps(Awaitable[object]):
     """An awaitable that drives a coroutine, which has modes of its own.
 
     For what looks through a task (trio's and asyncio's stacks) it is the coroutine itself.
@@ -230,7 +230,7 @@ class Steps(Awaitable[Any]):
 
     __slots__ = ("_begun", "_coroutine", "_inherited", "_modes", "_usual")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def __init__(self, coroutine: Coroutine[object, object, object]) -> None:
         self._coroutine = coroutine
         self._modes: _Away | None = None  # None: torch's defaults
         plain = _plain()
@@ -244,7 +244,7 @@ class Steps(Awaitable[Any]):
         if inherited is not None:
             self._coroutine = inherited.run(self._coroutine)
 
-    def _step(self, resume: Callable[..., Any], *given: Any) -> Any:
+    def _step(self, resume: Callable[..., object], *given: object) -> object:
         outside = None if _plain() else _Away(self._usual)
         mine, self._modes = self._modes, None
         if mine is not None:
@@ -257,13 +257,13 @@ class Steps(Awaitable[Any]):
             if outside is not None:
                 outside.bring_back()
 
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return cast(Generator[Any, Any, Any], self)
+    def __await__(self) -> Generator[object, object, object]:
+        return cast(Generator[object, object, object], self)
 
     def __iter__(self) -> Steps:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if not self._begun:
             self._begin()
         return self._step(self._coroutine.send, None)
@@ -271,7 +271,7 @@ class Steps(Awaitable[Any]):
     def send(self, value: Any) -> Any:
         return self._step(self._coroutine.send, value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: object) -> object:
         return self._step(self._coroutine.throw, *error)
 
     def close(self) -> None:
@@ -282,11 +282,11 @@ class Steps(Awaitable[Any]):
             self._coroutine.close()  # if that is a fault, Python says so of the coroutine that awaits this
 
     @property
-    def cr_frame(self) -> Any:
+    def cr_frame(self) -> object:
         return getattr(self._coroutine, "cr_frame", None)
 
     @property
-    def cr_await(self) -> Any:
+    def cr_await(self) -> object:
         return getattr(self._coroutine, "cr_await", None)
 
 
@@ -295,14 +295,16 @@ async def _driven(steps: Steps) -> Any:
 
 
 @overload
-def isolated(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]: ...
+def isolated(work: Coroutine[object, object, T]) -> Coroutine[object, object, T]: ...
 
 
 @overload
-def isolated(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+def isolated(
+    work: Callable[P, Coroutine[object, object, T]],
+) -> Callable[P, Coroutine[object, object, T]]: ...
 
 
-def isolated(work: Any) -> Any:
+def isolated(work: object) -> object:
     """``work``, a coroutine or an async function, with torch's modes to itself.
 
     torch keeps its modes per thread, so that ``with torch.no_grad():`` around an ``await`` in one task

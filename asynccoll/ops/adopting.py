@@ -25,7 +25,7 @@ __all__ = ["adopt"]
 _NO_TICKET = -(1 << 40)
 
 
-def adopt(x: Any, /, *, timeout: float | None = None) -> Work[Any]:
+def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
     """A work of what something else has started, to be awaited on asyncio or trio, or by ``wait()``.
 
     ``x`` is a torch ``Work`` (its tensors are filled; the result is None), a torch or concurrent ``Future``
@@ -53,8 +53,8 @@ def adopt(x: Any, /, *, timeout: float | None = None) -> Work[Any]:
 
 
 def _work(
-    what: str, completions: list[Completion], result: Callable[[], Any], timeout: float | None
-) -> Work[Any]:
+    what: str, completions: list[Completion], result: Callable[[], object], timeout: float | None
+) -> Work[object]:
     operations = tuple(_operation(what, completion, timeout) for completion in completions)
     return noted(Work(operations, result))
 

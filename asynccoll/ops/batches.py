@@ -27,7 +27,7 @@ class P2POp:
 
     def __init__(
         self,
-        op: Callable[..., Any],
+        op: Callable[..., object],
         tensor: torch.Tensor,
         peer: int | None = None,
         group: GroupLike = None,

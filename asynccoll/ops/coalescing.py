@@ -187,7 +187,9 @@ class _Parts:
             call.work.abandoned(error)
 
 
-def _result_of(modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.Tensor]], index: int) -> Any:
+def _result_of(
+    modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.Tensor]], index: int
+) -> object:
     """The result of one call, in its ``out`` if it has one, which may be written to in its modes only."""
     return modes.run(tensors.deliver, shared.result()[index], out)
 
@@ -245,10 +247,10 @@ class _Batch:
     def start(
         self,
         lane: Lane,
-        start: Callable[..., Started[Any]],
-        args: tuple[Any, ...],
+        start: Callable[..., Started[object]],
+        args: tuple[object, ...],
         timeout: float | None,
-        **filled: Any,
+        **filled: object,
     ) -> Work[Any]:
         """Put the call off, or start it; ``filled`` is ``out=`` of what has it."""
         put_off = self._take(lane, start, args, timeout, **filled)
@@ -266,11 +268,11 @@ class _Batch:
     def _take(
         self,
         lane: Lane,
-        start: Callable[..., Any],
+        start: Callable[..., object],
         args: tuple[Any, ...],
         timeout: float | None,
         out: Any = None,
-    ) -> Work[Any] | None:
+    ) -> Work[object] | None:
         """Put the call off; None if it is none of those."""
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
@@ -290,7 +292,7 @@ class _Batch:
 
     def _put_off(
         self, lane: Lane, fuse: Fuse, x: torch.Tensor, out: torch.Tensor | None, timeout: float | None
-    ) -> Work[Any]:
+    ) -> Work[object]:
         if out is not None:
             tensors.check_out(out, x, x.shape)
             autograd.records(fuse.name, (x,), (out,))
@@ -306,7 +308,7 @@ class _Batch:
             work.fills(out)
         return noted(work)
 
-    def check_unread(self, name: str, out: Any) -> None:
+    def check_unread(self, name: str, out: object) -> None:
         """Refuse to overwrite what an earlier call of the block reads: when it is sent, or still.
 
         Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.

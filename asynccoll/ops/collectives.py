@@ -159,7 +159,7 @@ def _peer(role: str, rank: int | None, index: int | None, group: GroupLike) -> i
     return resolve_group(current(), group).rank_at(index, f"group_{role}")
 
 
-def _check_timeout(timeout: Any) -> None:
+def _check_timeout(timeout: object) -> None:
     if not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
 
@@ -653,11 +653,11 @@ def gather_object(
 
 
 def broadcast_object(
-    obj: Any = None,
+    obj: object = None,
     /,
     *,
     src: int = 0,
-    codec: Any = None,
+    codec: object = None,
     group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
@@ -739,7 +739,7 @@ def recv_object(
     return _start(group, lane, timeout, objects.recv_object, src, tag, codec)
 
 
-def explain(name: str, x: Any = None, /, **call: Any) -> Plan:
+def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
     Takes what the call takes. The plan says which native call runs, how the elements travel, and why.

@@ -29,7 +29,7 @@ __all__ = ["CompiledWork", "constant_in_graphs", "have_gradients"]
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:

@@ -20,7 +20,7 @@ from asynccoll.tensors.fusing import direct_buckets
 __all__ = ["explain_call", "explain_offline"]
 
 
-def explain_call(lane: Lane, name: str, x: Any, call: dict[str, Any]) -> Plan:
+def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan:
     """The plan of ``name`` for ``x`` on ``lane``."""
     op = Op.parse(name)
     if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from asynccoll.errors import AsyncCollError, CollectiveError
 from asynccoll.ops.collectives import barrier, refuse
@@ -20,7 +20,7 @@ def is_main(*, local: bool = False) -> bool:
 
 
 def print0(
-    *values: Any,
+    *values: object,
     sep: str | None = " ",
     end: str | None = "\n",
     file: IO[str] | None = None,

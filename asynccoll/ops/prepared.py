@@ -53,9 +53,9 @@ class Prepared(Generic[T]):
         self,
         name: str,
         lane: Lane,
-        like: Any,
+        like: object,
         calls: list[Call],
-        finish: Callable[[], Any] | None,
+        finish: Callable[[], object] | None,
         timeout: float | None,
         fills: list[torch.Tensor],
     ) -> None:
@@ -137,12 +137,12 @@ class Prepared(Generic[T]):
 def prepare(
     name: str,
     /,
-    like: Any,
+    like: object,
     *,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
-    **call: Any,
+    **call: object,
 ) -> Prepared[Any]:
     """An operation that is planned, checked and given its memory once, to be started every step.
 

@@ -85,7 +85,7 @@ def new_lane(kind: str) -> str:
     return f"{kind} {named[kind]}"
 
 
-def checked_name(name: Any) -> str:
+def checked_name(name: object) -> str:
     """``name``, which a user has given to a lane."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
@@ -377,13 +377,15 @@ def _check_function(function: object) -> None:
         )
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _coroutine(function: Callable[..., Any], args: tuple[Any, ...]) -> Coroutine[Any, Any, Any]:
+def _coroutine(
+    function: Callable[..., object], args: tuple[object, ...]
+) -> Coroutine[object, object, object]:
     made = function(*args)
     if isinstance(made, Coroutine):
         return made
@@ -395,7 +397,7 @@ def _coroutine(function: Callable[..., Any], args: tuple[Any, ...]) -> Coroutine
     )
 
 
-async def _awaiting(made: Awaitable[Any]) -> Any:
+async def _awaiting(made: Awaitable[object]) -> object:
     return await made
 
 

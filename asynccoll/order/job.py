@@ -19,7 +19,7 @@ __all__ = ["Job", "Program", "Start", "What", "returned"]
 #: One native call, given the communicator.
 Start = Callable[[Any], Completion]
 #: Several: each yielded completion is waited for; the last call's is returned.
-Program = Callable[[Any], Generator[Completion, None, Completion]]
+Program = Callable[[object], Generator[Completion, None, Completion]]
 #: What of a call has to be the same on all ranks, besides the native calls that it comes to: shown in errors.
 What = str | tuple[Hashable, ...] | None
 

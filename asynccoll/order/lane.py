@@ -87,7 +87,7 @@ class Lane:
         self.broken: CollectiveError | None = None
         self.compared: Compared | None = None  # with what others call; None where that is done elsewhere
         self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
-        self.routes: dict[Any, Any] = {}  # plans, and estimates, by what a tensor looks like
+        self.routes: dict[object, Any] = {}  # plans, and estimates, by what a tensor looks like
         self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._out = Outstanding()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ def program_as_called(program: Program) -> Program:
     if not torch.is_inference_mode_enabled():
         return program
 
-    def inside(communicator: Any) -> Generator[Completion, None, Completion]:
+    def inside(communicator: object) -> Generator[Completion, None, Completion]:
         steps = program(communicator)
         step: Callable[[], Completion] = partial(next, steps)
         while True:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -150,7 +149,7 @@ def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def check_not_unscaled(optimizer: object, scaler: Any) -> None:
+def check_not_unscaled(optimizer: object, scaler: object) -> None:
     """Refuse a scaler that has unscaled ``optimizer`` itself, which knows of what that wraps alone."""
     own = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     if own.get("found_inf_per_device"):  # what unscale_ leaves there

@@ -98,7 +98,7 @@ class ParameterAverager:
         for work in self._step():
             work.wait(timeout)
 
-    def _step(self) -> Iterator[Work[Any]]:
+    def _step(self) -> Iterator[Work[object]]:
         """What a step has to do; yields the works that are to be waited for on the way."""
         if not self._midway:  # else it was cut short: go on with it
             self._steps += 1

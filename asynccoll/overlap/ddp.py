@@ -8,7 +8,6 @@ a timeline, its timeout, and a peer that is lost or refuses is an error that nam
 
 import contextlib
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,7 @@ class DDPState:
         return reduced
 
 
-def ddp_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: DDP's gradients, averaged by ``ac.all_reduce``.
 
     >>> ddp = DistributedDataParallel(model)

@@ -32,7 +32,9 @@ class ParameterChecker:
     After a cancelled or timed-out await the next one goes on with the same comparison.
     """
 
-    def __init__(self, model: torch.nn.Module | Iterable[torch.Tensor], *, every: int, **call: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module | Iterable[torch.Tensor], *, every: int, **call: object
+    ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError(f"every must be a positive int, got {every!r}")
         self._given = model if isinstance(model, torch.nn.Module) else list(model)

@@ -70,7 +70,10 @@ def _with_gradients(
 
 
 def _try_out(
-    optimizer: Optimizer, given: Mapping[str, Any], pattern: Mapping[str, Any], parameters: list[nn.Parameter]
+    optimizer: Optimizer,
+    given: Mapping[str, object],
+    pattern: Mapping[str, object],
+    parameters: list[nn.Parameter],
 ) -> None:
     """Some steps of one like ``optimizer`` with the options of one group, on ``parameters``."""
     twin: Optimizer = object.__new__(type(optimizer))
@@ -87,7 +90,7 @@ def _try_out(
         twin.step()
 
 
-def _alike(value: Any, parameter: torch.Tensor) -> Any:
+def _alike(value: object, parameter: torch.Tensor) -> object:
     """A state of ``parameter`` as it might be: of its shape, if ``value`` has that of its own parameter."""
     if not isinstance(value, torch.Tensor):
         return value

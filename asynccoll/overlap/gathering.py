@@ -152,7 +152,7 @@ class GatheredLayer:
         self._loop.used |= torch.is_grad_enabled()
         return self._parameters
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with self._saving:
             return functional_call(self.module, self.parameters, args, kwargs)
 
@@ -277,7 +277,7 @@ class _Scatter(torch.autograd.Function):
         return flat.view_as(flat)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> Any:
         # With create_graph=True, or in torch.autograd.grad.
         if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
             ctx.loop.turn.is_over = True
@@ -352,7 +352,7 @@ class Pass:
         """What gathers the parameters of ``layer`` once more, if that is to be done."""
         return None if self._call is None else partial(self._regather, layer, self._call)
 
-    def _regather(self, layer: Layer, call: dict[str, Any]) -> list[torch.Tensor]:
+    def _regather(self, layer: Layer, call: dict[str, object]) -> list[torch.Tensor]:
         """The parameters of ``layer`` once more, for its backward; that of the layer before comes next.
 
         Those after it that this rank has not needed are gathered as well, as other ranks may need them.
@@ -369,7 +369,7 @@ class Pass:
             self._gather_down_to(0, self._call)
             self._under_way.clear()
 
-    def _gather_down_to(self, index: int, call: dict[str, Any]) -> None:
+    def _gather_down_to(self, index: int, call: dict[str, object]) -> None:
         for wanted in self._gathered[::-1][self._again : len(self._gathered) - max(0, index)]:
             self._under_way[wanted] = wanted.gathered(**call)
             self._under_way[wanted].detach()

@@ -162,7 +162,7 @@ class GradientReducer:
                 self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))
                 self._hooks += self._before(parameter, bucket, index)
 
-    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[Any]:
+    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[object]:
         """Hooks for before backward adds to a gradient."""
         return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.parts > 1 else ()
 

@@ -149,7 +149,7 @@ class ShardedLayers(nn.Module):
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidArgumentError(
             "layers that are shared out are this rank's parts, and cannot be copied or pickled: save `await "
             "layers.full_state_dict()`, and load_full_state_dict it into layers that are shared out anew"
@@ -185,14 +185,14 @@ class ShardedLayers(nn.Module):
         shards = list(self.shards)
         return self._sequences.steps(given, lambda: norms.clip(shards, max_norm, norm_type, **self._backward))
 
-    async def unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    async def unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)``; all ranks agree on whether one of them overflowed.
 
         Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
         """
         await run(self._sequences.steps(("unscale_",), lambda: self._unscale(scaler, optimizer)))
 
-    def wait_unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    def wait_unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> None:
         """The same without an event loop."""
         run_blocking(self._sequences.steps(("unscale_",), lambda: self._unscale(scaler, optimizer)))
 
@@ -237,7 +237,7 @@ class ShardedLayers(nn.Module):
         """The same without an event loop."""
         return run_blocking(self._full_optimizer_state(optimizer))
 
-    def _full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Steps[dict[str, Any]]:
+    def _full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Steps[dict[str, object]]:
         return self._sequences.steps(
             ("full_optimizer_state", id(optimizer)),
             lambda: layerstates.optimizer_state(self._layers, optimizer, **self._call),
@@ -307,7 +307,7 @@ class _Loop(prefetch[GatheredLayer]):
             error.args = (f"{error}\n{SAME_LOOPS}",)
 
 
-def _start(call: dict[str, Any], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
+def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
     """Gather one layer of a loop."""
     loop.expect(layer)
     return layer.gathered(**call).map(lambda flats: layer.filled(flats, loop, scattering))

@@ -34,7 +34,7 @@ def broadcast_parameters(
     return _broadcast(_tensors(model), src=src, group=group, lane=lane, timeout=timeout)
 
 
-def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: Any) -> Work[None]:
+def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: object) -> Work[None]:
     """The same of the buffers alone; ``tail``: group, lane and timeout."""
     return _broadcast([x.detach() for x in model.buffers()], src=src, **tail)
 

@@ -128,19 +128,19 @@ class ShardedOptimizer:
 
     # Once a step
 
-    async def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+    async def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Any:
         """Update this rank's part once its gradients are there, and start sending it."""
         return await run(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
 
-    def wait_step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+    def wait_step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Any:
         """The same without an event loop."""
         return run_blocking(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
 
-    def _resumed(self, name: tuple[Any, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
+    def _resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
         """The sequence of waits of a method and its arguments, or the rest of it."""
         return self._sequences.steps(name, begin)
 
-    def _step(self, closure: Callable[[], Any] | None, scaler: Any) -> Steps[Any]:
+    def _step(self, closure: Callable[[], object] | None, scaler: Any) -> Steps[object]:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -268,11 +268,11 @@ class ShardedOptimizer:
         self._agreed = True
         return norm
 
-    async def unscale_(self, scaler: Any) -> None:
+    async def unscale_(self, scaler: object) -> None:
         """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
         await run(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
 
-    def wait_unscale_(self, scaler: Any) -> None:
+    def wait_unscale_(self, scaler: object) -> None:
         """The same without an event loop."""
         run_blocking(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
 
@@ -310,7 +310,7 @@ class ShardedOptimizer:
         """The same without an event loop."""
         return run_blocking(self._resumed(("full_state_dict",), self._full_state_dict))
 
-    def _full_state_dict(self) -> Steps[dict[str, Any]]:
+    def _full_state_dict(self) -> Steps[dict[str, object]]:
         numbers = {id(x): number for number, x in enumerate(self._parameters)}
         states = {numbers[id(x)]: dict(state) for x, state in self._of_frozen.items()}
         for bucket in self.gradients.buckets:
@@ -390,7 +390,7 @@ class ShardedOptimizer:
             self._remove_hooks()
 
 
-def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> ShardedOptimizer:
+def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -> ShardedOptimizer:
     """``optimizer`` with its work shared out: each rank updates an n-th of the parameters of ``model``.
 
     >>> optimizer = ac.overlap.shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

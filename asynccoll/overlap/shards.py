@@ -211,7 +211,7 @@ class ShardReducer(GradientReducer):
             or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
         )
 
-    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[Any]:
+    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[object]:
         assert isinstance(bucket, ShardBucket)
         return before_accumulation(parameter, partial(bucket.look, index))
 
@@ -288,7 +288,7 @@ class _Waiting:
     def __init__(self, own: dict[Arrival, list[int]]) -> None:
         self._own = own
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         if is_compiling():
             _wait_uncompiled(self._own)
         else:
@@ -307,7 +307,7 @@ def _no_hook() -> Callable[..., None]:
     return _nothing
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """The hook of a copy."""
 
 

@@ -16,7 +16,7 @@ from asynccoll.overlap.steps import Steps
 
 __all__ = ["State", "parts_of", "whole_of"]
 
-State = dict[str, Any]
+State = dict[str, object]
 #: States of these names are one number for all elements, also where the parameter itself is one number.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 #: The views of a flat tensor that are the parameters', in their shapes.
@@ -46,12 +46,12 @@ def parts_of(
     return part
 
 
-def _is_of(name: str, value: Any, shape: torch.Size) -> bool:
+def _is_of(name: str, value: object, shape: torch.Size) -> bool:
     """Whether a state has an element for each of the parameter's."""
     return name not in _SCALARS and isinstance(value, torch.Tensor) and value.shape == shape
 
 
-def _largest(values: list[Any]) -> Any:
+def _largest(values: list[Any]) -> object:
     """Of numbers of steps: a parameter that was not used now and then has fewer."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.dim() == 0:
@@ -59,7 +59,7 @@ def _largest(values: list[Any]) -> Any:
     return max(values) if isinstance(first, (int, float)) else first
 
 
-def whole_of(part: Mapping[str, Any], cut: Cut, like: torch.Tensor, **call: Any) -> Steps[list[State]]:
+def whole_of(part: Mapping[str, object], cut: Cut, like: torch.Tensor, **call: Any) -> Steps[list[State]]:
     """The state of each of the parameters in the flat tensor ``like``, of the parts that all ranks have."""
     states: list[State] = [{} for _ in cut(like)]
     for name in sorted(part):
@@ -74,5 +74,5 @@ def whole_of(part: Mapping[str, Any], cut: Cut, like: torch.Tensor, **call: Any)
     return states
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value

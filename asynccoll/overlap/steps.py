@@ -13,7 +13,7 @@ __all__ = ["Resumable", "Steps", "Waitable", "run", "run_blocking"]
 T = TypeVar("T")
 
 
-class Waitable(Awaitable[Any], Protocol):
+class Waitable(Awaitable[object], Protocol):
     """What can be awaited, and waited for without a loop: a ``Work``, or what imitates one."""
 
     def wait(self) -> Any:
@@ -73,7 +73,7 @@ class Resumable:
         self._left_at = news()
         self._left: deque[_Sequence] = deque()
 
-    def steps(self, name: tuple[Any, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
+    def steps(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
         """The sequence of that method and its arguments, from where it was left or from the start."""
         self._check_idle()
         resumed = self._left and self._left[-1].name == name and self._left_at == self._news()
@@ -113,7 +113,7 @@ class Resumable:
 class _Sequence:
     """Steps of which the wait that was cut short is kept."""
 
-    def __init__(self, name: tuple[Any, ...], steps: Steps[Any]) -> None:
+    def __init__(self, name: tuple[object, ...], steps: Steps[object]) -> None:
         self.name = name
         self.over = False
         self.waited_for = False

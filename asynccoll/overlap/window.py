@@ -61,7 +61,7 @@ class InFlight:
         """The bytes of the operations that were started and not waited for here."""
         return self._bytes
 
-    async def start(self, function: Callable[..., Work[Any]], x: Any, /, **call: Any) -> Work[Any]:
+    async def start(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
         """``function(x, **call)``, once there is room for ``x``."""
         self._claim(_caller())
         size = size_bytes(x)
@@ -72,12 +72,12 @@ class InFlight:
                 self._failed(error)
         return self._add(function(x, **call), size)
 
-    def start_blocking(self, function: Callable[..., Work[Any]], x: Any, /, **call: Any) -> Work[Any]:
+    def start_blocking(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
         """The same without an event loop."""
         self._claim(_caller())
         return self.start_by_anyone(function, x, **call)
 
-    def start_by_anyone(self, function: Callable[..., Work[Any]], x: Any, /, **call: Any) -> Work[Any]:
+    def start_by_anyone(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
         """The same, for callers whose threads keep one order by themselves, as those of backward do."""
         size = size_bytes(x)
         for work in self._in_the_way(size):
@@ -96,7 +96,7 @@ class InFlight:
             )
         self._owner = caller
 
-    def _in_the_way(self, size: int) -> Iterator[Work[Any]]:
+    def _in_the_way(self, size: int) -> Iterator[Work[object]]:
         """The works to wait for before ``size`` more bytes fit; each is off the list once it is over."""
         while self._out and self._bytes + size > self.max_in_flight_bytes:
             work, own = self._out[0]
@@ -104,7 +104,7 @@ class InFlight:
             self._out.popleft()
             self._bytes -= own
 
-    def _add(self, work: Work[Any], size: int) -> Work[Any]:
+    def _add(self, work: Work[object], size: int) -> Work[object]:
         self._out.append((work, size))
         self._bytes += size
         return work
@@ -179,7 +179,7 @@ def _caller() -> object:
     return host.current_thread()
 
 
-def size_bytes(x: Any) -> int:
+def size_bytes(x: object) -> int:
     """The bytes of the tensors in ``x``."""
     if isinstance(x, torch.Tensor):
         return x.numel() * x.element_size()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.payload import safecodec
@@ -23,11 +22,11 @@ class Codec:
     """A named pair of functions. Pass one as ``codec=`` to use your own (say, msgspec or cloudpickle)."""
 
     name: str
-    encode: Callable[[Any], bytes]
-    decode: Callable[[bytes], Any]
+    encode: Callable[[object], bytes]
+    decode: Callable[[bytes], object]
 
 
-def _encode_pickle(obj: Any) -> bytes:
+def _encode_pickle(obj: object) -> bytes:
     try:
         return pickle.dumps(obj, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -39,7 +38,7 @@ PICKLE = Codec("pickle", _encode_pickle, pickle.loads)
 _CODECS = {codec.name: codec for codec in (SAFE, PICKLE)}
 
 
-def get_codec(codec: Any) -> Codec:
+def get_codec(codec: object) -> Codec:
     """The codec for what a user passes as ``codec=``: None, a name, or a ``Codec``."""
     if codec is None:
         return SAFE

@@ -42,19 +42,19 @@ def refuse(name: str, x: Any, expected: str = _EXPECTED) -> PayloadTypeError:
     return PayloadTypeError(f"{name} got a {type(x).__name__}{hint}; expected {expected}")
 
 
-def no_out(name: str, out: Any) -> None:
+def no_out(name: str, out: object) -> None:
     if out is not None:
         raise InvalidArgumentError(f"{name}: out= is for a payload that is one tensor")
 
 
-def require_tensor(name: str, x: Any, role: str = "a tensor") -> torch.Tensor:
+def require_tensor(name: str, x: object, role: str = "a tensor") -> torch.Tensor:
     """``x`` if it is a tensor, as native code may read it."""
     if not isinstance(x, torch.Tensor):
         raise nothing_to_send(name, x) if x is None else refuse(name, x, role)
     return plain_tensor(name, x)
 
 
-def check_filled(name: str, out: Any, x: torch.Tensor | None = None) -> None:
+def check_filled(name: str, out: object, x: torch.Tensor | None = None) -> None:
     """Refuse an ``out=`` that cannot be filled; its shape is looked at where it is known.
 
     ``x`` is the input, which was found to be plain memory: in place there is less to look at.
@@ -176,12 +176,12 @@ def _start_leaves(
     return together(parts, in_order)
 
 
-def one_by_one(start: Callable[[torch.Tensor], Started[Any]]) -> OfTensors:
+def one_by_one(start: Callable[[torch.Tensor], Started[object]]) -> OfTensors:
     """For a collective that is not elementwise: a call for each tensor."""
     return lambda xs, _: together([start(x) for x in xs], list)
 
 
-def check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> None:
+def check_reducible(lane: Lane, name: str, op: Op, x: object, reduce: ReduceOp) -> None:
     """Refuse a leaf that cannot be reduced."""
     if isinstance(x, torch.Tensor):
         tensors.plan_for(lane, op, x, reduce)
@@ -190,14 +190,14 @@ def check_reducible(lane: Lane, name: str, op: Op, x: Any, reduce: ReduceOp) -> 
         to_message(x)
 
 
-def check_number(name: str, x: Any, reduce: ReduceOp) -> None:
+def check_number(name: str, x: object, reduce: ReduceOp) -> None:
     """Refuse what is no number, or none that can be reduced so."""
     if not is_number(x):
         raise refuse(name, x, "a tensor, a number, or a dict, list, tuple or dataclass of these")
     check_number_reduction(x, reduce)
 
 
-def check_sendable(lane: Lane, op: Op, x: Any) -> None:
+def check_sendable(lane: Lane, op: Op, x: object) -> None:
     """Refuse a leaf that cannot be moved."""
     if isinstance(x, torch.Tensor):
         tensors.plan_for(lane, op, x)
@@ -205,7 +205,7 @@ def check_sendable(lane: Lane, op: Op, x: Any) -> None:
         to_message(x)
 
 
-def message_kind(name: str, x: Any) -> str:
+def message_kind(name: str, x: object) -> str:
     """What a signature says of a payload that travels as a message; refuses what cannot."""
     if isinstance(x, torch.Tensor):
         return f"{dtype_name(x.dtype)} of any shape"
@@ -214,7 +214,7 @@ def message_kind(name: str, x: Any) -> str:
     return type(x).__name__
 
 
-def values_of(lane: Lane, rows: Sequence[Message]) -> list[Any]:
+def values_of(lane: Lane, rows: Sequence[Message]) -> list[object]:
     device = lane.world.device
     return [from_message(row, device) for row in rows]
 
@@ -227,7 +227,7 @@ def no_gradient(started: Started[Any], x: Any, name: str, instead: str) -> Start
     def marked(y: Any) -> Any:
         return autograd.without_gradient(y, name, instead) if isinstance(y, torch.Tensor) else y
 
-    def all_marked(y: Any) -> Any:
+    def all_marked(y: object) -> object:
         found, spec = flatten(y)
         return unflatten(spec, list(map(marked, found)))
 

@@ -29,7 +29,7 @@ from asynccoll.waiting.started import Started
 
 def all_to_all(
     lane: Lane,
-    x: Any,
+    x: object,
     input_split_sizes: Sequence[int] | None,
     output_split_sizes: Sequence[int] | None,
     out: torch.Tensor | None,
@@ -65,14 +65,14 @@ def all_to_all(
     return tensors.all_to_all_call(lane, x, in_splits, None).begin(lane, timeout)
 
 
-def _no_splits(*splits: Any) -> None:
+def _no_splits(*splits: object) -> None:
     if any(each is not None for each in splits):
         raise InvalidArgumentError(
             "all_to_all: split sizes are for one tensor; of a list every part goes to a rank as it is"
         )
 
 
-def _all_to_all_list(lane: Lane, x: Sequence[Any], timeout: float | None) -> Started[list[Any]]:
+def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> Started[list[object]]:
     """Part j to rank j, each of any shape: they travel as bytes that describe themselves."""
     parts = parts_of("all_to_all", x, lane.group.size)
     joined, lengths = join_messages([part_message(part) for part in parts])
@@ -96,7 +96,9 @@ def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int 
     return listed
 
 
-def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: float | None) -> Started[Any]:
+def permute(
+    lane: Lane, x: Any, pairs: object, out: torch.Tensor | None, timeout: float | None
+) -> Started[Any]:
     listed = check_pairs(lane.group, pairs)
     if is_tree(x):
         no_out("permute", out)
@@ -117,7 +119,7 @@ def permute(lane: Lane, x: Any, pairs: Any, out: torch.Tensor | None, timeout: f
     return autograd.permute(lane, x, to, origin, out, timeout)
 
 
-def _check_permuted(lane: Lane, x: Any) -> torch.Tensor:
+def _check_permuted(lane: Lane, x: object) -> torch.Tensor:
     tensor = require_tensor("permute", x)
     tensors.plan_for(lane, Op.PERMUTE, tensor)
     return tensor
@@ -138,14 +140,14 @@ def check_pairs(group: Members, pairs: Any) -> list[tuple[int, int]]:
     return listed
 
 
-def send(lane: Lane, x: Any, dst: int, tag: int, timeout: float | None) -> Started[None]:
+def send(lane: Lane, x: object, dst: int, tag: int, timeout: float | None) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
     with told_to_peer(lane, "send", peer, tag):
         return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
 
 
 def recv(
-    lane: Lane, like: Any, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, like: object, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
     with told_to_peer(lane, "recv", peer, tag):

@@ -34,7 +34,7 @@ from asynccoll.waiting.started import Started
 
 def all_gather(
     lane: Lane,
-    x: Any,
+    x: object,
     dim: int,
     uneven: bool,
     out: torch.Tensor | None,
@@ -85,13 +85,13 @@ def _all_gather_tensor(
 
 def gather(
     lane: Lane,
-    x: Any,
+    x: object,
     dst: int,
     dim: int,
     uneven: bool,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Started[Any]:
+) -> Started[object]:
     index = lane.group.index(dst, "dst")
     here = lane.group.rank == index
     if isinstance(x, torch.Tensor):
@@ -133,7 +133,7 @@ def _gather_tensor(
     dim: int,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Started[Any]:
+) -> Started[object]:
     dim, shape = _gathered_shape("gather", lane, x, dim)
     if out is not None:
         autograd.records("gather", (x,), (out,))
@@ -155,13 +155,13 @@ def _gathered_shape(name: str, lane: Lane, x: torch.Tensor, dim: int) -> tuple[i
     return dim, shape
 
 
-def _check_gathered(lane: Lane, name: str, x: Any, dim: int, uneven: bool) -> None:
+def _check_gathered(lane: Lane, name: str, x: object, dim: int, uneven: bool) -> None:
     check_sendable(lane, Op.parse(name), x)
     if isinstance(x, torch.Tensor) and not uneven:
         _gathered_shape(name, lane, x, dim)
 
 
-def _device_of(lane: Lane, x: Any) -> torch.device:
+def _device_of(lane: Lane, x: object) -> torch.device:
     """Where the body of a message travels: a device tensor stays on the device."""
     return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 

@@ -37,7 +37,7 @@ class Kind:
 
     types: tuple[type, ...]
     pack: Callable[[Any], bytes]
-    unpack: Callable[[bytes], Any]
+    unpack: Callable[[bytes], object]
     #: of a number, which has a fixed length: its bytes
     size: int = 0
 
@@ -80,17 +80,17 @@ _VALUES = tuple(each for kind in KINDS for each in kind.types if each is not typ
 _NUMBERS = tuple(each for kind in KINDS if kind.size for each in kind.types)
 
 
-def is_value(x: Any) -> bool:
+def is_value(x: object) -> bool:
     """Whether ``x`` is a number, a string or a path."""
     return isinstance(x, _VALUES)
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether ``x`` is a Python number (bool included)."""
     return isinstance(x, _NUMBERS)
 
 
-def kind_of(x: Any) -> int | None:
+def kind_of(x: object) -> int | None:
     """What a value is sent as; None if it cannot be."""
     code = _BY_TYPE.get(type(x))
     if code is None:
@@ -109,7 +109,7 @@ def number_row(x: complex) -> bytes:
     return (bytes((code,)) + KINDS[code].pack(x)).ljust(ROW_BYTES, b"\0")
 
 
-def numbers_of(rows: bytearray, length: int) -> list[Any]:
+def numbers_of(rows: bytearray, length: int) -> list[object]:
     """The numbers in rows of ``number_row``."""
     starts = range(0, len(rows), length)
     kinds = (KINDS[rows[start]] for start in starts)

@@ -21,7 +21,7 @@ from asynccoll.payload.values import from_message, to_message
 from asynccoll.waiting.started import Started
 
 
-def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -> Started[list[Any]]:
+def all_gather_object(lane: Lane, obj: object, codec: object, timeout: float | None) -> Started[list[object]]:
     chosen = get_codec(codec)
     message = to_message(obj, chosen)
     return all_gather_messages(
@@ -34,8 +34,8 @@ def all_gather_object(lane: Lane, obj: Any, codec: Any, timeout: float | None) -
 
 
 def gather_object(
-    lane: Lane, obj: Any, dst: int, codec: Any, timeout: float | None
-) -> Started[list[Any] | None]:
+    lane: Lane, obj: object, dst: int, codec: object, timeout: float | None
+) -> Started[list[object] | None]:
     chosen = get_codec(codec)
     index = lane.group.index(dst, "dst")
     return gather_messages(
@@ -49,7 +49,9 @@ def gather_object(
     )
 
 
-def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float | None) -> Started[Any]:
+def broadcast_object(
+    lane: Lane, obj: object, src: int, codec: object, timeout: float | None
+) -> Started[object]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
     message = to_message(obj, chosen) if lane.group.rank == index else None
@@ -64,7 +66,9 @@ def broadcast_object(lane: Lane, obj: Any, src: int, codec: Any, timeout: float 
     )
 
 
-def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float | None) -> Started[Any]:
+def scatter_object(
+    lane: Lane, objs: object, src: int, codec: object, timeout: float | None
+) -> Started[object]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
     messages: list[Message] | None = None
@@ -87,13 +91,15 @@ def scatter_object(lane: Lane, objs: Any, src: int, codec: Any, timeout: float |
     )
 
 
-def send_object(lane: Lane, obj: Any, dst: int, tag: int, codec: Any, timeout: float | None) -> Started[None]:
+def send_object(
+    lane: Lane, obj: object, dst: int, tag: int, codec: object, timeout: float | None
+) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
     with told_to_peer(lane, "send", peer, tag):
         return send_message(lane, "send_object", to_message(obj, get_codec(codec)), peer, tag, timeout)
 
 
-def recv_object(lane: Lane, src: int, tag: int, codec: Any, timeout: float | None) -> Started[Any]:
+def recv_object(lane: Lane, src: int, tag: int, codec: object, timeout: float | None) -> Started[object]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
     with told_to_peer(lane, "recv", peer, tag):
         chosen = get_codec(codec)
@@ -102,5 +108,5 @@ def recv_object(lane: Lane, src: int, tag: int, codec: Any, timeout: float | Non
         )
 
 
-def _decode(lane: Lane, message: Message, codec: Any) -> Any:
+def _decode(lane: Lane, message: Message, codec: Any) -> object:
     return from_message(message, lane.world.device, codec)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ _LENGTHS = struct.Struct("<BHQ")
 _UNIT_BYTES = 16
 
 
-def parts_of(name: str, x: Sequence[Any], size: int) -> list[Any]:
+def parts_of(name: str, x: Sequence[object], size: int) -> list[object]:
     """The parts of the list ``x``, one for each of ``size`` ranks, each fit to be sent."""
     if len(x) != size:
         raise InvalidArgumentError(
@@ -36,7 +35,7 @@ def parts_of(name: str, x: Sequence[Any], size: int) -> list[Any]:
     return [_sendable(name, part) for part in x]
 
 
-def _sendable(name: str, part: Any) -> Any:
+def _sendable(name: str, part: object) -> object:
     leaves, spec = flatten(part)
     plain = []
     for leaf in map(as_number, leaves):
@@ -46,17 +45,17 @@ def _sendable(name: str, part: Any) -> Any:
     return unflatten(spec, plain)
 
 
-def tensors_of(parts: Sequence[Any]) -> list[torch.Tensor]:
+def tensors_of(parts: Sequence[object]) -> list[torch.Tensor]:
     """All tensors in ``parts``: those that autograd may be recording."""
     return [leaf for part in parts for leaf in flatten(part)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def part_message(part: Any) -> Message:
+def part_message(part: object) -> Message:
     """The message of one part."""
     return to_message(part, SAFE if is_tree(part) else None)
 
 
-def part_of(message: Message, device: torch.device) -> Any:
+def part_of(message: Message, device: torch.device) -> object:
     """The part that came, its tensor on ``device`` if it was sent from one of that type."""
     return from_message(message, device, SAFE)
 

@@ -22,10 +22,10 @@ from asynccoll.tensors.fusing import Fuse, Parcel
 __all__ = ["PREPARES", "check_untracked", "prepared_calls"]
 
 #: The calls, and what makes the result of a tree once they are over (None: the one call's result is it).
-Calls = tuple[list[Call], Callable[[], Any] | None]
+Calls = tuple[list[Call], Callable[[], object] | None]
 
 
-def prepared_calls(lane: Lane, op: Op, like: Any, call: dict[str, Any]) -> Calls:
+def prepared_calls(lane: Lane, op: Op, like: object, call: dict[str, object]) -> Calls:
     """Everything that can be done before the first start."""
     try:
         make = PREPARES[op]
@@ -40,7 +40,7 @@ def prepared_calls(lane: Lane, op: Op, like: Any, call: dict[str, Any]) -> Calls
         raise
 
 
-def _check(name: str, given: Any) -> torch.Tensor:
+def _check(name: str, given: object) -> torch.Tensor:
     x = require_tensor(f"prepare: {name}", given)
     if x.layout is not torch.strided or not x.is_contiguous():
         raise InvalidArgumentError(
@@ -70,7 +70,7 @@ def _alone(call: Call) -> Calls:
     return [call], None
 
 
-def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Calls:
+def _elementwise(name: str, lane: Lane, fuse: Fuse, like: object, out: Any) -> Calls:
     if not is_tree(like):
         x = _check(name, like)
         return _alone(fuse.call(x, _result_for(x, out, x.shape)))
@@ -83,7 +83,7 @@ def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Call
     parcels = [Parcel(bucket, leaves, outs) for bucket in buckets(leaves)]
     calls = [parcel.keep(fuse.call) for parcel in parcels]
 
-    def results() -> Any:
+    def results() -> object:
         found: dict[int, torch.Tensor] = {}
         for parcel in parcels:
             found.update(zip(parcel.indices, parcel.results(), strict=True))
@@ -92,16 +92,16 @@ def _elementwise(name: str, lane: Lane, fuse: Fuse, like: Any, out: Any) -> Call
     return calls, results
 
 
-def _all_reduce(lane: Lane, like: Any, *, op: ReduceOpLike = "sum", out: Any = None) -> Calls:
+def _all_reduce(lane: Lane, like: object, *, op: ReduceOpLike = "sum", out: object = None) -> Calls:
     return _elementwise("all_reduce", lane, tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
 
 
-def _broadcast(lane: Lane, like: Any, *, src: int = 0, out: Any = None) -> Calls:
+def _broadcast(lane: Lane, like: object, *, src: int = 0, out: object = None) -> Calls:
     index = lane.group.index(src, "src")
     return _elementwise("broadcast", lane, tensors.broadcast_fuse(lane, index), like, out)
 
 
-def _all_gather(lane: Lane, like: Any, *, out: torch.Tensor | None = None) -> Calls:
+def _all_gather(lane: Lane, like: object, *, out: torch.Tensor | None = None) -> Calls:
     x = _check("all_gather", like)
     size = lane.group.size
     shape = (size * x.shape[0], *x.shape[1:]) if x.dim() else (size,)
@@ -109,7 +109,7 @@ def _all_gather(lane: Lane, like: Any, *, out: torch.Tensor | None = None) -> Ca
 
 
 def _reduce_scatter(
-    lane: Lane, like: Any, *, op: ReduceOpLike = "sum", out: torch.Tensor | None = None
+    lane: Lane, like: object, *, op: ReduceOpLike = "sum", out: torch.Tensor | None = None
 ) -> Calls:
     x = _check("reduce_scatter", like)
     size = lane.group.size
@@ -124,7 +124,7 @@ def _reduce_scatter(
 
 def _all_to_all(
     lane: Lane,
-    like: Any,
+    like: object,
     *,
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,

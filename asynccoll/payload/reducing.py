@@ -101,14 +101,14 @@ def _reduce_tensor(
     op: ReduceOp,
     out: torch.Tensor | None,
     timeout: float | None,
-) -> Started[Any]:
+) -> Started[object]:
     if out is not None:
         autograd.records("reduce", (x,), (out,))
     call = tensors.reduce_call(lane, x, dst, op, out)
     return no_gradient(call.begin(lane, timeout), x, "reduce", "all_reduce")
 
 
-def _reduce_number(lane: Lane, x: Any, dst: int, op: ReduceOp, timeout: float | None) -> Started[Any]:
+def _reduce_number(lane: Lane, x: object, dst: int, op: ReduceOp, timeout: float | None) -> Started[object]:
     check_number("reduce", x, op)
     return gather_messages(
         lane,
@@ -149,7 +149,7 @@ def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> None:
     tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)
 
 
-def _scattered_dim(lane: Lane, x: Any, op: ReduceOp, dim: int) -> int:
+def _scattered_dim(lane: Lane, x: object, op: ReduceOp, dim: int) -> int:
     """``dim`` from the front; refuses what the ranks cannot share evenly."""
     x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
     if x.layout is not torch.strided:

@@ -42,7 +42,7 @@ class Scaling:
             known = ", ".join(map(repr, _COMPRESSIONS))
             raise InvalidArgumentError(f"compression must be None or {known}, got {self.compression!r}")
 
-    def check(self, x: Any) -> torch.Tensor:
+    def check(self, x: object) -> torch.Tensor:
         """``x`` if it can be scaled."""
         if not isinstance(x, torch.Tensor):
             raise PayloadTypeError(
@@ -74,7 +74,7 @@ class Scaling:
 
 def all_reduce_scaled(
     lane: Lane,
-    x: Any,
+    x: object,
     op: ReduceOpLike,
     factors: tuple[float, float, str | None],
     out: torch.Tensor | None,
@@ -95,7 +95,7 @@ def all_reduce_scaled(
     return started.then(partial(_leaves_after, scaling, given))
 
 
-def _leaves_after(scaling: Scaling, given: list[torch.Tensor], tree: Any) -> Any:
+def _leaves_after(scaling: Scaling, given: list[torch.Tensor], tree: object) -> object:
     totals, spec = flatten(tree)
     return unflatten(spec, [scaling.after(x, total) for x, total in zip(given, totals, strict=True)])
 

@@ -32,7 +32,7 @@ from asynccoll.waiting.started import Started
 
 def broadcast(
     lane: Lane,
-    x: Any,
+    x: object,
     src: int,
     safe_mode: bool,
     out: Any,
@@ -73,7 +73,7 @@ def broadcast(
     )
 
 
-def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> Started[Any]:
+def _broadcast_anything(lane: Lane, x: object, src: int, timeout: float | None) -> Started[object]:
     """Others may pass anything: what is sent describes itself, also the shape of a tree."""
     from asynccoll.payload.codecs import SAFE
 
@@ -94,12 +94,14 @@ def _broadcast_anything(lane: Lane, x: Any, src: int, timeout: float | None) -> 
     return no_gradient(started, recorded, "broadcast(safe_mode=True)", "broadcast")
 
 
-def scatter(lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: float | None) -> Started[Any]:
+def scatter(
+    lane: Lane, x: object, src: int, out: torch.Tensor | None, timeout: float | None
+) -> Started[object]:
     size = lane.group.size
     index = lane.group.index(src, "src")
     check_filled("scatter", out)
     messages = None
-    parts: list[Any] = []
+    parts: list[object] = []
     if lane.group.rank == index:
         parts = scatter_parts(x, size)
         messages = [part_message(part) for part in parts]
@@ -112,7 +114,7 @@ def scatter(lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: flo
     if out is not None:
         autograd.records("scatter", recorded, (out,))
     device = lane.world.device
-    received: Started[Any] = scatter_messages(
+    received: Started[object] = scatter_messages(
         lane,
         "scatter",
         messages,
@@ -126,14 +128,14 @@ def scatter(lane: Lane, x: Any, src: int, out: torch.Tensor | None, timeout: flo
     return no_gradient(received, recorded, "scatter", "all_to_all")
 
 
-def _into(part: Any, out: torch.Tensor) -> torch.Tensor:
+def _into(part: object, out: torch.Tensor) -> torch.Tensor:
     if not isinstance(part, torch.Tensor):
         raise InvalidArgumentError(f"scatter: out= is for tensors, and src sent a {type(part).__name__}")
     tensors.check_out(out, part, part.shape)
     return out.copy_(part)
 
 
-def scatter_parts(x: Any, size: int) -> list[Any]:
+def scatter_parts(x: object, size: int) -> list[object]:
     """One part for each rank, from a list of them or from one tensor to be cut along dim 0."""
     if isinstance(x, torch.Tensor):
         x = plain_tensor("scatter", x)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from asynccoll.plan.spec import dtype_name
@@ -11,7 +9,7 @@ from asynccoll.plan.spec import dtype_name
 __all__ = ["shown"]
 
 
-def shown(what: Any) -> str:
+def shown(what: object) -> str:
     """``all_reduce sum float32 [4, 8]``: names and values in their order, without those that are empty."""
     if isinstance(what, torch.dtype):
         return dtype_name(what)

@@ -72,7 +72,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return leaves, _flatten(tree, leaves, ())
 
 
-def _flatten(x: Any, leaves: list[Any], path: tuple[int, ...]) -> TreeSpec:
+def _flatten(x: object, leaves: list[object], path: tuple[int, ...]) -> TreeSpec:
     if x is None:
         return _NONE
     if not is_tree(x):
@@ -88,7 +88,7 @@ def _flatten(x: Any, leaves: list[Any], path: tuple[int, ...]) -> TreeSpec:
     return TreeSpec(kind, make, names, tuple(_flatten(child, leaves, below) for child in children))
 
 
-def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]:
+def _node(x: Any) -> tuple[str, tuple[str, ...], list[object], Callable[[Sequence[object]], object]]:
     cls = type(x)
     if isinstance(x, dict):
         texts = {*map(type, x)} == {str}  # nearly always, and these need no closer look
@@ -104,7 +104,7 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[A
     return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
 
 
-def _key_name(key: Any) -> str:
+def _key_name(key: object) -> str:
     """What a key is called where trees are compared: the same for keys that are one."""
     if isinstance(key, numbers.Integral):
         return repr(int(key))
@@ -116,7 +116,7 @@ def _key_name(key: Any) -> str:
     return repr(key)
 
 
-def _key_order(key: Any) -> tuple[Any, ...]:
+def _key_order(key: object) -> tuple[object, ...]:
     """What keys are sorted by: the same on every rank, whatever was inserted first.
 
     Numbers are one kind, because 1, True and 1.0 are one key.
@@ -140,7 +140,7 @@ def _key_order(key: Any) -> tuple[Any, ...]:
     )
 
 
-def _dict_maker(x: dict[Any, Any], keys: list[Any]) -> Callable[[Sequence[Any]], Any]:
+def _dict_maker(x: dict[object, object], keys: list[object]) -> Callable[[Sequence[object]], object]:
     if type(x) is dict:
         order = list(x)
 
@@ -151,7 +151,7 @@ def _dict_maker(x: dict[Any, Any], keys: list[Any]) -> Callable[[Sequence[Any]],
         return make
     shell = _shell(x)
 
-    def refill(values: Sequence[Any]) -> Any:
+    def refill(values: Sequence[object]) -> object:
         rebuilt = copy.copy(shell)
         for key, value in zip(keys, values, strict=True):
             rebuilt[key] = value
@@ -160,7 +160,7 @@ def _dict_maker(x: dict[Any, Any], keys: list[Any]) -> Callable[[Sequence[Any]],
     return refill
 
 
-def _shell(x: dict[Any, Any]) -> dict[Any, Any]:
+def _shell(x: dict[object, object]) -> dict[object, object]:
     """A copy of a dict of another class, which the result becomes; refused while nothing has been sent."""
     try:
         made = copy.copy(x)
@@ -177,7 +177,7 @@ def _shell(x: dict[Any, Any]) -> dict[Any, Any]:
     )
 
 
-def _dataclass_maker(x: Any, names: tuple[str, ...]) -> Callable[[Sequence[Any]], Any]:
+def _dataclass_maker(x: object, names: tuple[str, ...]) -> Callable[[Sequence[object]], object]:
     # Not dataclasses.replace: it runs __init__, which may refuse or recompute.
     def make(values: Sequence[Any]) -> Any:
         made = object.__new__(type(x))
@@ -188,12 +188,12 @@ def _dataclass_maker(x: Any, names: tuple[str, ...]) -> Callable[[Sequence[Any]]
     return make
 
 
-def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
+def unflatten(spec: TreeSpec, leaves: Sequence[object]) -> Any:
     """The tree of ``spec`` with new ``leaves``."""
     return _unflatten(spec, iter(leaves))
 
 
-def _unflatten(spec: TreeSpec, leaves: Any) -> Any:
+def _unflatten(spec: TreeSpec, leaves: Any) -> object:
     if spec.make is None:
         return next(leaves) if spec.kind == "*" else None
     if spec.flat:

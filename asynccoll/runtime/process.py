@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,7 +154,7 @@ def initialize(
     check: str | None = None,
     stall_warning: float | None = None,
     memory: bool | None = None,
-    **backend_options: Any,
+    **backend_options: object,
 ) -> None:
     """Join the world; every rank calls it, and from then on collectives go to the others.
 
@@ -386,7 +385,7 @@ def available_backends() -> tuple[str, ...]:
     return table.available()
 
 
-def new_group(ranks: Any) -> Group:
+def new_group(ranks: object) -> Group:
     """The group of the global ``ranks`` (sorted, as torch does). Called by every rank, in the same order.
 
     Members then pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same

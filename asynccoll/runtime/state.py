@@ -34,7 +34,7 @@ class Process:
         self.said: str | None = None  # WORLD_SIZE in the environment in which that was right
         self.finalized = False
         self.thread_ranks: list[Context] = []  # those that are threads of this process
-        self.inherited: Any = None  # a parent's torch group, in a forked child: not to be used
+        self.inherited: object = None  # a parent's torch group, in a forked child: not to be used
         self.parent: Context | None = None  # its context, in a forked child: says who this is
         self.parent_adopted = False
 
@@ -42,7 +42,7 @@ class Process:
 process: Process = host.per_process(Process)
 
 
-def torch_group() -> Any:
+def torch_group() -> object:
     """torch's default group, if the user made one in this process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None

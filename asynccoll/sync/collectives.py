@@ -96,7 +96,7 @@ def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: GroupLike, *, in_pl
     return tensor if in_place else result
 
 
-def all_gather(tensor: torch.Tensor | float | str | Any, group: GroupLike = None) -> Any:
+def all_gather(tensor: torch.Tensor | float | str | object, group: GroupLike = None) -> Any:
     """What every rank passed: tensors of one shape concatenated along dim 0, anything else as a list.
 
     0-d tensors give a vector. Numbers and strings arrive as they are; other objects are pickled, so gather
@@ -147,7 +147,7 @@ def all_gather_tensors_with_shapes(
     ]
 
 
-def _check_shapes(tensor: Any, shapes: Sequence[Sequence[int]], group: GroupLike) -> None:
+def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupLike) -> None:
     """What does not hold would be padded or cut to another rank's shape, and arrive as something else."""
     size, place = (1, 0) if model() is SERIAL else (ac.get_world_size(group), ac.get_rank(group))
     if not isinstance(tensor, torch.Tensor):
@@ -195,7 +195,7 @@ def broadcast(
     return _waited_for(ac.broadcast, plain, src=src)
 
 
-def _check_broadcast(tensor: Any, src: int, safe_mode: bool) -> None:
+def _check_broadcast(tensor: object, src: int, safe_mode: bool) -> None:
     if tensor is None:
         if ac.get_rank() == src:
             refuse(InvalidArgumentError("Source data can not be None"))
@@ -244,7 +244,7 @@ def _group(group: Any) -> Any:
     )
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> object:
     """A number of NumPy as Python's; anything else as it is."""
     return x.item() if isinstance(x, Number) and hasattr(x, "item") else x
 

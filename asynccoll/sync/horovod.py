@@ -44,7 +44,7 @@ def shutdown() -> None:
         _loaded().shutdown()
 
 
-def adasum(tensor: Any) -> Any:
+def adasum(tensor: object) -> Any:
     """Horovod's own reduction by that name, which it has where it was built with MPI or NCCL."""
     import horovod.torch as hvd
 
@@ -67,7 +67,7 @@ def new_group(ranks: list[int]) -> Any:
     return _sets.made[key]
 
 
-def is_process_set(group: Any) -> bool:
+def is_process_set(group: object) -> bool:
     """Whether it is one of Horovod's process sets."""
     hvd = _loaded()
     return hvd is not None and isinstance(group, hvd.ProcessSet)

@@ -77,7 +77,7 @@ class Parallel(ac.Parallel):
             self._logger.info("Finalized processing group with backend: '%s'", self.backend)
             world.leave(abort=error is not None)
 
-    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank; return when those of this node are done.
 
         Raises:
@@ -92,7 +92,7 @@ class Parallel(ac.Parallel):
         self._logger.info("End of run")
 
 
-def _check_nothing(given: dict[str, Any]) -> None:
+def _check_nothing(given: dict[str, object]) -> None:
     for name, value in given.items():
         if value is not None:
             raise InvalidArgumentError(

@@ -162,7 +162,7 @@ def show_config() -> None:
 # Joining and leaving
 
 
-def initialize(backend: str, **kwargs: Any) -> None:
+def initialize(backend: str, **kwargs: object) -> None:
     """Join the world that the launcher's environment describes (a world of one without a launcher).
 
     Args:
@@ -186,11 +186,11 @@ def finalize() -> None:
 
 def spawn(
     backend: str,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs_dict: Mapping[str, Any] | None = None,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs_dict: Mapping[str, object] | None = None,
     nproc_per_node: int = 1,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks, each a process of its own.
 
@@ -205,7 +205,7 @@ def spawn(
     return ac.spawn(backend, fn, args, kwargs_dict, nproc_per_node, **given)
 
 
-def _check_backend(backend: Any) -> None:
+def _check_backend(backend: object) -> None:
     backends = available_backends()
     if backend not in backends:
         raise InvalidArgumentError(f"Backend should be one of '{backends}'")
@@ -222,9 +222,9 @@ def one_rank_only(
     With ``with_barrier`` the others wait for it; they go on also if it raises there.
     """
 
-    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(func: Callable[..., object]) -> Callable[..., Any]:
         @wraps(func)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> Any:
             try:
                 return func(*args, **kwargs) if get_rank() == rank else None
             finally:

@@ -82,9 +82,9 @@ class _Start(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         shape: Sequence[int] | None,
-        start: Callable[[torch.Tensor, torch.Tensor], Started[Any]],
+        start: Callable[[torch.Tensor, torch.Tensor], Started[object]],
         adjoint: Callable[[torch.Tensor], torch.Tensor],
-        started: list[Started[Any]],
+        started: list[Started[object]],
     ) -> torch.Tensor:
         ctx.adjoint = adjoint
         out = torch.empty_like(x) if shape is None else torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -92,7 +92,7 @@ class _Start(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> object:
         return ctx.adjoint(grads[0]), None, None, None, None
 
 
@@ -112,7 +112,7 @@ def _begun(
     """
     if not records(name, (x,), None if out is None else (out,)):
         return make(x, out).begin(lane, timeout)
-    started: list[Started[Any]] = []
+    started: list[Started[object]] = []
     start = lambda x, out: make(x, out).begin(lane, timeout)  # noqa: E731
     result: torch.Tensor = _Start.apply(x, shape, start, adjoint, started)  # type: ignore[no-untyped-call]
     return started[0].then(lambda _: result)
@@ -242,11 +242,11 @@ class _StartMany(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        start: Callable[[list[torch.Tensor], list[torch.Tensor]], Started[Any]],
+        start: Callable[[list[torch.Tensor], list[torch.Tensor]], Started[object]],
         adjoint: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        started: list[Started[Any]],
+        started: list[Started[object]],
         *xs: torch.Tensor,
-    ) -> Any:
+    ) -> object:
         ctx.adjoint = adjoint
         ctx.floating = [x.is_floating_point() or x.is_complex() for x in xs]
         outs = tuple(map(torch.empty_like, xs))
@@ -255,7 +255,7 @@ class _StartMany(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> object:
         # All floating ones, whether they are tracked here or not: the same on every rank.
         found = iter(ctx.adjoint([grad for grad, floats in zip(grads, ctx.floating, strict=True) if floats]))
         return None, None, None, *(next(found) if floats else None for floats in ctx.floating)
@@ -294,7 +294,7 @@ class _NoGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> object:
         raise UnsupportedOpError(ctx.text)
 
 

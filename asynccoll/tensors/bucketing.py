@@ -49,7 +49,7 @@ def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) ->
 
 
 def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int) -> list[Bucket]:
-    filling: dict[Any, tuple[list[int], int]] = {}
+    filling: dict[object, tuple[list[int], int]] = {}
     full: list[Bucket] = []
     for index, (x, kind) in enumerate(zip(tensors, kinds, strict=True)):
         if kind[2] is not torch.strided:

@@ -184,7 +184,7 @@ def _collected(count: int, parcels: list[Parcel]) -> list[torch.Tensor]:
 
 def _sent(
     lane: Lane,
-    communicator: Any,
+    communicator: object,
     fuse: Fuse,
     xs: list[torch.Tensor],
     outs: list[torch.Tensor] | None,

@@ -45,10 +45,10 @@ class _Selector(selectors.BaseSelector):
         if self._sleeper is not None:
             self._scheduler.wake(self._sleeper)
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
+    def register(self, fileobj: object, events: int, data: object = None) -> Any:
         raise NotImplementedError("a simulated loop has no files or sockets")
 
-    def unregister(self, fileobj: Any) -> Any:
+    def unregister(self, fileobj: object) -> Any:
         raise NotImplementedError("a simulated loop has no files or sockets")
 
     def get_map(self) -> Mapping[Any, Any]:
@@ -106,9 +106,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         self._scheduler.point()
         self._simulated.wake()
 
-    def run_in_executor(  # type: ignore[override]  # its stub has a type for each argument
-        self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> Any:
+    def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
         """In a simulated thread."""
         future: asyncio.Future[Any] = self.create_future()
         me = self._scheduler.current
@@ -128,7 +126,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         return future
 
 
-def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _finish(future: asyncio.Future[object], result: object, error: Exception | None) -> None:
     if future.cancelled():
         return
     if error is not None:
@@ -137,7 +135,7 @@ def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_result(result)
 
 
-def run_asyncio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
+def run_asyncio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> Any:
     """As ``asyncio.run``."""
     loop = _AsyncioLoop(scheduler)
     me = scheduler.current

@@ -58,7 +58,7 @@ class Exploration:
 
 
 def explore(
-    main: Callable[[int], Any],
+    main: Callable[[int], object],
     *,
     seeds: Iterable[int] = range(1000),
     jobs: int = 1,
@@ -67,7 +67,7 @@ def explore(
     shrink_seconds: float = 30.0,
     fewest_ranks: int | None = None,
     progress: Callable[[Exploration], object] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Exploration:
     """Simulate ``main`` with one seed after the other, and stop at the first that goes wrong.
 
@@ -158,7 +158,7 @@ class _Looking:
             faults = faults(random.Random(f"{seed} faults"), size)  # noqa: S311  # it hides nothing
         return Case(size, seed, tuple(faults))
 
-    def at(self, main: Callable[[int], Any], case: Case) -> Tried:
+    def at(self, main: Callable[[int], object], case: Case) -> Tried:
         """What becomes of it."""
         options = self.options | {"world_size": case.world_size, "seed": case.seed, "faults": case.faults}
         options["schedule"] = case.schedule or self.options.get("schedule") or _schedule(case.seed)
@@ -237,7 +237,7 @@ def _first_by_others(
     return min(bad, default=None)
 
 
-def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> Any:
+def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> object:
     try:
         return pool.submit(_tried_by_another, sent, look, seeds)
     except (AttributeError, TypeError) as error:

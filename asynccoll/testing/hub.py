@@ -60,7 +60,7 @@ class _Watcher:
         self._thread = host.Thread(target=self._run, name="asynccoll-memory", daemon=True)
         self._thread.start()
 
-    def add(self, engine: Any) -> None:
+    def add(self, engine: object) -> None:
         if not any(one() is engine for one in self._engines):
             self._engines.append(weakref.ref(engine))
 

@@ -195,7 +195,7 @@ class Condition:
         finally:
             self._lock._take_back(count)
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> Any:
         scheduler = running()
         assert scheduler is not None, "a thread that is not simulated would wait"
         until = _until(scheduler, timeout)
@@ -248,7 +248,7 @@ class SimpleQueue:
         self._items: deque[Any] = deque()
         self._queue = Queue()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
         _point()
         self._items.append(item)
         self._queue.let_on()
@@ -281,8 +281,8 @@ class Thread:
         group: None = None,
         target: Callable[..., object] | None = None,
         name: str | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         daemon: bool | None = None,
     ) -> None:

@@ -54,7 +54,7 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def exchanged(module: Any, names: Sequence[str], other: Any) -> Iterator[None]:
+def exchanged(module: object, names: Sequence[str], other: object) -> Iterator[None]:
     """For the block, the names of ``module`` are those of ``other``."""
     before = {name: getattr(module, name) for name in names}
     for name in names:
@@ -81,7 +81,7 @@ def _simulated_locks() -> Iterator[None]:
 
 
 @cache
-def _locks() -> list[tuple[Any, str]]:
+def _locks() -> list[tuple[object, str]]:
     """Where they are: the modules that have them have been imported by whoever can use them."""
     return [
         (module, name)
@@ -92,12 +92,12 @@ def _locks() -> list[tuple[Any, str]]:
     ]
 
 
-def _new(made: Any) -> dict[Any, Any]:
+def _new(made: object) -> dict[Any, object]:
     """What is in it."""
     return made if isinstance(made, dict) else made.__dict__
 
 
-def _exchange(kept: list[Any], contents: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+def _exchange(kept: list[object], contents: list[dict[Any, object]]) -> list[dict[object, object]]:
     """Give them these contents; what they had."""
     before: list[dict[Any, Any]] = []
     for one, content in zip(kept, contents, strict=True):

@@ -63,7 +63,7 @@ def fill(x: torch.Tensor, value: torch.Tensor) -> None:
     x.data.view(-1).copy_(value.reshape(-1))
 
 
-def _told(signature: tuple[Any, ...]) -> str:
+def _told(signature: tuple[object, ...]) -> str:
     name, *rest = signature
     return f"{name}({', '.join(map(str, rest))})"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.testing.faults import Cancel, Fault
@@ -24,7 +23,7 @@ _NEAR = Link((2e-6, 2e-4), 1e10)
 
 
 def simulate(
-    main: Callable[[int], Any],
+    main: Callable[[int], object],
     *,
     world_size: int = 4,
     seed: int = 0,

@@ -50,7 +50,7 @@ class _Wakeup:
             await trio.lowlevel.wait_task_rescheduled(self._forget)
         self._woken = False
 
-    def _forget(self, _: Any) -> Any:
+    def _forget(self, _: object) -> Any:
         import trio
 
         self._task = None
@@ -91,7 +91,7 @@ def _clock(scheduler: Scheduler) -> trio.abc.Clock:
     return Clock()
 
 
-def run_trio(scheduler: Scheduler, main: Coroutine[Any, Any, Any]) -> Any:
+def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> Any:
     """As ``trio.run``."""
     import sniffio
     import trio

@@ -92,7 +92,7 @@ class World:
         self._left = size
         self.report: Report = Report(setting.seed)
 
-    def run(self, main: Callable[[int], Any]) -> Report:
+    def run(self, main: Callable[[int], object]) -> Report:
         """From the first rank's beginning to the last one's end."""
         scheduler, report, size = self._scheduler, self.report, self._setting.world_size
         with (
@@ -144,7 +144,7 @@ class World:
 
     # A rank
 
-    def _live(self, rank: int, main: Callable[[int], Any]) -> None:
+    def _live(self, rank: int, main: Callable[[int], object]) -> None:
         """One rank's main thread, from the first to the last."""
         try:
             self.report.results[rank] = self._whole(rank, main)
@@ -156,7 +156,7 @@ class World:
         finally:
             self._end(rank)
 
-    def _whole(self, rank: int, main: Callable[[int], Any]) -> Any:
+    def _whole(self, rank: int, main: Callable[[int], object]) -> object:
         """Join the world, run ``main``, leave."""
         try:
             if self._setting.joined:
@@ -180,7 +180,7 @@ class World:
         hub: Any = SimulatedHub(self._hosts[life], rank)
         return Sharing(backend, hub, self._network.node_of, {})
 
-    def _create(self, *_: Any, timeout: float, check: str, **__: Any) -> Context:
+    def _create(self, *_: object, timeout: float, check: str, **__: object) -> Context:
         """What ``initialize`` joins: the first world that this rank has not been in."""
         assert self._scheduler.current is not None
         setting, per_node, rank = self._setting, self._per_node, self._scheduler.current.rank

@@ -207,7 +207,7 @@ def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
     return sorted(found, key=lambda wait: -wait.total)[:most]
 
 
-def _calls(parts: Sequence[Part]) -> dict[Any, list[tuple[Part, Span]]]:
+def _calls(parts: Sequence[Part]) -> dict[object, list[tuple[Part, Span]]]:
     """Each operation that several ranks have called."""
     found: dict[Any, list[tuple[Part, Span]]] = {}
     for part in parts:

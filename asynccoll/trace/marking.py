@@ -51,7 +51,7 @@ class _Marks:
         #: backward passes that have begun, by autograd's number
         self._backward: set[int] = set()
 
-    def forward_begins(self, module: torch.nn.Module, _inputs: Any) -> None:
+    def forward_begins(self, module: torch.nn.Module, _inputs: object) -> None:
         if torch.compiler.is_compiling() or _in_backward():
             return
         thread = host.get_ident()
@@ -64,7 +64,7 @@ class _Marks:
         else:
             found[0].append(id(module))
 
-    def forward_ends(self, module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+    def forward_ends(self, module: torch.nn.Module, _inputs: object, outputs: object) -> None:
         if torch.compiler.is_compiling() or _in_backward():
             return
         thread = host.get_ident()
@@ -81,7 +81,7 @@ class _Marks:
             span.finish()
         self._await_backward(outputs, type(module).__name__)
 
-    def _await_backward(self, outputs: Any, name: str) -> None:
+    def _await_backward(self, outputs: object, name: str) -> None:
         row = host.current_thread().name
         for node in _graph_nodes(outputs):
             node.register_prehook(lambda _gradients: self._backward_begins(row, name))
@@ -94,12 +94,12 @@ class _Marks:
         span = self.recorder.begin("backward", row, name)
         torch.autograd.Variable._execution_engine.queue_callback(span.finish)
 
-    def step_begins(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def step_begins(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         if not self.recorder.is_marked():
             name = type(optimizer).__name__
             self._optimizing[host.get_ident()] = self.recorder.begin("optimizer", place=name)
 
-    def step_ends(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def step_ends(self, _optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         span = self._optimizing.pop(host.get_ident(), None)
         if span is not None:
             span.finish()
@@ -111,7 +111,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _graph_nodes(outputs: Any) -> Iterator[Any]:
+def _graph_nodes(outputs: object) -> Iterator[Any]:
     """Where the gradients of ``outputs`` will arrive."""
     if isinstance(outputs, torch.Tensor):
         if outputs.grad_fn is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from asynccoll.trace.findings import Findings
 from asynccoll.trace.parts import Part
@@ -27,7 +26,7 @@ def write_page(path: Path, parts: Sequence[Part], found: Findings, uncertain: fl
     return path
 
 
-def _data(parts: Sequence[Part], found: Findings, uncertain: float | None) -> dict[str, Any]:
+def _data(parts: Sequence[Part], found: Findings, uncertain: float | None) -> dict[str, object]:
     texts: dict[str, int] = {}
     return {
         "ranks": [_rank(part, texts) for part in parts],
@@ -37,7 +36,7 @@ def _data(parts: Sequence[Part], found: Findings, uncertain: float | None) -> di
     }
 
 
-def _rank(part: Part, texts: dict[str, int]) -> dict[str, Any]:
+def _rank(part: Part, texts: dict[str, int]) -> dict[str, object]:
     rows = [
         {
             "name": row,
@@ -51,7 +50,7 @@ def _rank(part: Part, texts: dict[str, int]) -> dict[str, Any]:
     return {**about, "backend": part.backend, "seconds": part.seconds, "steps": steps, "rows": rows}
 
 
-def _span(span: Span, texts: dict[str, int]) -> list[Any]:
+def _span(span: Span, texts: dict[str, int]) -> list[object]:
     """As the script reads it: start, end (null: none), name, place, bytes, sequence, failed."""
     start = round(span.start, _DIGITS)
     end = None if span.end is None else round(span.end, _DIGITS)

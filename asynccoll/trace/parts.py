@@ -127,7 +127,7 @@ class Writer:
             self._line({"seconds": self._recorder.seconds, "steps": self._recorder.steps})
             self._file.flush()
 
-    def _line(self, what: Any) -> None:
+    def _line(self, what: object) -> None:
         self._file.write(json.dumps(what) + "\n")
 
 
@@ -146,7 +146,7 @@ _FIELDS = (
 )
 
 
-def _as_row(span: Span) -> list[Any]:
+def _as_row(span: Span) -> list[object]:
     return [getattr(span, name) for name in _FIELDS]
 
 

@@ -24,7 +24,7 @@ def write_events(path: Path, recorded: Iterable[Recorded]) -> Path:
 
 def _events(
     rank: int, world_size: int, began: float, seconds: float, spans: Sequence[Span]
-) -> Iterable[dict[str, Any]]:
+) -> Iterable[dict[str, object]]:
     yield _about("process_name", rank, 0, f"rank {rank} of {world_size}")
     tracks = [(row, track) for row, stacked in stack(spans) for track in stacked]
     for tid, (row, track) in enumerate(tracks, start=1):
@@ -33,7 +33,7 @@ def _events(
             yield _event(span, rank, tid, began, seconds)
 
 
-def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dict[str, Any]:
+def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dict[str, object]:
     end = seconds if span.end is None else span.end
     event: dict[str, Any] = {
         "name": span.name,
@@ -56,6 +56,6 @@ def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dic
     return event
 
 
-def _about(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+def _about(what: str, rank: int, tid: int, name: str) -> dict[str, object]:
     """A Chrome metadata event, which names a process or a thread."""
     return {"name": what, "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}

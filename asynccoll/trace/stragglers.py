@@ -54,7 +54,7 @@ class Straggling:
 
 
 #: Operation, lane, place in its order, and what else tells it from others.
-_Known = tuple[str, str, int, Any]
+_Known = tuple[str, str, int, object]
 #: One rank's part in an operation: rank, when it called, line.
 _Call = tuple[int, float, str]
 

@@ -6,7 +6,7 @@ above asks for a backend by its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll.transport.training import Training
 
@@ -68,7 +68,7 @@ class Backend:
         """Leave the world: nothing is in flight, unless it is to be aborted."""
         raise NotImplementedError
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:  # for those that have one
+    def native_group(self, opening: Opening, communicator: object) -> object:  # for those that have one
         """A group as the library underneath knows it; ``communicator``: its default lane's, once open."""
         return None
 

@@ -20,7 +20,7 @@ from asynccoll.transport.waiters import Waiters
 __all__ = ["Foreign", "foreign"]
 
 #: The end of something, and how to get its result once it is there.
-Foreign = tuple[Completion, Callable[[], Any]]
+Foreign = tuple[Completion, Callable[[], object]]
 
 _waiters = Waiters("asynccoll-adopted")
 
@@ -79,7 +79,7 @@ def _of_work(work: dist.Work) -> Foreign:
 
 def _of_request(request: Any) -> Foreign:
     """Of a request of mpi4py's: its message, where it carries one."""
-    found: list[Any] = []
+    found: list[object] = []
 
     def test() -> bool:
         over, message = request.test()

@@ -6,7 +6,7 @@ The defaults are right where torch's ``DistributedDataParallel`` works, which ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import logging
@@ -26,11 +26,11 @@ class Training:
     #: Batches may be put into pinned memory, from which a GPU copies beside the host.
     pins_memory = True
 
-    def loader(self, loader: DataLoader[Any], device: torch.device, log: logging.Logger) -> Any:
+    def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
         """What feeds ``device`` from ``loader``, in a world of several."""
         return loader
 
-    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer | None:
+    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:
         """The library's own around ``optimizer``, if it has one that ``options`` are for."""
         return None
 

@@ -8,7 +8,7 @@ mistake.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asynccoll.errors import PayloadTypeError
 
@@ -18,7 +18,7 @@ _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or 
 _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
 
 
-def _refuse(work: Any, what: str) -> PayloadTypeError:
+def _refuse(work: object, what: str) -> PayloadTypeError:
     return PayloadTypeError(
         f"{what} was asked of {work!r}, which is the handle of a call, not its result: was an await "
         "forgotten? Use `await work`, or work.wait() where no event loop runs"
@@ -26,7 +26,7 @@ def _refuse(work: Any, what: str) -> PayloadTypeError:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def method(self: Any, *_: Any) -> NoReturn:
+    def method(self: object, *_: object) -> NoReturn:
         raise _refuse(self, name)
 
     method.__name__ = method.__qualname__ = f"__{name}__"
@@ -52,7 +52,11 @@ class NotItsResult:
 
         @classmethod
         def __torch_function__(
-            cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            cls,
+            function: object,
+            _: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
         ) -> NoReturn:
             given = [*args, *(kwargs or {}).values()]
             flat = [one for x in given for one in (x if isinstance(x, (list, tuple)) else (x,))]

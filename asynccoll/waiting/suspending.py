@@ -87,7 +87,7 @@ def quick(operation: Operation) -> bool:
     return _inline(operation, loop, now)
 
 
-def suspend(operation: Operation) -> Generator[Any, Any, None]:
+def suspend(operation: Operation) -> Generator[object, object, None]:
     """Wait as a coroutine on the running event loop."""
     loop = here()
     if loop is None:
@@ -119,7 +119,7 @@ def attend(operation: Operation) -> Generator[Any, Any, bool]:
     return operation.failure is not None or _inline(operation, loop, host.monotonic())
 
 
-def pause() -> Generator[Any, Any, None]:
+def pause() -> Generator[object, object, None]:
     """Give the loop a turn if it had none for a while: for awaits of what is ready anyway."""
     loop = here()
     if loop is not None:
@@ -170,7 +170,7 @@ class _Parked:
         self._add_waker = add_waker
         self._seconds = seconds
 
-    def __await__(self) -> Generator[Any, Any, None]:
+    def __await__(self) -> Generator[object, object, None]:
         yield from _required().park(self._add_waker, self._seconds)
 
 

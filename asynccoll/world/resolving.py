@@ -29,7 +29,7 @@ def resolve_group(context: Context, group: GroupLike) -> Group:
     return ad_hoc_group(context, group if native is None else native)
 
 
-def ad_hoc_group(context: Context, ranks: Any) -> Group:
+def ad_hoc_group(context: Context, ranks: object) -> Group:
     """The group of a rank list, made once per set of ranks."""
     wanted = check_ranks(context, ranks)
     known = context.groups.get(wanted)
@@ -43,7 +43,7 @@ def ad_hoc_group(context: Context, ranks: Any) -> Group:
     return known
 
 
-def check_ranks(context: Context, ranks: Any) -> tuple[int, ...]:
+def check_ranks(context: Context, ranks: object) -> tuple[int, ...]:
     """The rank list as sorted global ranks, each of them in the world and named once."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
         raise PayloadTypeError(

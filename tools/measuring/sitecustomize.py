@@ -1,7 +1,7 @@
 """Start measuring coverage in every process of a test run: `tools/covered.py` puts this on PYTHONPATH.
 
-Ranks are processes that tests, launchers, mpiexec and horovodrun start, so that no test runner sees them; each
-interpreter imports this module before anything of its program.
+Ranks are processes that tests, launchers, mpiexec and horovodrun start, so that no test runner sees them;
+each interpreter imports this module before anything of its program.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ class Request:
     timeout: float = 1800.0
     check: str = "local"
     memory: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def take_options(self, *known: str) -> dict[str, Any]:
         """The backend options, all of which must be ``known``."""

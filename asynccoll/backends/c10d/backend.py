@@ -87,7 +87,7 @@ class C10dBackend(Backend):
         address: str | None = None,
         exported: str | None = None,
         owns_default_group: bool = False,
-        default_group: weakref.ref[Any] | None = None,
+        default_group: weakref.ref[object] | None = None,
     ) -> None:
         self.name = name
         self.device = device
@@ -102,7 +102,7 @@ class C10dBackend(Backend):
         self._owns_default_group = owns_default_group
         self._default_group = default_group
         self._opening = InProgress()
-        self._devices: list[Any] = []
+        self._devices: list[object] = []
         self._published: dict[str, dist.ProcessGroup] = {}
         self._lock = threading.Lock()
 
@@ -112,7 +112,7 @@ class C10dBackend(Backend):
     def open(self, opening: Opening) -> C10dCommunicator:
         name, lasting, rank = opening.name, opening.lasting, opening.rank
 
-        def open_pair(peer: int) -> Any:  # of messages, which meet whatever epoch their ranks are in
+        def open_pair(peer: int) -> object:  # of messages, which meet whatever epoch their ranks are in
             low, high = sorted((rank, peer))
             pair = f"{lasting}/p2p/{low}-{high}"
             native = self._lasting_native("gloo", opening, pair, int(rank > peer), 2)
@@ -160,7 +160,7 @@ class C10dBackend(Backend):
         others = partial(_await_others, opening, met, size)
         return C10dCommunicator(transports, channels, size, others, on_cpu=set(self.by_device) == {"cpu"})
 
-    def _lasting_native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> Any:
+    def _lasting_native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> object:
         """One of a lane's: its members have met, and from now on each operation's deadline decides."""
         made = self._native(native, opening, name, rank, size)
         if native == "gloo":
@@ -182,7 +182,7 @@ class C10dBackend(Backend):
                 client.set(_connected(name, rank), "")
             return made
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
+    def native_group(self, opening: Opening, communicator: object) -> object:
         """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
         known = self._published.get(opening.group)
         if known is not None:
@@ -221,7 +221,7 @@ class C10dBackend(Backend):
         native = self._default_group()
         return native is None or native is not dist.distributed_c10d.GroupMember.WORLD
 
-    def create_gloo(self, store: dist.Store, rank: int, size: int) -> Any:
+    def create_gloo(self, store: dist.Store, rank: int, size: int) -> object:
         """A bare gloo group on the chosen interface."""
         options = _Gloo._Options()
         options._devices = self._gloo_devices()
@@ -229,7 +229,7 @@ class C10dBackend(Backend):
         options._threads = 2
         return _Gloo(store, rank, size, options)
 
-    def _gloo_devices(self) -> list[Any]:
+    def _gloo_devices(self) -> list[object]:
         """What gloo listens on: one thread and one socket for all lanes of this world."""
         with self._lock:
             if not self._devices:
@@ -242,7 +242,7 @@ class C10dBackend(Backend):
                     self._devices = [_Gloo.create_default_device()]
             return self._devices
 
-    def create_nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+    def create_nccl(self, store: dist.Store, rank: int, size: int) -> object:
         """A bare nccl group on this rank's device."""
         nccl = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -252,7 +252,7 @@ class C10dBackend(Backend):
             native.eager_connect_single_device(self.device)
         return native
 
-    def create_other(self, native: str, store: dist.Store, rank: int, size: int) -> Any:
+    def create_other(self, native: str, store: dist.Store, rank: int, size: int) -> object:
         """A backend that was registered with ``torch.distributed.Backend.register_backend``."""
         plugin = dist.Backend._plugins.get(native.upper())
         if plugin is None:
@@ -269,7 +269,7 @@ class C10dBackend(Backend):
         return plugin.creator_fn(described, None)
 
 
-def _transport(native: str, group: Any) -> Transport:
+def _transport(native: str, group: object) -> Transport:
     return Transport(
         group,
         StreamCompletion if native == "nccl" else HostCompletion,
@@ -277,11 +277,11 @@ def _transport(native: str, group: Any) -> Transport:
     )
 
 
-def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], Any]:
+def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], object]:
     return lambda backend, store, rank, size: backend.create_other(native, store, rank, size)
 
 
-_CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], Any]] = {
+_CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], object]] = {
     "gloo": C10dBackend.create_gloo,
     "nccl": C10dBackend.create_nccl,
 }
@@ -371,7 +371,7 @@ def _wish(by_node: object) -> bool | None:
     )
 
 
-def _default_group_ref() -> weakref.ref[Any]:
+def _default_group_ref() -> weakref.ref[object]:
     """Weak, so that the connections of a group that the user destroys are closed."""
     return weakref.ref(dist.distributed_c10d.GroupMember.WORLD)
 

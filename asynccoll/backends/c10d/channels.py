@@ -32,25 +32,25 @@ class Channels:
     """The messages of one communicator. ``open_pair(peer)`` makes the native group of two."""
 
     def __init__(
-        self, open_pair: Callable[[int], Any], rank: int, await_others: Callable[[], object]
+        self, open_pair: Callable[[int], object], rank: int, await_others: Callable[[], object]
     ) -> None:
         """``await_others`` returns when the peers have opened all that was opened here."""
         self._open_pair = open_pair
         self._await_others = await_others
         self._rank = rank
-        self._pairs: dict[int, Any] = {}
+        self._pairs: dict[int, object] = {}
         self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._waiters = Waiters("asynccoll-p2p")
         self._exchanging = InProgress()
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        def deliver(pair: Any, peer: int) -> None:
+        def deliver(pair: object, peer: int) -> None:
             _post(pair, peer, tag, _DTYPES.index(x.dtype), x)
 
         return self._start(("send", dst, tag), dst, deliver)
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        def take(pair: Any, peer: int) -> None:
+        def take(pair: object, peer: int) -> None:
             got = _take(pair, peer, tag, x)
             if got is not x:
                 raise CollectiveMismatchError(
@@ -64,17 +64,17 @@ class Channels:
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
         """In place of a send: tell the receiver so. In place of a recv: take the message and drop it."""
 
-        def tell(pair: Any, index: int) -> None:
+        def tell(pair: object, index: int) -> None:
             _post(pair, index, tag, _REFUSED, torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8))
 
-        def drop(pair: Any, index: int) -> None:
+        def drop(pair: object, index: int) -> None:
             with contextlib.suppress(PeerRefusedError):
                 _take(pair, index, tag)
 
         self._start((role, peer, tag), peer, tell if role == "send" else drop)
 
     def _start(
-        self, stream: tuple[str, int, int], peer: int, exchange: Callable[[Any, int], None]
+        self, stream: tuple[str, int, int], peer: int, exchange: Callable[[object, int], None]
     ) -> Completion:
         promise = Promise()
         index = int(peer > self._rank)  # in the pair, the lower rank is 0
@@ -92,18 +92,18 @@ class Channels:
         self._waiters.submit(stream, run)
         return promise
 
-    def _pair(self, peer: int) -> Any:
+    def _pair(self, peer: int) -> object:
         with self._opening[peer]:  # both directions may want it first, and it must be opened once
             pair = self._pairs.get(peer)
             if pair is None:
                 pair = self._pairs[peer] = self._open_pair(peer)
         return pair
 
-    def natives(self) -> list[Any]:
+    def natives(self) -> list[object]:
         """The native groups that are open."""
         return list(self._pairs.values())
 
-    def close(self, give_up: Callable[[Any], None], *, aborted: bool) -> None:
+    def close(self, give_up: Callable[[object], None], *, aborted: bool) -> None:
         """Let go of the native groups; ``give_up`` ends what is in flight there, of which nobody knows.
 
         ``aborted``: all of them have been, and no peer is waited for.

@@ -58,7 +58,7 @@ class HostCompletion(Completion):
             return
         future = work.get_future()
 
-        def fired(_: Any) -> None:
+        def fired(_: object) -> None:
             # The work says that it is done only after its future's callbacks have run.
             if not self.fine:
                 self._future = future
@@ -95,7 +95,7 @@ class StreamCompletion(Completion):
 
     stream_ordered = True
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: object) -> None:
         self.work: Any = work
         self._captured = torch.cuda.is_current_stream_capturing()  # it runs when the graph does, if ever
 

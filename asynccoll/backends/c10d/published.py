@@ -20,7 +20,7 @@ __all__ = ["publish", "withdraw"]
 
 
 def publish(
-    name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, natives: Mapping[str, tuple[str, Any]]
+    name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, natives: Mapping[str, tuple[str, object]]
 ) -> dist.ProcessGroup:
     """A torch process group called ``name`` around ``natives``: device type -> (backend name, group)."""
     group: Any = dist.ProcessGroup(store, rank, len(ranks))

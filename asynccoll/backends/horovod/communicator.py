@@ -121,7 +121,7 @@ class HorovodCommunicator:
         self._ring = [READY] * RING
 
     def _start(
-        self, call: Callable[..., int], *arguments: Any, finish: Callable[[], object] | None = None
+        self, call: Callable[..., int], *arguments: object, finish: Callable[[], object] | None = None
     ) -> Completion:
         """Issue ``call``; what it works on is kept until it is over."""
         try:
@@ -153,7 +153,7 @@ class HorovodCommunicator:
         place = self._reductions % RING
         return place, f"{self._prefix}.{self._round}.{place}".encode()
 
-    def _start_after(self, before: Completion, call: Callable[..., int], *arguments: Any) -> Completion:
+    def _start_after(self, before: Completion, call: Callable[..., int], *arguments: object) -> Completion:
         """Issue ``call`` when ``before`` is over: no two in flight may have one name."""
         promise = Promise()
 

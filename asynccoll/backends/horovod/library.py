@@ -49,7 +49,7 @@ def load() -> Any:
     return hvd
 
 
-def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None, seconds: float = 1800.0) -> None:
+def start(hvd: Any, launch: LaunchInfo | None, comm: object = None, seconds: float = 1800.0) -> None:
     """Initialise Horovod within ``seconds``, unless the user did; ``comm`` is that of ``hvd.init``.
 
     Raises:
@@ -74,7 +74,7 @@ def start(hvd: Any, launch: LaunchInfo | None, comm: Any = None, seconds: float 
     _init(hvd, comm, seconds)
 
 
-def _init(hvd: Any, comm: Any, seconds: float) -> None:
+def _init(hvd: Any, comm: object, seconds: float) -> None:
     """``hvd.init`` within ``seconds``: Horovod's limit, which bounds that as well, is none."""
     ended: Future[None] = Future()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,7 @@ class HorovodTraining(Training):
 
     ddp = False
 
-    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer | None:
+    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:
         import horovod.torch as hvd
 
         distributed: Optimizer = hvd.DistributedOptimizer(optimizer, **options)

@@ -52,17 +52,17 @@ class MemoryCommunicator:
         self._disagreed = disagreed
         self._size = engine.region.size
         #: the checksum of a kind of call from one line, and what is shown of it
-        self._kinds: dict[tuple[Any, ...], tuple[int, bytes]] = {}
+        self._kinds: dict[tuple[object, ...], tuple[int, bytes]] = {}
         self._what: Hashable = None
         self._spot: Any = None
         self._place, self._part, self._shares = 0, 1, False
 
-    def announce(self, what: Hashable, spot: Any, place: int, part: int, shares: bool) -> None:
+    def announce(self, what: Hashable, spot: object, place: int, part: int, shares: bool) -> None:
         """What is issued next is a part of this call (``Communicator``)."""
         self._what, self._spot = what, spot
         self._place, self._part, self._shares = place, part, shares
 
-    def _call(self, *native: Any) -> Call:
+    def _call(self, *native: object) -> Call:
         """What has to be the same on all ranks: of the call that its user made, and of this native one."""
         spot = self._spot
         key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
@@ -72,7 +72,7 @@ class MemoryCommunicator:
         disagreed = partial(self._disagreed, self._place) if self._shares else None
         return checksum, line, self._place, disagreed
 
-    def _learn(self, key: tuple[Any, ...]) -> tuple[int, bytes]:
+    def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes]:
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         native, what = key[:2]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening
 from asynccoll.backends.memory.communicator import MemoryCommunicator
@@ -136,7 +136,7 @@ class Sharing(Backend):
             self._hub.disown()
         self._inner.disown()
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
+    def native_group(self, opening: Opening, communicator: object) -> object:
         return self._inner.native_group(opening, communicator)
 
     def prepare_group(self, ranks: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ class Watcher:
     def __init__(self, bell: int, processes: Mapping[int, int]) -> None:
         self._bell = bell
         self._ranks = {descriptor: rank for rank, descriptor in processes.items()}
-        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._engines: weakref.WeakSet[object] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stopped = False
         #: the ranks whose processes have ended
@@ -30,7 +30,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="asynccoll-memory", daemon=True)
         self._thread.start()
 
-    def add(self, engine: Any) -> None:
+    def add(self, engine: object) -> None:
         """Look at this one, too, when the bell is rung."""
         with self._lock:
             self._engines.add(engine)

@@ -136,7 +136,7 @@ class MpiBackend(Backend):
         native = self._opener.open(opening)
         return MpiCommunicator(native, self.mpi, opening.rank, opening.size, self._burst)
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
+    def native_group(self, opening: Opening, communicator: Any) -> object:
         """The group's mpi4py communicator, once it is open; torch has no group of ours."""
         return communicator and communicator.native
 

@@ -154,7 +154,7 @@ def _finalize(mpi: Any, pid: int) -> None:
         mpi.Finalize()
 
 
-def _end_job_if_died(mpi: Any, pid: int) -> None:
+def _end_job_if_died(mpi: object, pid: int) -> None:
     """After an uncaught exception, end the job as MPI ends one whose rank has died.
 
     The others wait for this rank, and MPI_Finalize would wait for the others.

@@ -46,9 +46,9 @@ class Opener:
         self._turn = threading.Lock()
         self._making = InProgress()
         self._read = 0
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, object] = {}
 
-    def open(self, opening: Opening) -> Any:
+    def open(self, opening: Opening) -> object:
         """The native communicator that is asked for; waits for all of its members."""
         name, ranks, given_up = opening.name, opening.ranks, opening.given_up
         if len(ranks) == 1:
@@ -68,7 +68,7 @@ class Opener:
         ranks: tuple[int, ...],
         seconds: float,
         given_up: Callable[[], bool],
-    ) -> Any:
+    ) -> object:
         deadline = monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -97,7 +97,7 @@ class Opener:
                 except BaseException as error:  # belongs to whoever asked for that name
                     self._made[name] = error
 
-    def _make(self, name: str, ranks: list[int]) -> Any:
+    def _make(self, name: str, ranks: list[int]) -> object:
         mpi = self._library.MPI
         group = self._world.Incl(ranks)
         try:

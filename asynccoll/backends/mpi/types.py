@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -19,7 +18,7 @@ __all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "run_of_b
 
 BYTE: MPI.Datatype = MPI.BYTE
 
-TYPES: dict[torch.dtype, Any] = {
+TYPES: dict[torch.dtype, object] = {
     torch.int8: MPI.INT8_T,
     torch.uint8: MPI.UINT8_T,
     torch.int16: MPI.INT16_T,
@@ -33,7 +32,7 @@ TYPES: dict[torch.dtype, Any] = {
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
-OPS: dict[ReduceOp, Any] = {
+OPS: dict[ReduceOp, object] = {
     ReduceOp.SUM: MPI.SUM,
     ReduceOp.PRODUCT: MPI.PROD,
     ReduceOp.MIN: MPI.MIN,
@@ -47,12 +46,12 @@ OPS: dict[ReduceOp, Any] = {
 address: Callable[..., MPI.buffer] = MPI.buffer.fromaddress
 
 
-def memory(x: torch.Tensor) -> Any:
+def memory(x: torch.Tensor) -> object:
     """The memory of a contiguous tensor."""
     return address(x.data_ptr(), x.nbytes)
 
 
-def bytes_of(x: torch.Tensor, limit: int) -> tuple[Any, int, Any]:
+def bytes_of(x: torch.Tensor, limit: int) -> tuple[object, int, object]:
     """A contiguous tensor as MPI takes it to be moved; ``limit`` is the largest count."""
     size = x.nbytes
     if size <= limit:
@@ -61,7 +60,7 @@ def bytes_of(x: torch.Tensor, limit: int) -> tuple[Any, int, Any]:
 
 
 @lru_cache(maxsize=256)
-def run_of_bytes(size: int, limit: int) -> Any:
+def run_of_bytes(size: int, limit: int) -> object:
     """A datatype of ``size`` bytes, built of counts that do not exceed ``limit``."""
     if size <= limit:
         return MPI.BYTE.Create_contiguous(size).Commit()

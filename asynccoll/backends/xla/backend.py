@@ -7,7 +7,7 @@ loads torch_xla only when asked to.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -112,7 +112,7 @@ class XlaBackend(Backend):
             )
         return XlaCommunicator(self, Members(opening.ranks, opening.rank, self._size), meeting)
 
-    async def on_host(self, value: Any) -> None:
+    async def on_host(self, value: object) -> None:
         """Wait until everything in ``value`` is computed, without holding the loop."""
         pending = [x for x in flatten(value)[0] if isinstance(x, torch.Tensor) and x.device.type == "xla"]
         if not pending:

@@ -81,7 +81,7 @@ class Collective:
         """What goes into the graph; may differ between ranks in everything but its shape."""
         return x
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         """The graph: the same on every rank."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class AllReduce(Collective):
         super().__init__(members, f"{name} {op.value}")
         self._op = REDUCE[op]
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         result: torch.Tensor = _native._xla_all_reduce(self._op, x, 1.0, self.members.groups, True)
         return result
 
@@ -124,7 +124,7 @@ class Broadcast(Collective):
     def prepare(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return x if self.members.index == self._src else torch.zeros_like(x)
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         return _sum(x, self.members)
 
 
@@ -136,7 +136,7 @@ class AllGather(Collective):
             return x
         return _in_row(x, self.members.index, self.members.size)
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         members = self.members
         if members.even is None:
             return _sum(x, members)
@@ -151,7 +151,7 @@ class ReduceScatter(Collective):
         super().__init__(members, f"{name} {op.value}")
         self._op = REDUCE[op]
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         members = self.members
         result: torch.Tensor
         if members.even is None:
@@ -201,7 +201,7 @@ class AllToAll(Collective):
             return parts.flatten(0, 1)
         return _in_row(parts, members.index, members.size)
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         members = self.members
         result: torch.Tensor
         if self._pairs is not None:
@@ -246,5 +246,5 @@ class Barrier(Collective):
     def __init__(self, members: Members) -> None:
         super().__init__(members, "barrier")
 
-    def trace(self, x: torch.Tensor, token: Any) -> torch.Tensor:
+    def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
         return _sum(x, self.members)

@@ -168,5 +168,5 @@ def _put_rows(into: Sequence[torch.Tensor], result: torch.Tensor) -> Callable[[]
     return None
 
 
-def _drop(_: Any) -> None:
+def _drop(_: object) -> None:
     """A result that this rank does not want."""

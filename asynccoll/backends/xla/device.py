@@ -61,7 +61,7 @@ class Device:
         """Return when the device has done everything it was given; without the GIL."""
         _native._xla_wait_device_ops(devices=[self._real])
 
-    def launch(self, trace: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def launch(self, trace: Callable[[object], torch.Tensor]) -> torch.Tensor:
         """Trace one collective and launch it, with the lock held.
 
         ``trace`` is given the token that native calls take.
@@ -110,7 +110,7 @@ def _guard_sync() -> None:
     if getattr(native, "asynccoll", False):
         return
 
-    def step_marker(device: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_marker(device: object, *args: object, **kwargs: object) -> object:
         with _locks.get(str(device), _nobody):
             return native(device, *args, **kwargs)
 

@@ -7,7 +7,7 @@ is a process with a device of its own (TPU), a call is launched at once, alone: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -69,7 +69,7 @@ class Alone:
     """One replica in this process: the others launch theirs in processes of their own."""
 
     def __init__(self) -> None:
-        self._ordered: Any = None
+        self._ordered: object = None
 
     def enter(self, call: Call) -> Callable[[], object]:
         return lambda: call.replica.progress.submit(lambda: self._launch(call))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 __all__ = ["environment", "run_replicas"]
 
@@ -19,13 +18,13 @@ def environment(replicas: int, environ: MutableMapping[str, str]) -> None:
         environ["XLA_THREAD_POOL_SIZE"] = str(replicas + 4)
 
 
-def run_replicas(function: Callable[[int], Any]) -> dict[int, Any]:
+def run_replicas(function: Callable[[int], object]) -> dict[int, object]:
     """Call ``function(rank)`` in a thread for each device; the results, once all have returned."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 
-    results: dict[int, Any] = pjrt._run_thread_per_device(
+    results: dict[int, object] = pjrt._run_thread_per_device(
         0, 1, lambda: function(xr.global_ordinal()), pjrt.initialize_multiprocess
     )
     return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import Training
 
@@ -22,7 +22,7 @@ class XlaTraining(Training):
     ddp = False
     pins_memory = False
 
-    def loader(self, loader: DataLoader[Any], device: torch.device, log: logging.Logger) -> Any:
+    def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
         log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
@@ -34,7 +34,7 @@ class XlaTraining(Training):
         optimizer.register_step_post_hook(_execute)
 
 
-def _execute(*_: Any) -> None:
+def _execute(*_: object) -> None:
     """Have XLA run what the step has recorded, as its own ``optimizer_step`` does."""
     import torch_xla
 

@@ -36,7 +36,7 @@ class Library:
     join: Callable[[], Callable[[], object]] = lambda: nothing
 
 
-def blocking(call: Callable[[], Any]) -> Way:
+def blocking(call: Callable[[], object]) -> Way:
     """A call that waits, as a way."""
 
     async def run() -> Any:

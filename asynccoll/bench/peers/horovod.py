@@ -6,7 +6,6 @@ import importlib.util
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import asynccoll as ac
 from asynccoll.bench.operations import Case
@@ -88,7 +87,7 @@ def _leave(server: _Server | None) -> None:
         server.stop()
 
 
-def _op(case: Case) -> Any:
+def _op(case: Case) -> object:
     import horovod.torch as hvd
 
     names = {"sum": "Sum", "avg": "Average", "min": "Min", "max": "Max", "prod": "Product"}

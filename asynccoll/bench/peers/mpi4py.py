@@ -42,7 +42,7 @@ def _can(case: Case) -> bool:
     return case.dtype is not torch.bfloat16 and not (case.operation.reduces and case.reduction == "avg")
 
 
-def _own_memory(call: Callable[[Any], Any], case: Case) -> dict[str, Way]:
+def _own_memory(call: Callable[[object], Any], case: Case) -> dict[str, Way]:
     """Of a call that works in its input."""
     x, again = case.input(), case.input()
     view = again.numpy()
@@ -59,7 +59,7 @@ def _own_memory(call: Callable[[Any], Any], case: Case) -> dict[str, Way]:
     return {OUT: blocking(fresh), IN: blocking(filled)}
 
 
-def _into(call: Callable[[Any, Any], Any], case: Case) -> dict[str, Way]:
+def _into(call: Callable[[object, object], Any], case: Case) -> dict[str, Way]:
     x, out = case.input(), case.output()
     sent, view = x.numpy(), out.numpy()
 

@@ -14,7 +14,7 @@ __all__ = ["LIBRARY"]
 
 
 def _pair(
-    call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False, **options: Any
+    call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False, **options: object
 ) -> dict[str, Way]:
     """``call(x)`` and ``call(x, out=...)``; in place in the input itself where ``own``."""
     x, again = case.input(), case.input()
@@ -29,7 +29,7 @@ def _pair(
     return {OUT: fresh, IN: filled}
 
 
-def _reducing(call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False) -> dict[str, Way]:
+def _reducing(call: Callable[..., ac.Work[object]], case: Case, *, own: bool = False) -> dict[str, Way]:
     return _pair(call, case, own=own, op=case.reduction)
 
 

@@ -16,7 +16,7 @@ __all__ = ["LIBRARY", "NAME", "newest", "reduce_op"]
 NAME = "torch"
 
 
-def newest(module: Any, name: str, before: str) -> Any:
+def newest(module: object, name: str, before: str) -> Any:
     """A function of torch under its name since 2.13, else under the one that it had."""
     return getattr(module, name, None) or getattr(module, before)
 

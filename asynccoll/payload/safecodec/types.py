@@ -36,8 +36,8 @@ class Parts(NamedTuple):
     """``split`` gives the scalars, ``join`` takes as many, of the types in ``takes`` (one: of any number)."""
 
     kind: type
-    split: Callable[[Any], tuple[Any, ...]]
-    join: Callable[..., Any]
+    split: Callable[[Any], tuple[object, ...]]
+    join: Callable[..., object]
     takes: tuple[tuple[type, ...], ...] | type
 
 
@@ -48,7 +48,7 @@ _ZONE = ((int, _NO_TYPE), (int, _NO_TYPE), (int, _NO_TYPE), (str, _NO_TYPE))
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def _split_zone(zone: Any) -> tuple[Any, ...]:
+def _split_zone(zone: object) -> tuple[Any, ...]:
     if zone is None:
         return (None, None, None, None)
     if type(zone) is not dt.timezone:
@@ -120,7 +120,7 @@ def scalar_dtype(text: str) -> str:
 
 def class_named(module: str, name: str) -> Any:
     """A class that this process has imported already: nothing is imported, let alone run, for a sender."""
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     try:
         for part in name.split("."):
             found = (
@@ -137,7 +137,7 @@ def class_named(module: str, name: str) -> Any:
     return found
 
 
-def _from_class(kind: type, name: str) -> Any:
+def _from_class(kind: type, name: str) -> object:
     """What the class or its bases say of ``name``, descriptors as they are."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
