@@ -352,7 +352,7 @@ class Pass:
         """What gathers the parameters of ``layer`` once more, if that is to be done."""
         return None if self._call is None else partial(self._regather, layer, self._call)
 
-    def _regather(self, layer: Layer, call: dict[str, object]) -> list[torch.Tensor]:
+    def _regather(self, layer: Layer, call: dict[str, Any]) -> list[torch.Tensor]:
         """The parameters of ``layer`` once more, for its backward; that of the layer before comes next.
 
         Those after it that this rank has not needed are gathered as well, as other ranks may need them.
@@ -369,7 +369,7 @@ class Pass:
             self._gather_down_to(0, self._call)
             self._under_way.clear()
 
-    def _gather_down_to(self, index: int, call: dict[str, object]) -> None:
+    def _gather_down_to(self, index: int, call: dict[str, Any]) -> None:
         for wanted in self._gathered[::-1][self._again : len(self._gathered) - max(0, index)]:
             self._under_way[wanted] = wanted.gathered(**call)
             self._under_way[wanted].detach()
