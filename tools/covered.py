@@ -24,7 +24,7 @@ from envbuild import ROOT, Environment
 
 ENVIRONMENT = Environment("coverage", groups=("coverage",), download="0.3 MB", constraints="coverage.txt")
 DATA = ROOT / "build" / "coverage"
-#: What `report` fails below, in percent: what `make coverage` reached when they were last raised.
+#: What `report` fails below, in percent, of what needs no GPU or TPU.
 LINES, BRANCHES = 97.0, 92.0
 
 
@@ -62,7 +62,8 @@ def report() -> int:
     tool = [str(python), "-m", "coverage"]
     where = os.environ | {"COVERAGE_FILE": str(DATA / "merged")}
     config = ["--rcfile", str(ROOT / "pyproject.toml")]
-    subprocess.run([*tool, "combine", *config, "--keep", "-q", str(DATA)], cwd=ROOT, env=where, check=True)
+    parts = [str(file) for file in DATA.glob("of.*")]
+    subprocess.run([*tool, "combine", *config, "--keep", "-q", *parts], cwd=ROOT, env=where, check=True)
     found = DATA / "found.json"
     subprocess.run([*tool, "json", *config, "-q", "-o", str(found)], cwd=ROOT, env=where, check=True)
     data = json.loads(found.read_text())
