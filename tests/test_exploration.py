@@ -38,6 +38,7 @@ from asynccoll.testing import (
     explore,
     simulate,
 )
+from patience import patient
 
 HERE = Path(__file__).parent
 LOOPS = ["asyncio", "trio"]
@@ -230,7 +231,9 @@ def test_a_replay_is_the_same(schedule: Any, statements: tuple[str, ...]) -> Non
 @pytest.mark.slow
 def test_a_race_between_statements_is_found_where_one_asks_for_them() -> None:
     explore(racing.main, seeds=range(100), world_size=2).check()
-    found = explore(racing.main, seeds=range(1000), world_size=2, statements=["racing"])
+    found = explore(
+        racing.main, seeds=range(1000), world_size=2, statements=["racing"], shrink_seconds=patient(30.0)
+    )
     assert found.wrong is not None
     assert "AssertionError" in found.wrong
     assert found.world_size <= 2

@@ -204,13 +204,18 @@ def tables(found: Findings) -> list[Table]:
     return [_unfinished(found), _lateness(found), _waits(found), _steps(found)]
 
 
+def _titled(title: str, there_are: int, most: int) -> str:
+    """The title of a table of which so many rows are shown at most."""
+    return f"{title} (the first {most} of {there_are})" if there_are > most else title
+
+
 def _unfinished(found: Findings) -> Table:
     from asynccoll.trace.words import duration
 
     columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
     table = Table(
         columns,
-        title="not over at the end, or failed",
+        title=_titled("not over at the end, or failed", len(found.unfinished), 10),
         left=frozenset({"operation", "lane", "not called by", "line"}),
     )
     for one in found.unfinished[:10]:
@@ -225,7 +230,11 @@ def _lateness(found: Findings) -> Table:
     from asynccoll.trace.words import duration
 
     columns = ("rank", "last in", "others waited", "longest", "for", "it was in", "line")
-    table = Table(columns, title="who was late", left=frozenset({"for", "it was in", "line"}))
+    table = Table(
+        columns,
+        title=_titled("who was late", len(found.lateness), 10),
+        left=frozenset({"for", "it was in", "line"}),
+    )
     if found.ranks < 2:
         return table
     for one in found.lateness[:10]:
@@ -240,7 +249,11 @@ def _waits(found: Findings) -> Table:
     from asynccoll.trace.words import duration, size
 
     columns = ("operation", "lane", "calls", "size", "waited for", "longest", "on rank", "line")
-    table = Table(columns, title="longest waits, all ranks", left=frozenset({"operation", "lane", "line"}))
+    table = Table(
+        columns,
+        title=_titled("longest waits, all ranks", len(found.waits), 10),
+        left=frozenset({"operation", "lane", "line"}),
+    )
     for one in found.waits[:10]:
         times = (duration(one.total), duration(one.longest), str(one.longest_rank))
         table.rows.append((one.operation, one.lane, str(one.calls), size(one.size_bytes), *times, one.place))
@@ -250,7 +263,10 @@ def _waits(found: Findings) -> Table:
 def _steps(found: Findings) -> Table:
     from asynccoll.trace.words import duration
 
-    table = Table(("step", "took", "in flight", "waited for", "hidden"), title="steps, means over ranks")
+    table = Table(
+        ("step", "took", "in flight", "waited for", "hidden"),
+        title=_titled("steps, means over ranks", len(found.steps), 20),
+    )
     for one in found.steps[:20]:
         times = (duration(one.end - one.start), duration(one.in_flight), duration(one.waited))
         table.rows.append((str(one.number), *times, "-" if one.hidden is None else f"{one.hidden:.0%}"))
