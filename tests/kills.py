@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import asynccoll as ac
+from patience import patient
 
 __all__ = ["Kills", "kill_many"]
 
@@ -98,7 +99,7 @@ def _judge(said: Any, victim: int, start: float, kills: Kills, name: str) -> Non
         kills.wrong.append(f"{name}, of which rank {victim} was killed: {said}")
     if said["left"]:
         kills.wrong.append(f"{name} has open descriptors afterwards: {said['left']}")
-    if kills.seconds[-1] > 1:
+    if kills.seconds[-1] > patient(1.0):
         kills.wrong.append(f"{name} was told after {kills.seconds[-1]:.2f} s")
 
 
