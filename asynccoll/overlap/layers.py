@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -314,7 +315,13 @@ def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: 
 
 
 def _check_lane(rank: int, lane: str | None) -> None:
-    if lane is not None and any(other._identity == (rank, lane) for other in list(_live)):
+    def taken() -> bool:
+        return any(other._identity == (rank, lane) for other in list(_live))
+
+    if lane is None or not taken():
+        return
+    gc.collect()  # others that are dropped may be in a circle yet, on some ranks and not on others
+    if taken():
         raise InvalidArgumentError(
             f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
             "between ranks: pass another lane, or none, and drop those others if they are needed no more"

@@ -211,7 +211,7 @@ def message_kind(name: str, x: object) -> str:
         return f"{dtype_name(x.dtype)} of any shape"
     if not is_value(x):
         raise refuse(name, x)
-    return type(x).__name__
+    return "number" if is_number(x) else type(x).__name__  # an int may meet a float
 
 
 def values_of(lane: Lane, rows: Sequence[Message]) -> list[object]:

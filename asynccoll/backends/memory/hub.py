@@ -81,11 +81,6 @@ class Hub:
         buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
         return Region(buffer, layout, opening.rank), Parking(buffer)
 
-    def gone_of(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` whose processes have ended."""
-        gone = self.watcher.gone
-        return [rank for rank in ranks if rank in gone] if gone else []
-
     def later(self, job: Callable[[], object]) -> None:
         """Run ``job``, which may wait, on a thread of its own."""
         _helpers.submit(job, job)

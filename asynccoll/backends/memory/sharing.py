@@ -91,12 +91,13 @@ class Sharing(Backend):
     def _open_near(self, opening: Opening) -> MemoryCommunicator:
         """One whose ranks are all on this host; a rank whose process has ended is not waited for."""
         assert self._hub is not None
-        gone = partial(self._hub.gone_of, opening.ranks)
-        watching = replace(opening, given_up=lambda: opening.given_up() or bool(gone()))
+        gone = self._hub.watcher.gone
+        watching = replace(opening, given_up=lambda: opening.given_up() or not gone.isdisjoint(opening.ranks))
         try:
             return self._in_memory(watching, self._inner.open(replace(watching, carried=_CPU)))
         except Exception as error:
-            if opening.given_up() or not (ended := gone()):
+            ended = [rank for rank in opening.ranks if rank in gone]
+            if opening.given_up() or not ended:
                 raise
             who = ", ".join(map(str, ended))
             raise PeerLostError(f"rank {who} ended before it had opened lane {opening.lane!r}") from error
