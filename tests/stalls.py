@@ -110,6 +110,7 @@ def run(
     count: int, seed: int, sizes: tuple[int, ...], places: tuple[str, ...] = ("memory", "gloo")
 ) -> list[float]:
     """Try ``count``, dealt out to worlds of those sizes, in turn through memory and sockets."""
+    import stalls  # by which name the ranks import it, also where this is the program
     import worlds
 
     drawn = random.Random(seed)
@@ -119,7 +120,7 @@ def run(
         seeds = [drawn.randrange(1 << 32) for _ in range(number, count, len(portions))]
         runner = ("asyncio", "blocking", "trio")[number % 3]
         with worlds.fresh(place, size) as world:
-            for results in world.run(stall, seeds, runner=runner, timeout=30 + 2 * len(seeds)):
+            for results in world.run(stalls.stall, seeds, runner=runner, timeout=30 + 2 * len(seeds)):
                 late += results
         print(f"{place}-{size}: {len(seeds)} stalls ({runner})", flush=True)
     return late

@@ -167,7 +167,8 @@ class Context:
         opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
-        if lane.compared is None and not hasattr(opened, "announce"):  # which compares by itself
+        by_itself = self.backend.compares_calls or hasattr(opened, "announce")
+        if lane.compared is None and not by_itself:
             lane.compared = self._compared(lane)
         return opened
 

@@ -75,6 +75,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     ad_hoc_groups = False
     joins = True
+    compares_calls = True
     training: HorovodTraining = HorovodTraining()
 
     def __init__(self, hvd: Any, token: str, device: torch.device, *, owns_default_group: bool) -> None:
