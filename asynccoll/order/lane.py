@@ -209,6 +209,7 @@ class Lane:
                     promise = job.promise
                 operation = self._record(estimate, promise, timeout, None, owner, spot, size_bytes, of)
                 job.place, job.part, job.called = operation.sequence, operation.part, spot
+                job.shares = self._together
             else:
                 job = Job(None, program, what=self._of_whole(what or name), sent=sent)
                 operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of)
@@ -573,7 +574,12 @@ class Lane:
 
         What all of them raise alike (a mismatch that they compared) is no such thing.
         """
-        if not job.place or isinstance(error, CollectiveError) or self._active is not job:
+        if not job.place or self._active is not job:
+            return
+        if isinstance(error, CollectiveError):
+            # Of a call in parts the others may have made no more than this one: the rest of it is lost.
+            if job.shares and isinstance(error, CollectiveMismatchError):
+                self.world.refuse(self, error, job.place, spare=job.promise, part=job.part)
             return
         failure = collective_error(error, str(self))
         if job.step is not None and job.step.done() and job.step.error() is not None:
