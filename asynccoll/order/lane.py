@@ -310,6 +310,8 @@ class Lane:
             operation.fail(refusal.error(self, job.place))
         elif cut is None or not cut.refusal.loses(job.place, job.part):
             self._queue.append(job)
+        elif cut.verdict is None and job.place == cut.place:  # lost, whatever the others will say
+            operation.fail(cut.refusal.error(self, job.place))
         elif cut.verdict is None:
             cut.held.append(job)
         elif job.place < cut.verdict.resumes:  # its peers have given it up already
