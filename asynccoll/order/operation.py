@@ -6,6 +6,7 @@ dropped handle; the user's ``Work`` may go at any time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -228,6 +229,16 @@ class Operation:
         if self.failure is None and (native := self.completion.error()) is not None:
             self._fails(self.lane.explain_failure(self, native))
         return self.failure
+
+    def remains(self) -> Operation:
+        """What a lane keeps of one that has failed: the native part, and a copy of its error.
+
+        The error as it was raised has the frames of whoever caught it, and those all that is in them.
+        """
+        assert self.failure is not None
+        kept = self.followed_by(self.estimate, self.completion)
+        kept.failure = copy.copy(self.failure)
+        return kept
 
     def _fails(self, error: CollectiveError) -> CollectiveError:
         self.failure = error
