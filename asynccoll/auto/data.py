@@ -44,7 +44,7 @@ class DistributedProxySampler(DistributedSampler[object]):
 
     def __iter__(self) -> Iterator[Any]:
         torch.manual_seed(self.epoch)
-        drawn: list[Any] = []
+        drawn: list[object] = []
         while len(drawn) < self.total_size:
             before = len(drawn)
             drawn += list(self.sampler)

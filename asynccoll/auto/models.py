@@ -152,7 +152,7 @@ def auto_optim(optimizer: O, **kwargs: object) -> O:
     return optim_for(here(), optimizer, kwargs)
 
 
-def optim_for(place: Place, optimizer: O, kwargs: dict[str, Any]) -> O:
+def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
     """The same for a given place."""
     _refuse_apex(optimizer)
     training = place.training
@@ -219,7 +219,9 @@ class AsyncOptimizer:
     ``await optimizer.unscale_(scaler)`` if you clip, ``await optimizer.step(scaler=scaler)``.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: GradientReducer, agreement: dict[str, Any]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, gradients: GradientReducer, agreement: dict[str, object]
+    ) -> None:
         """``agreement``: where the ranks ask each other whether gradients are to be reduced once more."""
         self.wrapped = optimizer
         self.gradients = gradients

@@ -22,7 +22,7 @@ COLOURS = {
 _GRID = "#e4e4e4"
 
 
-def draw(header: dict[str, Any], rows: Sequence[dict[str, Any]], path: Path) -> Path:
+def draw(header: dict[str, object], rows: Sequence[dict[str, object]], path: Path) -> Path:
     """Draw what a run found into ``path``; the same rows give the same file.
 
     Raises:
@@ -51,7 +51,7 @@ def _draw_lines(left: Any, right: Any, rows: Sequence[dict[str, Any]]) -> None:
     for peer, way in ways:
         line = [row for row in rows if (row["peer"], row["way"]) == (peer, way)]
         at = [row["size_bytes"] for row in line]
-        look: dict[str, Any] = {"color": COLOURS.get(peer, "#56B4E9"), "marker": "o", "markersize": 4}
+        look: dict[str, object] = {"color": COLOURS.get(peer, "#56B4E9"), "marker": "o", "markersize": 4}
         look |= {"linestyle": "-" if way == "in-place" else "--", "label": f"{peer} {way}"}
         look |= {"linewidth": 2.0 if peer == "asynccoll" else 1.2}
         left.plot(at, [row["median_us"] for row in line], **look)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -217,7 +216,7 @@ def _row(
 def _write_to(path: Path) -> Report:
     file = path.open("a")
 
-    def report(kind: str, what: dict[str, Any]) -> None:
+    def report(kind: str, what: dict[str, object]) -> None:
         file.write(json.dumps([kind, what]) + "\n")
         file.flush()
 

@@ -11,7 +11,7 @@ __all__ = ["BenchRequest", "Report", "Row", "operations_in_a_round"]
 
 #: Is told what happens, on rank 0: ``("start", {...})``, ``("step", {})``, ``("row", {...})``, ``("note",
 #: {...})``.
-Report: TypeAlias = Callable[[str, dict[str, Any]], None]
+Report: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class Accounts:
         """What is known of each of ``peers``; those of this rank's node in any case."""
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
-        said: dict[int, dict[str, Any]] = {}
+        said: dict[int, dict[str, object]] = {}
         with contextlib.suppress(OSError):  # no descriptors are left: what is in memory that is open is told
             said = ask(awake, self._secret, "account", seconds)
         return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
@@ -143,7 +143,7 @@ class Accounts:
         state = shared_memory.process_state(peer.pid)
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
-    def _answer(self, question: str) -> Mapping[str, Any]:
+    def _answer(self, question: str) -> Mapping[str, object]:
         """What this rank tells others of itself; where the others are (``peers``); that it is ``here``."""
         if question == "here":
             return {}

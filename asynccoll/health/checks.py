@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from asynccoll.errors import CollectiveMismatchError
 from asynccoll.host.call_site import called_at, caller
 from asynccoll.order.job import Program, Start
 from asynccoll.order.lane import Lane
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import READY, Completion
 from asynccoll.waiting.started import Started
 
@@ -45,7 +45,7 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
     row = _row(text)
     size = lane.group.size
 
-    def compared(communicator: Any) -> Generator[Completion, None, Completion]:
+    def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
         rows = torch.empty(size * _ROW_BYTES, dtype=torch.uint8, device="cpu")
         yield communicator.all_gather(rows, row)
         _verify(lane, rows.view(size, _ROW_BYTES))

@@ -12,7 +12,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
 from asynccoll.host.store import values
@@ -36,10 +36,10 @@ class Party(Protocol):
     def ranks(self) -> Sequence[int]:
         """Those that take part."""
 
-    def waits_for(self) -> Mapping[str, Any] | None:
+    def waits_for(self) -> Mapping[str, object] | None:
         """What it waits for now, as JSON can say it."""
 
-    def refuses(self, awaited: Mapping[str, Any]) -> list[tuple[Lane, int | None, Exception]]:
+    def refuses(self, awaited: Mapping[str, object]) -> list[tuple[Lane, int | None, Exception]]:
         """What this rank does not do of what a peer waits for: lane, place (None: its next one), and why."""
 
 
@@ -90,7 +90,7 @@ class Unmet:
             if not said:
                 self._said.pop(party.name, None)
 
-    def _heard(self, party: Party) -> list[Mapping[str, Any]]:
+    def _heard(self, party: Party) -> list[Mapping[str, object]]:
         assert self._clients is not None
         keys = [self._key(party, rank) for rank in party.ranks if rank != self._rank]
         with self._clients.borrow() as store:

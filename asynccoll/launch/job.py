@@ -29,9 +29,9 @@ class Job:
     """A function with its arguments, and the world to run it in."""
 
     backend: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    function: Callable[..., object]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     #: what ``initialize`` is told beside the backend
     options: Mapping[str, Any] = field(default_factory=dict)
     #: where each rank writes how it failed
@@ -83,7 +83,7 @@ def _failure(job: Job, rank: int, code: int | None) -> Failure | None:
     return read_failure(rank, 0, code or 1, socket.gethostname(), recorded or {}, "")
 
 
-def portable(function: Callable[..., object]) -> Callable[..., Any]:
+def portable(function: Callable[..., object]) -> Callable[..., object]:
     """``function`` in a form that another process can load: by name, else by value with cloudpickle.
 
     Raises:
@@ -117,5 +117,5 @@ class _ByValue:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return pickle.loads(self._data)(*args, **kwargs)  # noqa: S301 - from our own parent

@@ -53,7 +53,7 @@ def spawn(
     kwargs_dict: Mapping[str, object] | None = None,
     nproc_per_node: int = 1,
     **kwargs: object,
-) -> Any:
+) -> object:
     """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks; return when all are done.
 
     >>> ac.spawn("gloo", train, (config,), nproc_per_node=2)
@@ -179,7 +179,7 @@ def _kept(start: Callable[[], Any]) -> Any:
     """
     if threading.current_thread() is threading.main_thread():
         return start()
-    started: Future[Any] = Future()
+    started: Future[object] = Future()
 
     def keep() -> None:
         try:
@@ -361,7 +361,7 @@ def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
 
 
 #: By what ``backends.table`` says of a backend.
-_STARTERS: dict[str, Callable[[Job, int, dict[str, Any]], Any]] = {
+_STARTERS: dict[str, Callable[[Job, int, dict[str, object]], object]] = {
     "here": _spawn_serial,
     "processes": _spawn_processes,
     "mpiexec": _spawn_mpi,

@@ -204,7 +204,7 @@ class _Inherited:
         for pack, unpack in self._hooks:
             _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """``coroutine`` in these modes. Only inference mode has to be left: the rest ends with the task."""
         with torch.inference_mode(self._inferring):
             torch.set_grad_enabled(self._recording)
@@ -268,7 +268,7 @@ class Steps(Awaitable[object]):
             self._begin()
         return self._step(self._coroutine.send, None)
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         return self._step(self._coroutine.send, value)
 
     def throw(self, *error: object) -> object:
@@ -332,7 +332,7 @@ def isolated(work: object) -> object:
         )
 
     @functools.wraps(work)
-    def start(*args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def start(*args: object, **kwargs: object) -> Coroutine[object, object, object]:
         made = work(*args, **kwargs)
         if not isinstance(made, Coroutine):
             raise InvalidArgumentError(
@@ -344,7 +344,7 @@ def isolated(work: object) -> object:
     return start
 
 
-def _isolated(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+def _isolated(coroutine: Coroutine[object, object, T]) -> Coroutine[object, object, T]:
     driven = _driven(Steps(coroutine))
     for name in ("__name__", "__qualname__"):  # for the event loop's messages
         setattr(driven, name, getattr(coroutine, name, "coroutine"))

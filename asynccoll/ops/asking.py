@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from asynccoll.health.blame import Blame
 from asynccoll.waiting.work import Work
 
 __all__ = ["who_is_missing"]
 
 
-def who_is_missing(work: Work[Any], /) -> Blame:
+def who_is_missing(work: Work[object], /) -> Blame:
     """Which ranks ``work`` waits for, and what they do instead: asked now, answered within half a second.
 
     ``found.ranks`` are the global ranks that have not made the call, or cannot go on (stopped, gone); empty

@@ -36,7 +36,7 @@ class P2POp:
     ) -> None:
         if op not in (send, recv, dist.isend, dist.irecv):
             raise InvalidArgumentError(f"a P2POp's op is ac.send or ac.recv, got {op!r}")
-        self.op: Callable[..., Any] = send if op in (send, dist.isend) else recv
+        self.op: Callable[..., object] = send if op in (send, dist.isend) else recv
         self.tensor: torch.Tensor = tensor
         self.peer: int | None = peer
         self.group: GroupLike = group

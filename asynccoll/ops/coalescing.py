@@ -123,7 +123,7 @@ class _Call(NamedTuple):
     out: torch.Tensor | None
     modes: Modes
     spot: Spot
-    work: Deferred[Any]
+    work: Deferred[object]
 
 
 #: Where one call is recorded by autograd, and another is not: the latter's tensors are detached.
@@ -199,7 +199,7 @@ class _Read:
 
     __slots__ = ("__weakref__", "_work", "out")
 
-    def __init__(self, x: torch.Tensor, work: Work[Any]) -> None:
+    def __init__(self, x: torch.Tensor, work: Work[object]) -> None:
         self.out = x
         self._work = work
 
@@ -219,7 +219,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self._actor = actors.current().actor
-        self._parts: dict[Any, _Parts] = {}
+        self._parts: dict[object, _Parts] = {}
         self._places: dict[Lane, int] = {}
         self._reads: list[_Read] = []
         self._read = Claims()
@@ -261,7 +261,7 @@ class _Batch:
             with self.place_on(lane), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
         except _PLACE_LOST as error:  # as in ``_Parts.send``
-            lost: Deferred[Any] = Deferred(self, lane)
+            lost: Deferred[object] = Deferred(self, lane)
             lost.abandoned(error)
             return noted(lost)
 

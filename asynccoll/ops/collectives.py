@@ -42,6 +42,7 @@ from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.payload import objects
+from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import Plan, ReduceOpLike
 from asynccoll.runtime.process import current
 from asynccoll.waiting.started import Started
@@ -97,7 +98,7 @@ def _start(
     timeout: float | None,
     start: Callable[..., Started[Any]],
     *args: Any,
-    **filled: Any,
+    **filled: object,
 ) -> Work[Any]:
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting.
 
@@ -129,7 +130,7 @@ def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None =
     For code on top of these functions that checks more than they do.
     """
 
-    def start(*_: Any, **__: Any) -> NoReturn:
+    def start(*_: object, **__: object) -> NoReturn:
         raise error
 
     _start(group, lane, None, start)
@@ -174,7 +175,7 @@ def all_reduce(
     compression: str | None = None,
     group: GroupLike = None,
     lane: str | None = None,
-    out: Any = None,
+    out: object = None,
     timeout: float | None = None,
 ) -> Work[T]:
     """The reduction of every rank's ``x``, the same on all of them, of the type of ``x``.
@@ -241,7 +242,7 @@ def broadcast(
     group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
-    out: Any = None,
+    out: object = None,
     timeout: float | None = None,
 ) -> Work[T]:
     """The ``x`` of ``src``, on every rank.
@@ -282,7 +283,7 @@ def all_gather(
 def all_gather(x: Plain, /, **common: Unpack[Common]) -> Work[list[Plain]]: ...
 @overload
 def all_gather(
-    x: Any,
+    x: object,
     /,
     *,
     dim: int = 0,
@@ -291,7 +292,7 @@ def all_gather(
     **common: Unpack[Common],
 ) -> Work[Any]: ...
 def all_gather(
-    x: Any,
+    x: object,
     /,
     *,
     dim: int = 0,
@@ -352,7 +353,7 @@ def gather(
 ) -> Work[list[Plain] | None]: ...
 @overload
 def gather(
-    x: Any,
+    x: object,
     /,
     *,
     dst: int = 0,
@@ -363,7 +364,7 @@ def gather(
     **common: Unpack[Common],
 ) -> Work[Any]: ...
 def gather(
-    x: Any,
+    x: object,
     /,
     *,
     dst: int = 0,
@@ -406,7 +407,7 @@ def scatter(
     x: Sequence[T], /, *, src: int = 0, group_src: int | None = None, **common: Unpack[Common]
 ) -> Work[T]: ...
 def scatter(
-    x: Any,
+    x: object,
     /,
     *,
     src: int = 0,
@@ -474,7 +475,7 @@ def all_to_all(
 @overload
 def all_to_all(x: Sequence[T], /, **common: Unpack[Common]) -> Work[list[T]]: ...
 def all_to_all(
-    x: Any,
+    x: object,
     /,
     *,
     input_split_sizes: Sequence[int] | None = None,
@@ -612,7 +613,7 @@ def all_gather_object(
     obj: T,
     /,
     *,
-    codec: Any = None,
+    codec: Codec | str | None = None,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
@@ -636,7 +637,7 @@ def gather_object(
     /,
     *,
     dst: int = 0,
-    codec: Any = None,
+    codec: Codec | str | None = None,
     group_dst: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
@@ -657,7 +658,7 @@ def broadcast_object(
     /,
     *,
     src: int = 0,
-    codec: object = None,
+    codec: Codec | str | None = None,
     group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
@@ -679,7 +680,7 @@ def scatter_object(
     /,
     *,
     src: int = 0,
-    codec: Any = None,
+    codec: Codec | str | None = None,
     group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
@@ -696,12 +697,12 @@ def scatter_object(
 
 
 def send_object(
-    obj: Any,
+    obj: object,
     /,
     *,
     dst: int | None = None,
     tag: int = 0,
-    codec: Any = None,
+    codec: Codec | str | None = None,
     group_dst: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,
@@ -722,7 +723,7 @@ def recv_object(
     *,
     src: int | None = None,
     tag: int = 0,
-    codec: Any = None,
+    codec: Codec | str | None = None,
     group_src: int | None = None,
     group: GroupLike = None,
     lane: str | None = None,

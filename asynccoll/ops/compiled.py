@@ -156,7 +156,7 @@ def _work(tensor: torch.Tensor, **rest: Any) -> Work[Any]:
 
 
 def all_reduce(
-    x: Any, op: ReduceOpLike, group: GroupLike, *, out: Any = None, plain: bool = True
+    x: Any, op: ReduceOpLike, group: GroupLike, *, out: object = None, plain: bool = True
 ) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
     name, divisor = _reduction(op, _integers(x))
@@ -174,7 +174,7 @@ def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) 
     return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
 
 
-def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: Any) -> Work[Any]:
+def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object) -> Work[Any]:
     _require(group is None and out is None and not uneven, _tracked(x))
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
@@ -183,7 +183,7 @@ def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: Any) ->
     return _work(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
 
 
-def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: Any) -> Work[Any]:
+def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: object) -> Work[Any]:
     _require(group is None and out is None, _tracked(x))
     reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()

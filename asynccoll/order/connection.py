@@ -70,6 +70,11 @@ class Connection:
         """Whether one made for ``epoch`` is still what is wanted."""
         return epoch == self._epoch
 
+    def opened(self) -> Communicator:
+        """What one issues on, where it is known to be open."""
+        assert self.communicator is not None
+        return self.communicator
+
     def install(self, communicator: Communicator) -> None:
         """Issue on this one from now on."""
         if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:

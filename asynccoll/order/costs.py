@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from asynccoll import host
 from asynccoll.plan.cost import Cost
 from asynccoll.plan.spec import ReduceOp
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Costed(Protocol):
     cost: Cost | None
 
 
-def agreed(lane: Costed, communicator: Any) -> Generator[Completion, None, Cost | None]:
+def agreed(lane: Costed, communicator: Communicator) -> Generator[Completion, None, Cost | None]:
     """The steps of a program after which all ranks of the lane have the same ``Cost`` (None: alone)."""
     group = lane.group
     if group.size == 1:
@@ -53,7 +54,7 @@ def agreed(lane: Costed, communicator: Any) -> Generator[Completion, None, Cost 
     return lane.cost
 
 
-def _measured(communicator: Any) -> Generator[Completion, None, Cost]:
+def _measured(communicator: Communicator) -> Generator[Completion, None, Cost]:
     found: list[tuple[int, float]] = []
     for size_bytes in (_SMALL_BYTES, _LARGE_BYTES):
         x = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")

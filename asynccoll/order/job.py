@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.host.call_site import NOWHERE, Spot
 from asynccoll.order.stepping import Stepping
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Program", "Start", "What", "returned"]
 
 #: One native call, given the communicator.
-Start = Callable[[Any], Completion]
+Start = Callable[[Communicator], Completion]
 #: Several: each yielded completion is waited for; the last call's is returned.
-Program = Callable[[object], Generator[Completion, None, Completion]]
+Program = Callable[[Communicator], Generator[Completion, None, Completion]]
 #: What of a call has to be the same on all ranks, besides the native calls that it comes to: shown in errors.
 What = str | tuple[Hashable, ...] | None
 

@@ -152,7 +152,7 @@ class Lane:
                     if stream is None:
                         differs = self._announce(what or estimate.name, called_at.get() or spot)
                     if differs is None:
-                        completion = returned(start(self._connection.communicator))
+                        completion = returned(start(self._connection.opened()))
                     else:
                         completion = Ready(differs)
                 except BaseException:  # refused by the library, which may have sent something
@@ -275,7 +275,7 @@ class Lane:
         """Issue the first calls of a program that its waiter may drive. With the lock held."""
         assert job.program is not None
         self._active = job
-        job.generator = job.program(self.communicator)
+        job.generator = job.program(self._connection.opened())
         try:
             job.step = returned(next(job.generator))
         except StopIteration as stop:  # it was the last
@@ -593,7 +593,7 @@ class Lane:
     def _next_call(self, job: Job) -> Completion | None:
         """Make it; what comes back is the completion of the job's last."""
         if job.start is not None:
-            return returned(job.start(self.communicator))
+            return returned(job.start(self._connection.opened()))
         try:
             if job.step is not None and (error := job.step.error()) is not None:
                 assert job.generator is not None
@@ -603,7 +603,7 @@ class Lane:
                     job.step.synchronize()  # what the program computes of it comes after it
                 if job.generator is None:
                     assert job.program is not None
-                    job.generator = job.program(self.communicator)
+                    job.generator = job.program(self._connection.opened())
                 job.step = returned(next(job.generator))
         except StopIteration as stop:
             return returned(stop.value)

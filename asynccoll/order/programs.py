@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from asynccoll.order.job import Program
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
 __all__ = ["program_as_called"]
@@ -18,7 +19,7 @@ def program_as_called(program: Program) -> Program:
     if not torch.is_inference_mode_enabled():
         return program
 
-    def inside(communicator: object) -> Generator[Completion, None, Completion]:
+    def inside(communicator: Communicator) -> Generator[Completion, None, Completion]:
         steps = program(communicator)
         step: Callable[[], Completion] = partial(next, steps)
         while True:

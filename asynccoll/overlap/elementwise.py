@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     try:
         for given in optimizer.param_groups:
             states = (optimizer.state[x] for x in given["params"] if x in optimizer.state)
-            pattern: Mapping[str, Any] = next(states, {})
+            pattern: Mapping[str, object] = next(states, {})
             _try_out(optimizer, given, pattern, whole)
             _try_out(optimizer, given, pattern, parts)
     except Exception as error:  # whatever an optimizer says of vectors, or of a step without a closure

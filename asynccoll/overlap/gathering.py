@@ -75,7 +75,7 @@ class Layer:
         self.index = index
         self.owner = owner
         self.module = module
-        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for own_name, parameter in module.named_parameters():
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             kinds.setdefault(kind, []).append((own_name, parameter))

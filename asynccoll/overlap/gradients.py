@@ -142,7 +142,7 @@ class GradientReducer:
         #: reductions since the last step, where somebody says ``stepped``; as many on every rank
         self.rounds: int = 0
         self._lock = host.Lock()  # with several devices, several threads run one backward
-        self._hooks: list[Any] = []
+        self._hooks: list[object] = []
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._join(parameters)
         _live[self] = None

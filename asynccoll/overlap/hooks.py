@@ -24,7 +24,7 @@ def before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Se
     return node.register_prehook(lambda *_: hook()), node
 
 
-def remove_all(hooks: list[Any]) -> None:
+def remove_all(hooks: list[object]) -> None:
     for hook in hooks:
         if hasattr(hook, "remove"):
             hook.remove()

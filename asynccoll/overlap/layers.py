@@ -105,12 +105,12 @@ class ShardedLayers(nn.Module):
         share_out(self.shards, emptied)
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
-        self._backward: dict[str, Any] = {"group": group, "lane": backward_lane(of_backward)}
+        self._backward: dict[str, object] = {"group": group, "lane": backward_lane(of_backward)}
         again = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
         self._again = again if reshard_after_forward else None
         self._turns = Turns(group, self._call["lane"])
         self._scattering = Scattering(self._backward, self._turns)
-        self._loop: Iterator[Callable[[], Work[Any]]] = iter(())
+        self._loop: Iterator[Callable[[], Work[object]]] = iter(())
         self._sequences = Resumable("these layers")
         _live[self] = None
 
@@ -244,7 +244,7 @@ class ShardedLayers(nn.Module):
             lambda: layerstates.optimizer_state(self._layers, optimizer, **self._call),
         )
 
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
         """Give ``optimizer`` this rank's part of what ``full_optimizer_state`` has saved. Nothing is sent."""
         layerstates.load_optimizer_state(self._layers, optimizer, state)
 

@@ -94,7 +94,7 @@ class ShardedOptimizer:
         )
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._agreed = False  # on whether a gradient overflowed
-        self._tail: dict[str, Any] = {
+        self._tail: dict[str, object] = {
             "group": options.get("group"),
             "lane": backward_lane(f"{lane}/parameters"),
             "timeout": options.get("timeout"),
@@ -344,7 +344,7 @@ class ShardedOptimizer:
                 "optimizer that was sharded"
             )
         found = state_dict["state"]
-        states: dict[Any, State] = {}
+        states: dict[object, State] = {}
         for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
             states |= {
                 x: found[number] for x, number in zip(group, given["params"], strict=True) if number in found

@@ -35,11 +35,11 @@ class Arrival:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.work: Work[Any] | None = None
+        self.work: Work[object] | None = None
         #: indices of the parameters that nobody has waited for since they were sent
         self.stale: set[int] = set()
 
-    def expect(self, work: Work[Any]) -> None:
+    def expect(self, work: Work[object]) -> None:
         """``work`` fills the parameters."""
         work.detach()  # after the last step nobody need wait
         self.work = work

@@ -119,7 +119,7 @@ class _Sequence:
         self.waited_for = False
         self._steps = steps
         self._pending: Waitable | None = None
-        self._result: Any = None
+        self._result: object = None
 
     @property
     def called(self) -> str:

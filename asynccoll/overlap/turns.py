@@ -62,7 +62,7 @@ class Turns:
         self._rank = context.rank
         self._count = 0
         self._turns: deque[Turn] = deque(maxlen=_REMEMBERED)
-        self._awaited: dict[str, Any] | None = None
+        self._awaited: dict[str, object] | None = None
         self.name: str = f"{self._group.key}/{new_lane(f'{lane} turns')}"
         self._unmet.add(self)
 

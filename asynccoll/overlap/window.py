@@ -48,7 +48,7 @@ class InFlight:
                 f"max_in_flight_bytes must be a positive int, got {max_in_flight_bytes!r}"
             )
         self.max_in_flight_bytes = max_in_flight_bytes
-        self._out: deque[tuple[Work[Any], int]] = deque()
+        self._out: deque[tuple[Work[object], int]] = deque()
         self._bytes = 0
         self._error: Exception | None = None
         self._owner: object = None
@@ -61,7 +61,7 @@ class InFlight:
         """The bytes of the operations that were started and not waited for here."""
         return self._bytes
 
-    async def start(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
+    async def start(self, function: Callable[..., Work[object]], x: object, /, **call: object) -> Work[Any]:
         """``function(x, **call)``, once there is room for ``x``."""
         self._claim(_caller())
         size = size_bytes(x)
@@ -72,7 +72,9 @@ class InFlight:
                 self._failed(error)
         return self._add(function(x, **call), size)
 
-    def start_blocking(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
+    def start_blocking(
+        self, function: Callable[..., Work[object]], x: object, /, **call: object
+    ) -> Work[Any]:
         """The same without an event loop."""
         self._claim(_caller())
         return self.start_by_anyone(function, x, **call)

@@ -38,7 +38,7 @@ PICKLE = Codec("pickle", _encode_pickle, pickle.loads)
 _CODECS = {codec.name: codec for codec in (SAFE, PICKLE)}
 
 
-def get_codec(codec: object) -> Codec:
+def get_codec(codec: Codec | str | None) -> Codec:
     """The codec for what a user passes as ``codec=``: None, a name, or a ``Codec``."""
     if codec is None:
         return SAFE

@@ -30,7 +30,7 @@ _EXPECTED = (
 )
 
 
-def refuse(name: str, x: Any, expected: str = _EXPECTED) -> PayloadTypeError:
+def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
     """The error for a payload that ``name`` cannot carry."""
     hint = ""
     if isinstance(x, Work):
@@ -70,14 +70,14 @@ OfTensors = Callable[[list[torch.Tensor], Any], Started[list[Any]]]
 def over_tree(
     lane: Lane,
     name: str,
-    x: Any,
+    x: object,
     of_tensors: OfTensors,
-    of_value: Callable[[Any], Started[Any]],
-    check: Callable[[Any], object],
+    of_value: Callable[[object], Started[object]],
+    check: Callable[[object], object],
     *,
-    out: Any = None,
+    out: object = None,
     alike: bool = False,
-) -> Started[Any]:
+) -> Started[object]:
     """What is done with all leaves as one: tensors together, values one by one.
 
     Every leaf passes ``check`` before any is sent, and all take one place in the lane's order: a tree
@@ -100,7 +100,7 @@ def over_tree(
     return together([*compared, leaf_results], whole)
 
 
-def leaves_of(name: str, x: Any) -> tuple[list[Any], TreeSpec]:
+def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:
     """The leaves that ``name`` sends, tensors as native code may read them, and how they are put back.
 
     A tree without any is refused: the others may have some, and would wait for this rank.
@@ -114,7 +114,7 @@ def leaves_of(name: str, x: Any) -> tuple[list[Any], TreeSpec]:
     return [plain_tensor(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
 
 
-def nothing_to_send(name: str, x: Any) -> PayloadTypeError:
+def nothing_to_send(name: str, x: object) -> PayloadTypeError:
     """The error for None, and for a tree without leaves."""
     got = "None" if x is None else f"a {type(x).__name__} without leaves ({x!r:.60})"
     cure = "pass at least one tensor or number on every rank, or skip the call on every rank"
@@ -126,7 +126,7 @@ def nothing_to_send(name: str, x: Any) -> PayloadTypeError:
     return PayloadTypeError(f"{name} got {got}, which sends nothing, and others would wait; {cure}")
 
 
-def _only_tensors(leaves: list[Any]) -> bool:
+def _only_tensors(leaves: list[object]) -> bool:
     return all(issubclass(kind, torch.Tensor) for kind in set(map(type, leaves)))
 
 
@@ -139,7 +139,7 @@ def _one_of_each(leaves: list[Any]) -> list[Any]:
     return [*dict(zip(map(kind_of, xs), xs, strict=True)).values(), *values]
 
 
-def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[torch.Tensor]:
+def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[torch.Tensor]:
     """The tensors of the tree ``out``, each fit to hold the result for one of ``leaves``."""
     outs, filled = flatten(out)
     if not (_only_tensors(leaves) and all(isinstance(one, torch.Tensor) for one in outs)):
@@ -157,8 +157,8 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: Any) -> list[tor
 
 
 def _start_leaves(
-    leaves: list[Any], outs: Any, of_tensors: OfTensors, of_value: Callable[[Any], Started[Any]]
-) -> Started[list[Any]]:
+    leaves: list[Any], outs: object, of_tensors: OfTensors, of_value: Callable[[object], Started[Any]]
+) -> Started[list[object]]:
     """All leaves, with the list of their results."""
     if _only_tensors(leaves):
         return of_tensors(leaves, outs)
@@ -167,7 +167,7 @@ def _start_leaves(
     parts = [of_tensors([leaves[i] for i in tensors_at], None)] if tensors_at else []
     parts += [of_value(leaves[i]) for i in values_at]
 
-    def in_order(results: list[Any]) -> list[Any]:
+    def in_order(results: list[Any]) -> list[object]:
         of_leaves = dict(zip(values_at, results[len(results) - len(values_at) :], strict=True))
         if tensors_at:
             of_leaves.update(zip(tensors_at, results[0], strict=True))
@@ -219,12 +219,12 @@ def values_of(lane: Lane, rows: Sequence[Message]) -> list[object]:
     return [from_message(row, device) for row in rows]
 
 
-def no_gradient(started: Started[Any], x: Any, name: str, instead: str) -> Started[Any]:
+def no_gradient(started: Started[Any], x: object, name: str, instead: str) -> Started[Any]:
     """If autograd is recording ``x``, results whose backward raises instead of being silently wrong."""
     if not autograd.any_tracked([leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
         return started
 
-    def marked(y: Any) -> Any:
+    def marked(y: object) -> object:
         return autograd.without_gradient(y, name, instead) if isinstance(y, torch.Tensor) else y
 
     def all_marked(y: object) -> object:

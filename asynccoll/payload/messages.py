@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
 from asynccoll.plan.dispatch import refuse_missing
 from asynccoll.plan.spec import Op
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import AllOf, Completion, Promise
 from asynccoll.waiting.started import Started
 
@@ -190,7 +191,7 @@ def all_gather_rows(
     rows = bytearray(lane.group.size * len(row))
     into = _as_tensor(rows)
 
-    def start(communicator: Any) -> Completion:
+    def start(communicator: Communicator) -> Completion:
         completion: Completion = communicator.all_gather(into, mine)
         return completion
 
@@ -233,7 +234,7 @@ def _gather(
     bodies: list[torch.Tensor] = []
     wanted = dst is None or dst == lane.group.rank
 
-    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+    def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
         # All ranks must know the longest body to pad theirs, also when one of them wants them.
         first: Completion = communicator.all_gather(slots.tensor, _as_tensor(_slot(message)))
         yield first
@@ -273,7 +274,7 @@ def broadcast_message(
     slot = _Slots(_slot(message)) if message is not None else _Slots.empty(1)
     body: list[torch.Tensor] = []
 
-    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+    def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.broadcast(slot.tensor, src)
         yield first  # also at the source: if the ranks do not agree on it, there is no second
         longest = slot.read()
@@ -309,7 +310,7 @@ def scatter_messages(
     longest = max((0 if m.fits else m.size_bytes for m in messages), default=0) if messages else 0
     slots = [_as_tensor(_slot(message, longest)) for message in messages] if messages is not None else None
 
-    def program(communicator: Any) -> Generator[Completion, None, Completion]:
+    def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.scatter(slot.tensor, slots, src)
         yield first
         needed = slot.read()
@@ -332,7 +333,7 @@ def send_message(
     slot = _as_tensor(_slot(message))
     pieces = [slot] if message.fits else [slot, message.body_tensor().cpu()]
 
-    def start(communicator: Any) -> Completion:
+    def start(communicator: Communicator) -> Completion:
         return AllOf([communicator.send(piece, dst, tag) for piece in pieces])
 
     estimate, stream = lane.estimate(name, message.size_bytes), ("send", dst, tag)
@@ -347,7 +348,7 @@ def recv_message(
     slot = _Slots.empty(1)
     body: list[torch.Tensor] = []
 
-    def start(communicator: Any) -> Completion:
+    def start(communicator: Communicator) -> Completion:
         def ask(asked: Promise) -> Completion:
             over = Promise()
             first: Completion = communicator.recv(slot.tensor, src, tag)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.order.lane import Lane
-from asynccoll.payload.codecs import get_codec
+from asynccoll.payload.codecs import Codec, get_codec
 from asynccoll.payload.exchanging import check_tag, peer_of, told_to_peer
 from asynccoll.payload.messages import (
     Message,
@@ -21,7 +19,9 @@ from asynccoll.payload.values import from_message, to_message
 from asynccoll.waiting.started import Started
 
 
-def all_gather_object(lane: Lane, obj: object, codec: object, timeout: float | None) -> Started[list[object]]:
+def all_gather_object(
+    lane: Lane, obj: object, codec: Codec | str | None, timeout: float | None
+) -> Started[list[object]]:
     chosen = get_codec(codec)
     message = to_message(obj, chosen)
     return all_gather_messages(
@@ -34,7 +34,7 @@ def all_gather_object(lane: Lane, obj: object, codec: object, timeout: float | N
 
 
 def gather_object(
-    lane: Lane, obj: object, dst: int, codec: object, timeout: float | None
+    lane: Lane, obj: object, dst: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[list[object] | None]:
     chosen = get_codec(codec)
     index = lane.group.index(dst, "dst")
@@ -50,7 +50,7 @@ def gather_object(
 
 
 def broadcast_object(
-    lane: Lane, obj: object, src: int, codec: object, timeout: float | None
+    lane: Lane, obj: object, src: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[object]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
@@ -67,7 +67,7 @@ def broadcast_object(
 
 
 def scatter_object(
-    lane: Lane, objs: object, src: int, codec: object, timeout: float | None
+    lane: Lane, objs: object, src: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[object]:
     chosen = get_codec(codec)
     index = lane.group.index(src, "src")
@@ -92,14 +92,16 @@ def scatter_object(
 
 
 def send_object(
-    lane: Lane, obj: object, dst: int, tag: int, codec: object, timeout: float | None
+    lane: Lane, obj: object, dst: int, tag: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
     with told_to_peer(lane, "send", peer, tag):
         return send_message(lane, "send_object", to_message(obj, get_codec(codec)), peer, tag, timeout)
 
 
-def recv_object(lane: Lane, src: int, tag: int, codec: object, timeout: float | None) -> Started[object]:
+def recv_object(
+    lane: Lane, src: int, tag: int, codec: Codec | str | None, timeout: float | None
+) -> Started[object]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
     with told_to_peer(lane, "recv", peer, tag):
         chosen = get_codec(codec)
@@ -108,5 +110,5 @@ def recv_object(lane: Lane, src: int, tag: int, codec: object, timeout: float | 
         )
 
 
-def _decode(lane: Lane, message: Message, codec: Any) -> object:
+def _decode(lane: Lane, message: Message, codec: Codec) -> object:
     return from_message(message, lane.world.device, codec)

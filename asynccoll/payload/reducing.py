@@ -35,7 +35,7 @@ from asynccoll.tensors import autograd
 from asynccoll.waiting.started import Started
 
 
-def all_reduce(lane: Lane, x: Any, op: ReduceOpLike, out: Any, timeout: float | None) -> Started[Any]:
+def all_reduce(lane: Lane, x: object, op: ReduceOpLike, out: Any, timeout: float | None) -> Started[Any]:
     op = reduce_op(op)
     if isinstance(x, torch.Tensor):
         x = plain_tensor("all_reduce", x)
@@ -57,7 +57,7 @@ def all_reduce(lane: Lane, x: Any, op: ReduceOpLike, out: Any, timeout: float | 
     return _all_reduce_number(lane, x, op, timeout)
 
 
-def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Started[Any]:
+def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Started[object]:
     check_number("all_reduce", x, op)
     return all_gather_rows(
         lane,
@@ -70,8 +70,8 @@ def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) 
 
 
 def reduce(
-    lane: Lane, x: Any, dst: int, op: ReduceOpLike, out: torch.Tensor | None, timeout: float | None
-) -> Started[Any]:
+    lane: Lane, x: object, dst: int, op: ReduceOpLike, out: torch.Tensor | None, timeout: float | None
+) -> Started[object]:
     op = reduce_op(op)
     dst = lane.group.index(dst, "dst")
     here = lane.group.rank == dst
@@ -122,7 +122,7 @@ def _reduce_number(lane: Lane, x: object, dst: int, op: ReduceOp, timeout: float
 
 
 def reduce_scatter(
-    lane: Lane, x: Any, op: ReduceOpLike, dim: int, out: torch.Tensor | None, timeout: float | None
+    lane: Lane, x: object, op: ReduceOpLike, dim: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[Any]:
     op = reduce_op(op)
     if is_tree(x):

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def as_number(x: Any) -> Any:
+def as_number(x: object) -> object:
     """A NumPy scalar as the Python number it stands for; anything else as it is."""
     item = getattr(x, "item", None)
     if item is not None and getattr(x, "shape", None) == () and not isinstance(x, torch.Tensor):
@@ -39,7 +39,7 @@ def as_number(x: Any) -> Any:
     return x
 
 
-def to_message(x: Any, codec: Codec | None = None) -> Message:
+def to_message(x: object, codec: Codec | None = None) -> Message:
     """``x`` as a message; with a ``codec``, anything that it can encode."""
     x = as_number(x)
     if isinstance(x, torch.Tensor) and codec is None:
@@ -81,7 +81,7 @@ def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
     return body.view(dtype).view(shape).to(target)
 
 
-def from_message(message: Message, device: torch.device, codec: Codec | None = None) -> Any:
+def from_message(message: Message, device: torch.device, codec: Codec | None = None) -> object:
     """What was sent. An object is decoded only by the codec that this rank asked for."""
     if message.kind == TENSOR:
         return tensor_from_message(message, device)
@@ -100,7 +100,7 @@ def from_message(message: Message, device: torch.device, codec: Codec | None = N
 # Reducing numbers
 
 
-def check_number_reduction(x: Any, op: ReduceOp) -> None:
+def check_number_reduction(x: object, op: ReduceOp) -> None:
     """Refuse what is not defined, before anything is sent."""
     whole = isinstance(x, int)
     if not is_number(x):
@@ -117,12 +117,12 @@ def check_number_reduction(x: Any, op: ReduceOp) -> None:
         raise PayloadTypeError(f"{op.value} of the {type(x).__name__} {x!r} is not defined; pass an int")
 
 
-_BITWISE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+_BITWISE: dict[ReduceOp, Callable[[object, object], object]] = {
     ReduceOp.BAND: operator.and_,
     ReduceOp.BOR: operator.or_,
     ReduceOp.BXOR: operator.xor,
 }
-_ON_NUMBERS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+_ON_NUMBERS: dict[ReduceOp, Callable[[object, object], Any]] = {
     ReduceOp.SUM: operator.add,
     ReduceOp.AVG: operator.add,
     ReduceOp.PRODUCT: operator.mul,

@@ -311,7 +311,7 @@ class Plan:
     wire: Wire = Wire.SAME
     wire_dtype: torch.dtype | None = None
     reduce: ReduceOp | None = None
-    wire_reduce: ReduceOp | None = None
+    wire_reduce: ReduceOp = ReduceOp.SUM  # of a call that reduces
     divide: bool = False
     stage: str | None = None
     why: tuple[str, ...] = field(default=(), compare=False)

@@ -31,7 +31,7 @@ class TreeSpec:
     """The shape of a tree: what kind of node, with which names, over which children."""
 
     kind: str
-    make: Callable[[Sequence[Any]], Any] | None = dataclasses.field(compare=False, repr=False)
+    make: Callable[[Sequence[object]], object] | None = dataclasses.field(compare=False, repr=False)
     names: tuple[str, ...] = ()
     children: tuple[TreeSpec, ...] = ()
 
@@ -144,7 +144,7 @@ def _dict_maker(x: dict[object, object], keys: list[object]) -> Callable[[Sequen
     if type(x) is dict:
         order = list(x)
 
-        def make(values: Sequence[Any]) -> Any:
+        def make(values: Sequence[object]) -> object:
             by_key = dict(zip(keys, values, strict=True))
             return {key: by_key[key] for key in order}
 
@@ -179,7 +179,7 @@ def _shell(x: dict[object, object]) -> dict[object, object]:
 
 def _dataclass_maker(x: object, names: tuple[str, ...]) -> Callable[[Sequence[object]], object]:
     # Not dataclasses.replace: it runs __init__, which may refuse or recompute.
-    def make(values: Sequence[Any]) -> Any:
+    def make(values: Sequence[object]) -> object:
         made = object.__new__(type(x))
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)
@@ -188,7 +188,7 @@ def _dataclass_maker(x: object, names: tuple[str, ...]) -> Callable[[Sequence[ob
     return make
 
 
-def unflatten(spec: TreeSpec, leaves: Sequence[object]) -> Any:
+def unflatten(spec: TreeSpec, leaves: Sequence[object]) -> object:
     """The tree of ``spec`` with new ``leaves``."""
     return _unflatten(spec, iter(leaves))
 

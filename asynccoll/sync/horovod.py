@@ -17,7 +17,7 @@ __all__ = ["adasum", "is_process_set", "joined_by_user", "new_group", "shutdown"
 class _Sets:
     """The process sets that ``new_group`` has made; Horovod refuses a second one of the same ranks."""
 
-    made: dict[tuple[int, ...], Any]
+    made: dict[tuple[int, ...], object]
 
     def __init__(self) -> None:
         self.made = {}

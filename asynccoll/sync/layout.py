@@ -47,7 +47,7 @@ class _State:
 
     def __init__(self) -> None:
         self.hinted: int | None = None
-        self.group: weakref.ref[Any] | None = None
+        self.group: weakref.ref[object] | None = None
         self.mine: int | None = None
         self.layout: Layout | None = None
 

@@ -139,7 +139,7 @@ def leave(*, abort: bool = False) -> None:
         _joined.environment = None
 
 
-def in_seconds(kwargs: dict[str, Any]) -> None:
+def in_seconds(kwargs: dict[str, object]) -> None:
     """``timeout`` as seconds: ignite takes what torch does."""
     timeout = kwargs.get("timeout")
     if isinstance(timeout, timedelta):
@@ -148,7 +148,7 @@ def in_seconds(kwargs: dict[str, Any]) -> None:
         kwargs.pop("timeout", None)
 
 
-def meeting(kwargs: dict[str, Any]) -> dict[str, Any]:
+def meeting(kwargs: dict[str, object]) -> dict[str, Any]:
     """``spawn``'s arguments with ignite's defaults of where the ranks meet.
 
     On one node nobody has to know the port, so a free one is taken unless ``MASTER_PORT`` says which.

@@ -92,7 +92,7 @@ class _Start(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> object:
+    def backward(ctx: Any, *grads: object) -> object:
         return ctx.adjoint(grads[0]), None, None, None, None
 
 
@@ -279,7 +279,7 @@ def fused(
         totals = waited_for(fused(backward, tensors.all_reduce_fuse(backward, op), grads, None, timeout))
         return totals if fuse.src is None else [_on_root(lane, total, fuse.src) for total in totals]
 
-    started: list[Started[Any]] = []
+    started: list[Started[object]] = []
     start = lambda xs, outs: tensors.fused(lane, fuse, xs, outs, timeout)  # noqa: E731
     results = _StartMany.apply(start, adjoint, started, *xs)  # type: ignore[no-untyped-call]
     return started[0].then(lambda _: list(results))

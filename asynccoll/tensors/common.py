@@ -23,6 +23,7 @@ from asynccoll.order.operation import Operation
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.tensors.encoding import decode, encode
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import carried
 from asynccoll.transport.waiters import Waiters
@@ -105,10 +106,10 @@ class Call:
         plan: Plan,
         start: Start | None,
         wire: torch.Tensor,
-        finish: Callable[[], Any] | None,
-        value: Any = None,
+        finish: Callable[[], object] | None,
+        value: object = None,
         *,
-        shape: tuple[Any, ...] | None = None,
+        shape: tuple[object, ...] | None = None,
         detail: object = "",
         fill: Callable[[], object] | None = None,
         refill: Callable[[], object] | None = None,
@@ -118,8 +119,8 @@ class Call:
         self.program: Program | None = program
         self.start: Start | None = start
         self.wire: torch.Tensor = wire
-        self.finish: Callable[[], Any] | None = finish
-        self.value: Any = value
+        self.finish: Callable[[], object] | None = finish
+        self.value: object = value
         self.shape: tuple[Any, ...] | None = shape
         self.detail: object = detail
         self.fill: Callable[[], object] | None = fill
@@ -129,13 +130,15 @@ class Call:
         """Start it for the first time."""
         return self._begin(lane, timeout, self.fill)
 
-    def begin_again(self, lane: Lane, timeout: float | None, after: Sequence[Operation] = ()) -> Started[Any]:
+    def begin_again(
+        self, lane: Lane, timeout: float | None, after: Sequence[Operation] = ()
+    ) -> Started[object]:
         """Start it once more, with what its input holds then, once ``after`` are over."""
         if after:
             return self._run(lane, timeout, _after(after, self.refill, self.steps))
         return self._begin(lane, timeout, self.refill)
 
-    def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Started[Any]:
+    def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Started[object]:
         size_bytes = self.wire.nbytes
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
@@ -147,7 +150,7 @@ class Call:
         operation = lane.issue(estimate, self.start, size_bytes, timeout, of=self, what=self._what())
         return Started((operation,), self.finish, self.value)
 
-    def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[Any]:
+    def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[object]:
         name, wire = self.plan.name, self.wire
         if lane.compares_calls:
             text = signature(name, dtype_name(wire.dtype), self.shape, self._detail())
@@ -167,7 +170,7 @@ class Call:
         shape = "" if self.shape is None else str(list(self.shape))
         return f"{dtype_name(self.wire.dtype)}{shape} {self._detail()}".rstrip()
 
-    def steps(self, communicator: Any) -> Generator[Completion, None, Completion]:
+    def steps(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
         """It as a program, or as a part of a larger one."""
         if self.program is not None:
             return (yield from self.program(communicator))
@@ -178,7 +181,7 @@ class Call:
         """The result, once the native call is over."""
         return self.value if self.finish is None else self.finish()
 
-    def then(self, function: Callable[[Any], Any]) -> Call:
+    def then(self, function: Callable[[Any], object]) -> Call:
         """The same call; its result is ``function`` of what it was."""
         finish, value = self.finish, self.value
         self.finish = lambda: function(value if finish is None else finish())
@@ -189,7 +192,7 @@ class Call:
 def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, steps: Program) -> Program:
     """``steps`` once ``operations`` are over, in whatever way, and ``fill`` has run in a thread."""
 
-    def filled(communicator: Any) -> Generator[Completion, None, Completion]:
+    def filled(communicator: Communicator) -> Generator[Completion, None, Completion]:
         for operation in operations:
             with contextlib.suppress(Exception):
                 yield operation.completion

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from asynccoll.tensors.common import (
     target_for,
 )
 from asynccoll.tensors.encoding import decode
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
 
@@ -75,7 +75,7 @@ def _counted(lane: Lane, route: Route, x: torch.Tensor, in_splits: Sequence[int]
     received: list[torch.Tensor] = []
     ones = [1] * lane.group.size
 
-    def counted(communicator: Any) -> Generator[Completion, None, Completion]:
+    def counted(communicator: Communicator) -> Generator[Completion, None, Completion]:
         sent = torch.tensor(in_splits, dtype=torch.int64, device="cpu")
         counts = torch.empty_like(sent)
         yield communicator.all_to_all(counts, sent, ones, ones)

@@ -21,6 +21,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp, dtype_name
 from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
 from asynccoll.tensors.common import Call, deliver, in_thread, kept
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import AllOf, Completion
 from asynccoll.waiting.started import Started
 
@@ -184,7 +185,7 @@ def _collected(count: int, parcels: list[Parcel]) -> list[torch.Tensor]:
 
 def _sent(
     lane: Lane,
-    communicator: object,
+    communicator: Communicator,
     fuse: Fuse,
     xs: list[torch.Tensor],
     outs: list[torch.Tensor] | None,

@@ -18,6 +18,7 @@ from asynccoll.order.job import Program
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.tensors.common import OFFLOAD_BYTES, in_thread
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import READY, Completion
 
 __all__ = ["broadcast_by_node", "gathered_by_node", "nodes_first", "scattered_by_node"]
@@ -46,7 +47,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
         if average:
             part.div_(group.size)
 
-    def by_one(communicator: Any) -> _Steps:
+    def by_one(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
         yield within.reduce(flat, 0, on_wire)
         if group.place[1] == 0:
@@ -55,7 +56,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
         last: Completion = within.broadcast(flat, 0)
         return last
 
-    def by_parts_in_memory(communicator: Any) -> _Steps:
+    def by_parts_in_memory(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
         part = flat.new_empty(flat.numel() // each)
         yield within.reduce_scatter(part, flat, on_wire)
@@ -64,7 +65,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
         last: Completion = within.all_gather(flat, part)
         return last
 
-    def by_parts(communicator: Any) -> _Steps:
+    def by_parts(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
         parts = _split(flat.numel(), each)
         own = parts[group.place[1]]
@@ -93,7 +94,7 @@ def broadcast_by_node(lane: Lane, x: torch.Tensor, src: int) -> Program:
     node, index = group.place_of(src)
     flat = x.view(-1)
 
-    def program(communicator: Any) -> _Steps:
+    def program(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
         here, place = group.place
         if here != node and place == index:
@@ -117,7 +118,7 @@ def gathered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor) -> Program:
     each = group.size // group.nodes
     order = _by_place(lane)
 
-    def program(communicator: Any) -> _Steps:
+    def program(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
         column = x.new_empty(group.nodes * x.numel())
         columns = x.new_empty(each * column.numel())
@@ -146,7 +147,7 @@ def scattered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor, op: Reduce
     average = op is ReduceOp.AVG
     on_wire = ReduceOp.SUM if average else op
 
-    def program(communicator: Any) -> _Steps:
+    def program(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
         rows = x.view(group.size, -1)
         sent = rows
@@ -208,7 +209,7 @@ def _locally(rows: torch.Tensor, job: Callable[[], object]) -> Generator[Complet
         yield in_thread(job)
 
 
-def _opened(lane: Lane, communicator: Any) -> Generator[Completion, None, tuple[Any, Any]]:
+def _opened(lane: Lane, communicator: Any) -> Generator[Completion, None, tuple[Communicator, Communicator]]:
     """The communicators within the node and across nodes, which the lane's first such program opens.
 
     Without them the lane is given up: a rank that comes late would find the others gone on.

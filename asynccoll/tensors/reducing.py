@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from asynccoll.tensors.common import (
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.tensors.nodes import nodes_first, scattered_by_node
 from asynccoll.tensors.sparse import sum_sparse
+from asynccoll.transport.completion import Completion
 
 #: Up to here a copy costs less than the longer way of a call that fills another tensor.
 _SMALL_BYTES = 64 << 10
@@ -55,7 +57,7 @@ def all_reduce_fuse(lane: Lane, op: ReduceOp) -> Fuse:
 def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
     """By the backend, in memory that starts as a copy of ``x``; or, node by node, by several calls of it."""
     plan, size = route.plan, lane.group.size
-    wire_op = plan.wire_reduce or ReduceOp.SUM
+    wire_op = plan.wire_reduce
     if out is not x and route.keeps_input and plan.direct and _apart(route, x, out):
         return _all_reduce_into(route, x, out)
     wire, fill, refill = owned(route, x, out)
@@ -83,12 +85,16 @@ def _apart(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> bool:
 
 def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
     """Read ``x`` and fill the result: no copy, and nothing to do afterwards."""
-    op = route.plan.wire_reduce
-    target = target_for(out, x, x.shape)
+    op, target = route.plan.wire_reduce, target_for(out, x, x.shape)
     value, finish = delivered(target, route.plan, out, lambda: target)
+
+    def start(communicator: Any) -> Completion:  # one that has this call
+        completion: Completion = communicator.all_reduce_into(target, x, op)
+        return completion
+
     return Call(
         route.plan,
-        lambda communicator: communicator.all_reduce_into(target, x, op),
+        start,
         x,
         finish,
         value,
@@ -172,7 +178,7 @@ def _reduce_rows(
     rows: Sequence[torch.Tensor], plan: Plan, x: torch.Tensor, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The local half of a composed reduction: the rows of all ranks, reduced and decoded."""
-    op = plan.wire_reduce or ReduceOp.SUM
+    op = plan.wire_reduce
     if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers travelled
         total = reduce_chunks([torch.view_as_complex(row.view(-1, 2)) for row in rows], op)
         return (total.div_(len(rows)) if plan.divide else total).to(x.device, x.dtype)
@@ -240,7 +246,7 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
         total = lambda: reduced(target, plan, rows, size).view(shape)  # noqa: E731
         value, finish = delivered(target, plan, out, total)
         if plan.via == "nodes":
-            program = scattered_by_node(lane, into, sent, plan.wire_reduce or ReduceOp.SUM)
+            program = scattered_by_node(lane, into, sent, plan.wire_reduce)
     else:
         start, parts = _exchanged_rows(lane, wire)
         rank = lane.group.rank

@@ -6,13 +6,13 @@ Shapes: three ranks with ``(5,)`` and 2, 0 and 1 values get ``(5,)`` with up to 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
 
 import torch
 
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Plan, ReduceOp
 from asynccoll.tensors.common import Call
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
 __all__ = ["sum_sparse"]
@@ -39,7 +39,7 @@ class _Gathered:
         self._mine = mine
         self._size = size
 
-    def program(self, communicator: Any) -> Generator[Completion, None, Completion]:
+    def program(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
         """Gather them."""
         mine, size = self._mine, self._size
         self._counts = torch.empty(size, dtype=torch.int64, device=mine.device)

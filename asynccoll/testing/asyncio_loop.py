@@ -87,7 +87,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._scheduler.now
 
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
+    def default_exception_handler(self, context: dict[str, object]) -> None:
         """Of a task that was unwound nobody need hear."""
         if not isinstance(context.get("exception"), Killed):
             super().default_exception_handler(context)
@@ -108,7 +108,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
         """In a simulated thread."""
-        future: asyncio.Future[Any] = self.create_future()
+        future: asyncio.Future[object] = self.create_future()
         me = self._scheduler.current
         assert me is not None
 

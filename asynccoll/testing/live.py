@@ -54,7 +54,7 @@ class _Task(NamedTuple):
     arguments: bytes
 
 
-def world(size: int = 2, backend: str = "gloo", **options: Any) -> World:
+def world(size: int = 2, backend: str = "gloo", **options: object) -> World:
     """A world of ``size`` real ranks on ``backend``, which start with its first run and end with ``close``.
 
     >>> async def total(rank):
@@ -84,7 +84,7 @@ class World:
     def __repr__(self) -> str:
         return f"<asynccoll.testing.World of {self.size} on {self.backend}>"
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., object], *arguments: object, timeout: float = 60.0) -> list[Any]:
         """What ``function(rank, *arguments)`` returns, by rank. Coroutine functions run on asyncio.
 
         ``function`` stands at the top level of its module; arguments and results are pickled. Each rank has
@@ -178,7 +178,7 @@ class World:
 
     def _collect(self, name: str, timeout: float) -> list[Any]:
         __tracebackhide__ = True
-        results: dict[int, Any] = {}
+        results: dict[int, object] = {}
         failures: dict[int, str] = {}
         waiting = {connection: rank for rank, connection in self._ranks.items()}
         deadline = time.monotonic() + timeout
@@ -213,7 +213,7 @@ class World:
         return "\n".join(map(str, self._ended)) or f"not all ranks were there after {_START_SECONDS:g} s"
 
 
-def _task(function: Callable[..., Any], arguments: Sequence[Any]) -> _Task:
+def _task(function: Callable[..., object], arguments: Sequence[object]) -> _Task:
     name = getattr(function, "__qualname__", "<")
     file = inspect.getsourcefile(function) if callable(function) and "<" not in name else None
     if file is None:

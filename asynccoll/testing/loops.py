@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.testing.asyncio_loop import run_asyncio
@@ -20,7 +20,7 @@ __all__ = ["LOOPS"]
 class _Loop(NamedTuple):
     """How ``main`` is run on one rank, and what is put around all of them."""
 
-    run: Callable[[Scheduler, Coroutine[Any, Any, Any]], Any]
+    run: Callable[[Scheduler, Coroutine[object, object, object]], object]
     around: Callable[[int], AbstractContextManager[None]] = lambda seed: nullcontext()
     #: tasks of killed ranks protest when they are freed: that is to be done, and not to be heard
     protests: bool = False

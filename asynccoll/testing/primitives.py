@@ -245,7 +245,7 @@ class SimpleQueue:
     """As ``queue.SimpleQueue``."""
 
     def __init__(self) -> None:
-        self._items: deque[Any] = deque()
+        self._items: deque[object] = deque()
         self._queue = Queue()
 
     def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ class Call:
     """One rank's part of one round."""
 
     index: int
-    signature: tuple[Any, ...]
+    signature: tuple[object, ...]
     sent: list[torch.Tensor]
     filled: list[torch.Tensor]
     needs: frozenset[int]

@@ -20,7 +20,7 @@ __all__ = ["Target", "of_function", "of_path"]
 class Target:
     """A function: as it is, or as another process finds it."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     #: the line that imports it in a script, and what it is called there
     imported: str
     name: str
@@ -46,7 +46,7 @@ class Target:
         return _load(*what) if isinstance(what, tuple) else what
 
 
-def of_function(function: Callable[..., Any]) -> Target:
+def of_function(function: Callable[..., object]) -> Target:
     """A function that the caller has."""
     name = getattr(function, "__qualname__", repr(function))
     return Target(function, f"from {getattr(function, '__module__', '?')} import {name}", name)
@@ -76,5 +76,5 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     found = getattr(importlib.import_module(where.stem), name, None)
     if not callable(found):
         raise InvalidArgumentError(f"{where.name} has no function {name!r}")
-    function: Callable[..., Any] = found
+    function: Callable[..., object] = found
     return function

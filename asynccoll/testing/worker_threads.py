@@ -35,7 +35,9 @@ def worker_threads() -> Iterator[None]:
         yield
 
 
-async def _on_asyncio(real: Any, cls: Any, func: Callable[..., Any], args: Any, **options: Any) -> Any:
+async def _on_asyncio(
+    real: Any, cls: object, func: Callable[..., object], args: Any, **options: object
+) -> Any:
     import asyncio
 
     if running() is None:
@@ -48,7 +50,7 @@ async def _on_asyncio(real: Any, cls: Any, func: Callable[..., Any], args: Any, 
 
 
 def _started(
-    real: Any, run: Callable[[], Any], deliver: Callable[[Any], object], name: str | None = None
+    real: Any, run: Callable[[], object], deliver: Callable[[object], object], name: str | None = None
 ) -> None:
     import outcome
 

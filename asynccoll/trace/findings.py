@@ -209,7 +209,7 @@ def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
 
 def _calls(parts: Sequence[Part]) -> dict[object, list[tuple[Part, Span]]]:
     """Each operation that several ranks have called."""
-    found: dict[Any, list[tuple[Part, Span]]] = {}
+    found: dict[object, list[tuple[Part, Span]]] = {}
     for part in parts:
         for span in part.spans:
             if span.key is not None:

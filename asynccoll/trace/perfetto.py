@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from asynccoll.trace.spans import Span, stack
 
@@ -35,7 +34,7 @@ def _events(
 
 def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dict[str, object]:
     end = seconds if span.end is None else span.end
-    event: dict[str, Any] = {
+    event: dict[str, object] = {
         "name": span.name,
         "cat": "operation" if span.is_operation else "compute",
         "ph": "X",

@@ -70,7 +70,9 @@ class Backend:
         """Leave the world: nothing is in flight, unless it is to be aborted."""
         raise NotImplementedError
 
-    def native_group(self, opening: Opening, communicator: object) -> object:  # for those that have one
+    def native_group(
+        self, opening: Opening, communicator: Communicator | None
+    ) -> object:  # for those that have one
         """A group as the library underneath knows it; ``communicator``: its default lane's, once open."""
         return None
 

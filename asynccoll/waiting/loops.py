@@ -68,7 +68,7 @@ class Loop:
                     break
             self.begin_turn()
 
-    def park(self, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+    def park(self, add_waker: AddWaker, seconds: float) -> Generator[object, object, None]:
         """Suspend the task until the waker is called or ``seconds`` have passed."""
         loop: Any = _running_loop()
         future = loop.create_future()
@@ -146,7 +146,7 @@ class _TrioLoop(Loop):
 
     __slots__ = ()
 
-    def give_turn(self) -> Generator[Any, Any, None]:
+    def give_turn(self) -> Generator[object, object, None]:
         import trio
 
         if self.over(host.monotonic()):
@@ -156,7 +156,7 @@ class _TrioLoop(Loop):
         else:
             yield from trio.lowlevel.checkpoint_if_cancelled().__await__()
 
-    def park(self, add_waker: AddWaker, seconds: float) -> Generator[Any, Any, None]:
+    def park(self, add_waker: AddWaker, seconds: float) -> Generator[object, object, None]:
         import trio
 
         token, task = trio.lowlevel.current_trio_token(), trio.lowlevel.current_task()
@@ -172,7 +172,7 @@ class _TrioLoop(Loop):
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(resume)
 
-        def abort(_: Any) -> Any:
+        def abort(_: object) -> Any:
             nonlocal parked
             parked = False
             return trio.lowlevel.Abort.SUCCEEDED
@@ -185,18 +185,18 @@ class _TrioLoop(Loop):
             forget()
 
 
-def _seen(loop: Any) -> Loop:
+def _seen(loop: object) -> Loop:
     if isinstance(loop, asyncio.SelectorEventLoop):
         return _SelectorLoop(loop)
     return _TrioLoop() if type(loop).__name__ == "TrioToken" else Loop()
 
 
-_seen_loops: WeakKeyDictionary[Any, Loop] = WeakKeyDictionary()
+_seen_loops: WeakKeyDictionary[object, Loop] = WeakKeyDictionary()
 #: The one that was asked for last: nearly always the next one, too.
 _latest: tuple[Any, Loop] = (lambda: None, Loop())
 
 
-def _known(loop: Any) -> Loop:
+def _known(loop: object) -> Loop:
     global _latest  # noqa: PLW0603  # a cache of one
     known, latest = _latest
     if known() is loop:
@@ -215,7 +215,7 @@ def here() -> Loop | None:
     return None if loop is None else _known(loop)
 
 
-def on_asyncio() -> tuple[Any, Loop] | None:
+def on_asyncio() -> tuple[object, Loop] | None:
     """The asyncio loop that the caller runs in, as it is and as seen, where it cannot be trio's."""
     loop = _running_loop()
     if loop is None or "trio" in sys.modules:

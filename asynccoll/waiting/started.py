@@ -42,7 +42,7 @@ class Started(Generic[T]):
         return Started(self.operations, lambda: function(self.outcome()))
 
 
-def together(parts: Sequence[Started[Any]], finish: Callable[[list[Any]], T]) -> Started[T]:
+def together(parts: Sequence[Started[Any]], finish: Callable[[list[object]], T]) -> Started[T]:
     """All ``parts`` as one, whose result ``finish`` makes of theirs."""
     operations = tuple(operation for part in parts for operation in part.operations)
     return Started(operations, lambda: finish([part.outcome() for part in parts]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError
@@ -112,7 +112,7 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
     operation.saw_end(now)
 
 
-def attend(operation: Operation) -> Generator[Any, Any, bool]:
+def attend(operation: Operation) -> Generator[object, object, bool]:
     """Give the loop its turn, then wait in place if that is likely to be enough; whether it is done."""
     loop = _required()
     yield from loop.give_turn()

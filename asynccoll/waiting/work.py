@@ -106,7 +106,7 @@ class Work(NotItsResult, Generic[T]):
         self._streamed = False  # a device's stream orders it; then all waiters' streams are ordered after it
         self._mark: Mark | None = None  # where what was left to do has been computed
         self._value = value
-        self.out: Any = None  # what it fills for its user, if anything
+        self.out: object = None  # what it fills for its user, if anything
         self._mapped: Work[Any] | None = None  # the one of whose result this one's is made
 
     # Waiting
@@ -460,7 +460,7 @@ class Work(NotItsResult, Generic[T]):
     def __copy__(self) -> Any:
         raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
 
 
@@ -473,7 +473,7 @@ class Members:
         """``outer``: those of the enclosing scope, which get what is started once this one has been left."""
         self._lock = host.Lock()
         self._most = _FEW
-        self._works: list[Work[Any]] = []
+        self._works: list[Work[object]] = []
         self._outer = outer
         self._left = False
 
@@ -515,7 +515,7 @@ def noted(work: Work[T]) -> Work[T]:
     return work
 
 
-def handed_out(started: Started[T], out: Any = None) -> Work[T]:
+def handed_out(started: Started[T], out: object = None) -> Work[T]:
     """The one work of a call, for its user: made of all that it has started. It fills ``out``."""
     work = Work(started.operations, started.finish, started.value)
     if out is not None:

@@ -423,7 +423,7 @@ class Context:
 
     def pass_on(self, lane: Lane) -> None:
         """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
-        communicator: Any = lane.communicator
+        communicator = lane.communicator
         if communicator is not None:
             self._apart(communicator.abort, "asynccoll-abort")
 

@@ -182,7 +182,7 @@ class C10dBackend(Backend):
                 client.set(_connected(name, rank), "")
             return made
 
-    def native_group(self, opening: Opening, communicator: object) -> object:
+    def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
         """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
         known = self._published.get(opening.group)
         if known is not None:

@@ -18,7 +18,7 @@ from asynccoll.backends.c10d.completion import MILLISECOND
 
 __all__ = ["C10dCommunicator", "Transport"]
 
-_REDUCE_OPS: dict[ReduceOp, Any] = {
+_REDUCE_OPS: dict[ReduceOp, object] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.AVG: dist.ReduceOp.AVG,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
@@ -34,7 +34,7 @@ _REDUCE_OPS: dict[ReduceOp, Any] = {
 _DESTROY_SECONDS = 1.0
 
 
-def _options(kind: Any, **values: Any) -> Any:
+def _options(kind: Any, **values: object) -> object:
     options = kind()
     if hasattr(options, "asyncOp"):
         options.asyncOp = True  # else nccl would run on the current stream and hide nothing
@@ -53,14 +53,16 @@ _BARRIER = _options(_native.BarrierOptions)
 
 
 @cache
-def _broadcast_from(root: int) -> Any:
+def _broadcast_from(root: int) -> object:
     return _options(_native.BroadcastOptions, rootRank=root)
 
 
 class Transport:
     """One native process group and what its works are to us."""
 
-    def __init__(self, native: Any, complete: Callable[[Any], Completion], exchange_bytes: int = 0) -> None:
+    def __init__(
+        self, native: Any, complete: Callable[[object], Completion], exchange_bytes: int = 0
+    ) -> None:
         self.native = native
         self.complete = complete
         self.exchange_bytes = exchange_bytes
@@ -118,7 +120,7 @@ class C10dCommunicator:
     def _for(self, x: torch.Tensor) -> Transport:
         return self._only or self._transports[x.device.type]
 
-    def native(self, device: str) -> Any:
+    def native(self, device: str) -> object:
         return self._transports[device].native
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:

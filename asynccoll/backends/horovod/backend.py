@@ -20,6 +20,7 @@ import torch.distributed as dist
 from asynccoll.backends.api import (
     Backend,
     Capabilities,
+    Communicator,
     Context,
     Identity,
     Op,
@@ -115,9 +116,9 @@ class HorovodBackend(Backend):
         ranks = range(hvd.size())
         return HorovodCommunicator(hvd.global_process_set, ranks, hvd.rank(), prefix, self._rounds)
 
-    def native_group(self, opening: Opening, communicator: Any) -> Any:
+    def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
         """The process set, for ``horovod.torch``'s own functions."""
-        return communicator.process_set
+        return getattr(communicator, "process_set", None)
 
     def close(self, *, abort: bool) -> None:
         """Leave together: the first rank to end shuts Horovod down for all of them."""
@@ -139,7 +140,7 @@ class ProcessSets:
         self._hvd = hvd
         self._lock = threading.Lock()
         self._made: dict[tuple[int, ...], Promise] = {}
-        self._sets: dict[tuple[int, ...], Any] = {}
+        self._sets: dict[tuple[int, ...], object] = {}
         self._queue: deque[tuple[int, ...]] = deque()
         self._busy = False
 
@@ -155,7 +156,7 @@ class ProcessSets:
             self._busy = True
         threading.Thread(target=self._run, name="asynccoll-groups", daemon=True).start()
 
-    def wait(self, ranks: tuple[int, ...]) -> Any:
+    def wait(self, ranks: tuple[int, ...]) -> object:
         """The process set, once every rank has asked for it."""
         made = self._made[ranks]
         while not made.wait(1.0):
@@ -179,7 +180,7 @@ class ProcessSets:
             else:
                 self._made[ranks].settle()
 
-    def _known(self, ranks: tuple[int, ...]) -> Any:
+    def _known(self, ranks: tuple[int, ...]) -> object:
         """The process set of these ranks, if the user has made one: Horovod refuses a second."""
         from horovod.common import process_sets
 

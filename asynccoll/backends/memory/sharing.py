@@ -137,7 +137,7 @@ class Sharing(Backend):
             self._hub.disown()
         self._inner.disown()
 
-    def native_group(self, opening: Opening, communicator: object) -> object:
+    def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
         return self._inner.native_group(opening, communicator)
 
     def prepare_group(self, ranks: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from asynccoll.backends.api import (
     Backend,
     Capabilities,
+    Communicator,
     Context,
     Identity,
     Op,
@@ -136,9 +137,9 @@ class MpiBackend(Backend):
         native = self._opener.open(opening)
         return MpiCommunicator(native, self.mpi, opening.rank, opening.size, self._burst)
 
-    def native_group(self, opening: Opening, communicator: Any) -> object:
+    def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
         """The group's mpi4py communicator, once it is open; torch has no group of ours."""
-        return communicator and communicator.native
+        return getattr(communicator, "native", None)
 
     def close(self, *, abort: bool) -> None:
         self._opener.close()

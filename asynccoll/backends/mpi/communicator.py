@@ -42,8 +42,8 @@ from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["MpiCommunicator"]
 
-IN_PLACE: Any = MPI.IN_PLACE
-NO_BYTES: Any = (None, 0, BYTE)
+IN_PLACE: object = MPI.IN_PLACE
+NO_BYTES: object = (None, 0, BYTE)
 
 
 class MpiCommunicator:
@@ -65,7 +65,7 @@ class MpiCommunicator:
         self._messages = native  # the same in every epoch of a lane
 
     def _start(
-        self, call: Callable[..., Any], arguments: Sequence[Any], x: torch.Tensor, keep: object = None
+        self, call: Callable[..., Any], arguments: Sequence[object], x: torch.Tensor, keep: object = None
     ) -> Completion:
         """Issue ``call``; what it works on is kept until it is over."""
         common, size = self._common, x.nbytes
@@ -86,7 +86,11 @@ class MpiCommunicator:
         return MpiCompletion(request, (x, keep, arguments), size, common)
 
     def _start_parts(
-        self, call: Callable[..., Any], parts: Sequence[Sequence[Any]], x: torch.Tensor, keep: object = None
+        self,
+        call: Callable[..., object],
+        parts: Sequence[Sequence[object]],
+        x: torch.Tensor,
+        keep: object = None,
     ) -> Completion:
         """Issue ``call`` once for each of ``parts``, in an order that is the same on every rank."""
         return self._start(lambda: Many([call(*arguments) for arguments in parts]), (), x, (keep, parts))
@@ -123,7 +127,7 @@ class MpiCommunicator:
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self.native.Ireduce
-        parts: list[tuple[Any, ...]] = [
+        parts: list[tuple[object, ...]] = [
             (IN_PLACE, part, OPS[op], dst) if dst == self._rank else (part, None, OPS[op], dst)
             for part in self._pieces(x)
         ]
@@ -131,7 +135,7 @@ class MpiCommunicator:
             return self._start_parts(call, parts, x)
         return self._start(call, parts[0], x)
 
-    def _pieces(self, x: torch.Tensor) -> list[tuple[Any, int, Any]]:
+    def _pieces(self, x: torch.Tensor) -> list[tuple[object, int, object]]:
         """A tensor as MPI takes it to be reduced, in as many calls as its counts allow."""
         flat, limit = x.view(-1), self._limit
         return [_typed(flat[start : start + limit]) for start in range(0, max(1, x.numel()), limit)]
@@ -147,7 +151,7 @@ class MpiCommunicator:
 
     def _reduce_scatter_by_reduces(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Each rank's part by reductions to it: counts per call stay small."""
-        calls: list[tuple[Any, ...]] = []
+        calls: list[tuple[object, ...]] = []
         for rank, row in enumerate(x.view(self._size, -1)):
             pieces = self._pieces(row)
             into = self._pieces(out) if rank == self._rank else [None] * len(pieces)
@@ -179,7 +183,7 @@ class MpiCommunicator:
         arguments = (sent, bytes_of(out, self._limit), src)
         return self._start(self.native.Iscatterv, arguments, out, x)
 
-    def _parts(self, parts: Sequence[torch.Tensor]) -> tuple[Any, list[int], list[int], Any]:
+    def _parts(self, parts: Sequence[torch.Tensor]) -> tuple[object, list[int], list[int], object]:
         """One tensor for each rank, of one size, wherever they lie."""
         base, places = offsets(parts)
         size, span = parts[0].nbytes, spread(parts)
@@ -204,7 +208,7 @@ class MpiCommunicator:
 
     def _rows(
         self, x: torch.Tensor, splits: Sequence[int], row: int
-    ) -> tuple[Any, list[int], list[int], Any]:
+    ) -> tuple[object, list[int], list[int], object]:
         """A tensor cut along dim 0, for a vector call."""
         unit, kind = row, BYTE
         if x.nbytes > self._limit:
@@ -240,7 +244,7 @@ class MpiCommunicator:
     def _refuse_recv(self, peer: int, tag: int) -> None:
         self._dropping.append(self._messages.Irecv(NO_BYTES, peer, self._tag(tag)))
 
-    def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
+    def _attempt(self, call: Callable[..., object], *arguments: object) -> None:
         """``call(*arguments)``, which may fail."""
 
         def attempt() -> None:
@@ -280,7 +284,7 @@ class MpiCommunicator:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def _typed(x: torch.Tensor) -> tuple[Any, int, Any]:
+def _typed(x: torch.Tensor) -> tuple[object, int, object]:
     """A contiguous tensor as MPI takes it to be reduced."""
     return address(x.data_ptr(), x.nbytes), x.numel(), TYPES[x.dtype]
 

@@ -56,7 +56,7 @@ _new_lock = threading.Lock
 watch: Callable[[MpiCompletion], None] = progress.watch
 
 #: Requests that will never end, with the memory that MPI may still write to.
-_never_ending: list[Any] = []
+_never_ending: list[object] = []
 
 
 class Common:
@@ -90,7 +90,7 @@ class MpiCompletion(Completion):
     _callbacks: list[Callback] | None = None
     _error: CollectiveError | None = None
 
-    def __init__(self, request: Any, buffers: Any, size_bytes: int, common: Common) -> None:
+    def __init__(self, request: Any, buffers: object, size_bytes: int, common: Common) -> None:
         self._request = request
         self._buffers = buffers
         self._size_bytes = size_bytes
@@ -230,8 +230,8 @@ class LeftToThread(MpiCompletion):
     thread, a waiter, or the caller of what is next in the order.
     """
 
-    def __init__(self, call: Callable[[], Any], buffers: Any, size_bytes: int, common: Common) -> None:
-        self._call: Callable[[], Any] | None = call
+    def __init__(self, call: Callable[[], object], buffers: object, size_bytes: int, common: Common) -> None:
+        self._call: Callable[[], object] | None = call
         self._calling = _new_lock()
         common.left = self
         super().__init__(None, buffers, size_bytes, common)
@@ -262,7 +262,7 @@ class Many:
 
     __slots__ = ("_requests",)
 
-    def __init__(self, requests: Sequence[Any]) -> None:
+    def __init__(self, requests: Sequence[object]) -> None:
         self._requests = list(requests)
 
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's

@@ -49,7 +49,7 @@ class Library:
     highest_tag: int
     cuda_aware: bool
 
-    def call(self, call: Callable[..., T], *arguments: Any) -> T:
+    def call(self, call: Callable[..., T], *arguments: object) -> T:
         """``call(*arguments)``, at a time that suits the library."""
         if self.gate is not None:
             with self.gate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from asynccoll.bench.operations import Case
 
@@ -15,7 +15,7 @@ OUT = "out-of-place"
 #: The result is memory that is there: the input's own, where the operation can do that.
 IN = "in-place"
 
-Way: TypeAlias = Callable[[], Awaitable[Any]]
+Way: TypeAlias = Callable[[], Awaitable[object]]
 #: By operation: the ways of one case, by ``OUT`` and ``IN``.
 Ways: TypeAlias = Mapping[str, Callable[[Case], dict[str, Way]]]
 
@@ -39,7 +39,7 @@ class Library:
 def blocking(call: Callable[[], object]) -> Way:
     """A call that waits, as a way."""
 
-    async def run() -> Any:
+    async def run() -> object:
         return call()
 
     return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 from asynccoll.bench.operations import Case
 from asynccoll.bench.peers import raw
@@ -49,7 +48,7 @@ def _broadcast(case: Case) -> dict[str, Way]:
 
     x = case.input()
 
-    def call() -> Any:
+    def call() -> object:
         return idist.broadcast(x, src=case.root)
 
     return {IN: blocking(call)}

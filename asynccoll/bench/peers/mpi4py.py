@@ -52,7 +52,7 @@ def _own_memory(call: Callable[[object], Any], case: Case) -> dict[str, Way]:
         call(copy.numpy()).Wait()
         return copy
 
-    def filled() -> Any:
+    def filled() -> object:
         call(view).Wait()
         return again
 
@@ -63,12 +63,12 @@ def _into(call: Callable[[object, object], Any], case: Case) -> dict[str, Way]:
     x, out = case.input(), case.output()
     sent, view = x.numpy(), out.numpy()
 
-    def fresh() -> Any:
+    def fresh() -> object:
         made = x.new_empty(case.received)
         call(sent, made.numpy()).Wait()
         return made
 
-    def filled() -> Any:
+    def filled() -> object:
         call(sent, view).Wait()
         return out
 

@@ -20,10 +20,10 @@ def _pair(
     x, again = case.input(), case.input()
     out = again if own else case.output()
 
-    async def fresh() -> Any:
+    async def fresh() -> object:
         return await call(x, **options)
 
-    async def filled() -> Any:
+    async def filled() -> object:
         return await call(again, out=out, **options)
 
     return {OUT: fresh, IN: filled}
@@ -38,10 +38,10 @@ def _reduce(case: Case) -> dict[str, Way]:
     x, out = case.input(), case.output() if case.rank == case.root else None
     op = ac.ReduceOp.parse(case.reduction)
 
-    async def fresh() -> Any:
+    async def fresh() -> object:
         return await ac.reduce(x, dst=case.root, op=op)
 
-    async def filled() -> Any:
+    async def filled() -> object:
         return await ac.reduce(x, dst=case.root, op=op, out=out)
 
     return {OUT: fresh, IN: filled}
@@ -50,10 +50,10 @@ def _reduce(case: Case) -> dict[str, Way]:
 def _gather(case: Case) -> dict[str, Way]:
     x, out = case.input(), case.output() if case.rank == case.root else None
 
-    async def fresh() -> Any:
+    async def fresh() -> object:
         return await ac.gather(x, dst=case.root)
 
-    async def filled() -> Any:
+    async def filled() -> object:
         return await ac.gather(x, dst=case.root, out=out)
 
     return {OUT: fresh, IN: filled}
@@ -62,10 +62,10 @@ def _gather(case: Case) -> dict[str, Way]:
 def _scatter(case: Case) -> dict[str, Way]:
     x, out = case.input() if case.rank == case.root else None, case.output()
 
-    async def fresh() -> Any:
+    async def fresh() -> object:
         return await ac.scatter(x, src=case.root)
 
-    async def filled() -> Any:
+    async def filled() -> object:
         return await ac.scatter(x, src=case.root, out=out)
 
     return {OUT: fresh, IN: filled}

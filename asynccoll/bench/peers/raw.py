@@ -25,7 +25,7 @@ _ALL_GATHER = newest(dist, "all_gather_single", "all_gather_into_tensor")
 _REDUCE_SCATTER = newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def reduce_op(case: Case) -> Any:
+def reduce_op(case: Case) -> object:
     """torch's name for the case's reduction."""
     return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(case.reduction, case.reduction.upper()))
 
@@ -42,12 +42,12 @@ def _own_memory(call: Callable[[torch.Tensor], Any], case: Case) -> dict[str, Wa
     """Of a call that works in its input: on a copy, and on the input."""
     x, again = case.input(), case.input()
 
-    def fresh() -> Any:
+    def fresh() -> object:
         copy = x.clone()
         call(copy).wait()
         return copy
 
-    def filled() -> Any:
+    def filled() -> object:
         call(again).wait()
         return again
 
@@ -58,12 +58,12 @@ def _into(call: Callable[[torch.Tensor, torch.Tensor], Any], case: Case) -> dict
     """Of a call with an input and an output."""
     x, out = case.input(), case.output()
 
-    def fresh() -> Any:
+    def fresh() -> object:
         made = x.new_empty(case.received)
         call(made, x).wait()
         return made
 
-    def filled() -> Any:
+    def filled() -> object:
         call(out, x).wait()
         return out
 
@@ -100,7 +100,7 @@ def _all_to_all(case: Case) -> dict[str, Way]:
 def _gather(case: Case) -> dict[str, Way]:
     at_root = case.rank == case.root
 
-    def gather(out: torch.Tensor, x: torch.Tensor) -> Any:
+    def gather(out: torch.Tensor, x: torch.Tensor) -> object:
         return dist.gather(x, list(out.chunk(case.ranks)) if at_root else None, case.root, async_op=True)
 
     return _into(gather, case)
@@ -109,7 +109,7 @@ def _gather(case: Case) -> dict[str, Way]:
 def _scatter(case: Case) -> dict[str, Way]:
     at_root = case.rank == case.root
 
-    def scatter(out: torch.Tensor, x: torch.Tensor) -> Any:
+    def scatter(out: torch.Tensor, x: torch.Tensor) -> object:
         return dist.scatter(out, list(x.chunk(case.ranks)) if at_root else None, case.root, async_op=True)
 
     return _into(scatter, case)
@@ -129,7 +129,7 @@ class _Both:
 def _ring(case: Case) -> dict[str, Way]:
     after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
 
-    def exchange(out: torch.Tensor, x: torch.Tensor) -> Any:
+    def exchange(out: torch.Tensor, x: torch.Tensor) -> object:
         if case.ranks == 1:
             out.copy_(x)
             return _Both([])

@@ -31,7 +31,7 @@ _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
 
 
-def decode(raw: bytes) -> Any:
+def decode(raw: bytes) -> object:
     """The object that ``encode`` made ``raw`` of; ``CollectiveError`` for any other bytes."""
     try:
         decoder = _Decoder(raw)
@@ -54,7 +54,7 @@ class _Decoder:
         self._raw = raw
         self._at = 0
         self._end = len(raw)
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
         self._keys: list[Sequence[str]] = []
         self._names: list[tuple[str, Any]] = []
         self._depth = 0
@@ -108,11 +108,11 @@ class _Decoder:
     def text(self) -> str:
         return self.memory().decode("utf-8", "surrogatepass")
 
-    def remember(self, x: Any) -> None:
+    def remember(self, x: object) -> None:
         if not self._key_depth:
             self._seen.append(x)
 
-    def again(self) -> Any:
+    def again(self) -> object:
         number = self.size()
         if self._key_depth:
             raise UnfitError("a key refers to another value")
@@ -159,7 +159,7 @@ class _Decoder:
         self._key_depth -= 1
         return found
 
-    def mapping(self) -> zip[tuple[Any, Any]]:
+    def mapping(self) -> zip[tuple[object, object]]:
         kind = self.size()
         if kind == tags.SAME_KEYS:
             keys = self._keys[self.size()]
@@ -193,7 +193,7 @@ class _Decoder:
             raise UnfitError(f"a {kind.__qualname__} as a key would run its own __hash__ or __eq__")
         return kind
 
-    def _new_class(self, tag: str) -> Any:
+    def _new_class(self, tag: str) -> object:
         module, name = self.text(), self.text()
         names = tuple(self.items())
         if any(type(field) is not str for field in names):
@@ -238,21 +238,21 @@ def _bytearray(of: _Decoder) -> bytearray:
     return found
 
 
-def _list(of: _Decoder) -> list[Any]:
-    made: list[Any] = []
+def _list(of: _Decoder) -> list[object]:
+    made: list[object] = []
     of.remember(made)
     made += of.items()
     return made
 
 
-def _tuple(of: _Decoder) -> tuple[Any, ...]:
+def _tuple(of: _Decoder) -> tuple[object, ...]:
     made = tuple(of.items())
     of.remember(made)
     return made
 
 
-def _mapping(kind: Callable[[], dict[Any, Any]]) -> Callable[[_Decoder], Any]:
-    def read(of: _Decoder) -> dict[Any, Any]:
+def _mapping(kind: Callable[[], dict[object, Any]]) -> Callable[[_Decoder], object]:
+    def read(of: _Decoder) -> dict[object, object]:
         made = kind()
         of.remember(made)
         dict.update(made, of.mapping()) if kind is not collections.OrderedDict else made.update(of.mapping())
@@ -261,30 +261,30 @@ def _mapping(kind: Callable[[], dict[Any, Any]]) -> Callable[[_Decoder], Any]:
     return read
 
 
-def _deque(of: _Decoder) -> collections.deque[Any]:
+def _deque(of: _Decoder) -> collections.deque[object]:
     maxlen = of.value()
     if not (maxlen is None or type(maxlen) is int):
         raise UnfitError("a deque's maxlen that is no int")
-    made: collections.deque[Any] = collections.deque(maxlen=maxlen)
+    made: collections.deque[object] = collections.deque(maxlen=maxlen)
     of.remember(made)
     made.extend(of.items())
     return made
 
 
-def _set(of: _Decoder) -> set[Any]:
-    made: set[Any] = set()
+def _set(of: _Decoder) -> set[object]:
+    made: set[object] = set()
     of.remember(made)
     made.update(of.keys())
     return made
 
 
-def _frozenset(of: _Decoder) -> frozenset[Any]:
+def _frozenset(of: _Decoder) -> frozenset[object]:
     made = frozenset(of.keys())
     of.remember(made)
     return made
 
 
-def _parts(of: _Decoder) -> Any:
+def _parts(of: _Decoder) -> object:
     parts = PARTS[of.size()]
     found = of.items()
     takes = parts.takes if isinstance(parts.takes, tuple) else ((parts.takes,),) * len(found)
@@ -302,7 +302,7 @@ def _tensor(of: _Decoder) -> torch.Tensor:
     return made
 
 
-def _array(of: _Decoder) -> Any:
+def _array(of: _Decoder) -> object:
     dtype, shape = np.dtype(scalar_dtype(of.text())), of.ints_only()
     raw = of.writable(prod(shape) * dtype.itemsize)
     # np.empty would make one character of none, for as many elements as the message says.
@@ -311,7 +311,7 @@ def _array(of: _Decoder) -> Any:
     return made
 
 
-def _scalar(of: _Decoder) -> Any:
+def _scalar(of: _Decoder) -> object:
     dtype, shape = np.dtype(scalar_dtype(of.text())), of.ints_only()
     if shape:
         raise UnfitError("a scalar with a shape")
@@ -320,12 +320,12 @@ def _scalar(of: _Decoder) -> Any:
     return made
 
 
-def _enum(of: _Decoder) -> Any:
+def _enum(of: _Decoder) -> object:
     kind = of.known_class("enum")
     return type.__getattribute__(kind, "_member_map_")[of.text()]
 
 
-def _dataclass(of: _Decoder) -> Any:
+def _dataclass(of: _Decoder) -> object:
     kind = of.known_class("dataclass")
     names, values = fields_of(kind, "dataclass"), of.items()
     if len(names) != len(values):
@@ -337,7 +337,7 @@ def _dataclass(of: _Decoder) -> Any:
     return made
 
 
-def _namedtuple(of: _Decoder) -> Any:
+def _namedtuple(of: _Decoder) -> object:
     kind = of.known_class("namedtuple")
     values = of.items()
     if len(values) != len(fields_of(kind, "namedtuple")):
@@ -347,15 +347,15 @@ def _namedtuple(of: _Decoder) -> Any:
     return made
 
 
-def _json(of: _Decoder) -> Any:
+def _json(of: _Decoder) -> object:
     return json.loads(of.text())
 
 
-def _unknown(of: _Decoder) -> Any:
+def _unknown(of: _Decoder) -> object:
     raise UnfitError(f"no value begins with {of._raw[of._at - 1]}")
 
 
-_BY_TAG: dict[int, Callable[[_Decoder], Any]] = {
+_BY_TAG: dict[int, Callable[[_Decoder], object]] = {
     tags.NONE: lambda _: None,
     tags.TRUE: lambda _: True,
     tags.FALSE: lambda _: False,
@@ -383,7 +383,7 @@ _BY_TAG: dict[int, Callable[[_Decoder], Any]] = {
     tags.JSON: _json,
 }
 _READ = [_BY_TAG.get(tag, _unknown) for tag in range(256)]
-_RUNS: dict[int, Callable[[_Decoder, int], Sequence[Any]]] = {
+_RUNS: dict[int, Callable[[_Decoder, int], Sequence[object]]] = {
     tags.FLOATS: _Decoder.floats,
     tags.INTS: _Decoder.ints,
     tags.TEXTS: _Decoder.texts,

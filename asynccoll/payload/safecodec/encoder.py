@@ -36,7 +36,7 @@ _JSON = _SCALARS | {list, dict}
 _RUNS = frozenset({str, int, float, bool})
 
 
-def encode(obj: Any) -> bytes:
+def encode(obj: object) -> bytes:
     """``obj`` in the default codec's format; ``PayloadTypeError`` for what it does not carry."""
     encoder = _Encoder()
     try:
@@ -52,16 +52,16 @@ class _Encoder:
     def __init__(self) -> None:
         self.parts: list[Any] = []  # bytes, and memory of tensors and arrays
         self._seen: dict[int, int] = {}  # id -> its number among what can be referred to
-        self._kept: list[Any] = []  # what they are the ids of
-        self._keys: dict[tuple[Any, ...], int] = {}
+        self._kept: list[object] = []  # what they are the ids of
+        self._keys: dict[tuple[object, ...], int] = {}
         self._names: dict[tuple[str, type], int] = {}
         self._depth = 0
         self._key_depth = 0  # in a key nothing is referred to, so that hashing takes no longer than reading
 
-    def value(self, x: Any) -> None:
+    def value(self, x: object) -> None:
         _WRITE.get(type(x), _other)(self, x)
 
-    def whole(self, x: Any) -> None:
+    def whole(self, x: object) -> None:
         """``value`` of the object itself, which is JSON most of the time."""
         if type(x) in (dict, list) and _is_json(x, set()):
             try:
@@ -84,11 +84,11 @@ class _Encoder:
         self.size(len(raw))
         self.parts.append(raw)
 
-    def memory(self, raw: Any, size_bytes: int) -> None:
+    def memory(self, raw: object, size_bytes: int) -> None:
         self.size(size_bytes)
         self.parts.append(raw)
 
-    def again(self, x: Any) -> bool:
+    def again(self, x: object) -> bool:
         """Refer to ``x`` if it was written before."""
         number = None if self._key_depth else self._seen.get(id(x))
         if number is None:
@@ -97,13 +97,13 @@ class _Encoder:
         self.size(number)
         return True
 
-    def remember(self, x: Any) -> None:
+    def remember(self, x: object) -> None:
         """Count ``x`` among what can be referred to."""
         if not self._key_depth:
             self._seen[id(x)] = len(self._kept)
             self._kept.append(x)
 
-    def items(self, values: Sequence[Any]) -> None:
+    def items(self, values: Sequence[object]) -> None:
         """How many there are, and each of them."""
         self.size(len(values))
         if len(values) >= tags.MIN_RUN and self._run(values):
@@ -145,13 +145,13 @@ class _Encoder:
         self.text(_to_json(values))
         return True
 
-    def keys(self, keys: Iterable[Any]) -> None:
+    def keys(self, keys: Iterable[object]) -> None:
         """The keys of a dict, or the members of a set: what is hashed where it is decoded."""
         self._key_depth += 1
         self.items(list(keys))
         self._key_depth -= 1
 
-    def mapping(self, x: dict[Any, Any]) -> None:
+    def mapping(self, x: dict[object, Any]) -> None:
         """Keys and values; the texts that are the keys of many dicts are written once."""
         keys = tuple(x)
         texts = set(map(type, keys)) == {str}
@@ -266,42 +266,42 @@ def _bytearray(to: _Encoder, x: bytearray) -> None:
         to.remember(x)
 
 
-def _list(to: _Encoder, x: list[Any]) -> None:
+def _list(to: _Encoder, x: list[object]) -> None:
     if not to.again(x):
         to.remember(x)  # before its members: one of them may refer to it
         to.parts.append(_BYTE[tags.LIST])
         to.items(x)
 
 
-def _tuple(to: _Encoder, x: tuple[Any, ...]) -> None:
+def _tuple(to: _Encoder, x: tuple[object, ...]) -> None:
     if not to.again(x):
         to.parts.append(_BYTE[tags.TUPLE])
         to.items(x)
         to.remember(x)
 
 
-def _dict(to: _Encoder, x: dict[Any, Any]) -> None:
+def _dict(to: _Encoder, x: dict[object, object]) -> None:
     if not to.again(x):
         to.remember(x)
         to.parts.append(_BYTE[tags.DICT])
         to.mapping(x)
 
 
-def _ordered(to: _Encoder, x: collections.OrderedDict[Any, Any]) -> None:
+def _ordered(to: _Encoder, x: collections.OrderedDict[object, object]) -> None:
     if not to.again(x):
         to.remember(x)
         to.parts.append(_BYTE[tags.ORDERED])
         to.mapping(x)
 
 
-def _counter(to: _Encoder, x: collections.Counter[Any]) -> None:
+def _counter(to: _Encoder, x: collections.Counter[object]) -> None:
     if not to.again(x):
         to.remember(x)
         to.parts.append(_BYTE[tags.COUNTER])
         to.mapping(x)
 
 
-def _deque(to: _Encoder, x: collections.deque[Any]) -> None:
+def _deque(to: _Encoder, x: collections.deque[object]) -> None:
     if not to.again(x):
         to.remember(x)
         to.parts.append(_BYTE[tags.DEQUE])
@@ -309,24 +309,24 @@ def _deque(to: _Encoder, x: collections.deque[Any]) -> None:
         to.items(list(x))
 
 
-def _set(to: _Encoder, x: set[Any]) -> None:
+def _set(to: _Encoder, x: set[object]) -> None:
     if not to.again(x):
         to.remember(x)
         to.parts.append(_BYTE[tags.SET])
         to.keys(x)
 
 
-def _frozenset(to: _Encoder, x: frozenset[Any]) -> None:
+def _frozenset(to: _Encoder, x: frozenset[object]) -> None:
     if not to.again(x):
         to.parts.append(_BYTE[tags.FROZENSET])
         to.keys(x)
         to.remember(x)
 
 
-def _parts(number: int, split: Callable[[Any], tuple[Any, ...]]) -> Callable[[_Encoder, Any], None]:
+def _parts(number: int, split: Callable[[object], tuple[object, ...]]) -> Callable[[_Encoder, object], None]:
     head = bytes([tags.PARTS, number])
 
-    def write(to: _Encoder, x: Any) -> None:
+    def write(to: _Encoder, x: object) -> None:
         to.parts.append(head)
         to.items(split(x))
 

@@ -48,7 +48,7 @@ _ZONE = ((int, _NO_TYPE), (int, _NO_TYPE), (int, _NO_TYPE), (str, _NO_TYPE))
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def _split_zone(zone: object) -> tuple[Any, ...]:
+def _split_zone(zone: object) -> tuple[object, ...]:
     if zone is None:
         return (None, None, None, None)
     if type(zone) is not dt.timezone:
