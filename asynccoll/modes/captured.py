@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from types import ModuleType
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -19,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _inferring = torch.is_inference_mode_enabled
 _recording = torch.is_grad_enabled
-_C: Any = torch._C
+_C: ModuleType = torch._C
 _autocasting = _C._is_any_autocast_enabled
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 Dtypes = dict[str, torch.dtype]
 
-_C: Any = torch._C
+_C: ModuleType = torch._C
 _DEVICES: Any = torch.utils._device
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT  # of this thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _sets = host.per_process(_Sets)
 _adasums = itertools.count()
 
 
-def _loaded() -> Any:
+def _loaded() -> ModuleType | None:
     return sys.modules.get("horovod.torch")
 
 
@@ -41,7 +42,7 @@ def shutdown() -> None:
     """Leave Horovod, whoever joined it."""
     _sets.made.clear()
     if joined_by_user():
-        _loaded().shutdown()
+        sys.modules["horovod.torch"].shutdown()
 
 
 def adasum(tensor: object) -> Any:

@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,9 @@ class HorovodBackend(Backend):
     compares_calls = True
     training: HorovodTraining = HorovodTraining()
 
-    def __init__(self, hvd: Any, token: str, device: torch.device, *, owns_default_group: bool) -> None:
+    def __init__(
+        self, hvd: ModuleType, token: str, device: torch.device, *, owns_default_group: bool
+    ) -> None:
         from asynccoll.backends.horovod.communicator import Rounds
 
         self.hvd = hvd
@@ -136,7 +139,7 @@ class ProcessSets:
     Registering waits for all ranks; whoever calls ``new_group`` does not.
     """
 
-    def __init__(self, hvd: Any) -> None:
+    def __init__(self, hvd: ModuleType) -> None:
         self._hvd = hvd
         self._lock = threading.Lock()
         self._made: dict[tuple[int, ...], Promise] = {}
@@ -225,7 +228,7 @@ def create(request: Request) -> Context:
     return context
 
 
-def _locate(hvd: Any) -> Identity:
+def _locate(hvd: ModuleType) -> Identity:
 
     return Identity(
         hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
@@ -243,7 +246,7 @@ def _check_place(request: Request, identity: Identity) -> None:
         )
 
 
-def _meet(hvd: Any, identity: Identity, timeout: timedelta) -> tuple[dist.Store | None, str]:
+def _meet(hvd: ModuleType, identity: Identity, timeout: timedelta) -> tuple[dist.Store | None, str]:
     """A store that rank 0 serves, and a word that no earlier world of this job has used in its names."""
 
     def broadcast(text: str | None) -> str:

@@ -7,11 +7,12 @@ environment, whose variables an elastic job leaves stale.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import threading
 from concurrent.futures import Future
-from typing import Any
+from types import ModuleType
 
 from asynccoll.backends.api import LaunchInfo
 from asynccoll.errors import BackendNotFoundError, CollectiveTimeoutError, LaunchEnvironmentError
@@ -34,22 +35,21 @@ def present() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
-def load() -> Any:
+def load() -> ModuleType:
     """``horovod.torch``.
 
     Raises:
         BackendNotFoundError: it is not installed, or was built without torch or for another one.
     """
     try:
-        import horovod.torch as hvd
+        return importlib.import_module("horovod.torch")
     except ImportError as error:
         raise BackendNotFoundError(
             f"horovod.torch does not load: {error}. The backend needs {INSTALL}"
         ) from error
-    return hvd
 
 
-def start(hvd: Any, launch: LaunchInfo | None, comm: object = None, seconds: float = 1800.0) -> None:
+def start(hvd: ModuleType, launch: LaunchInfo | None, comm: object = None, seconds: float = 1800.0) -> None:
     """Initialise Horovod within ``seconds``, unless the user did; ``comm`` is that of ``hvd.init``.
 
     Raises:
@@ -74,7 +74,7 @@ def start(hvd: Any, launch: LaunchInfo | None, comm: object = None, seconds: flo
     _init(hvd, comm, seconds)
 
 
-def _init(hvd: Any, comm: object, seconds: float) -> None:
+def _init(hvd: ModuleType, comm: object, seconds: float) -> None:
     """``hvd.init`` within ``seconds``: Horovod's limit, which bounds that as well, is none."""
     ended: Future[None] = Future()
 

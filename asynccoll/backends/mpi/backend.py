@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from datetime import timedelta
 from itertools import count
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,7 +203,7 @@ def _check_place(request: Request, rank: int, size: int) -> None:
     )
 
 
-def _locate(mpi: Any, base: Any) -> Identity:
+def _locate(mpi: ModuleType, base: Any) -> Identity:
     """Which ranks share this node, asked of MPI."""
     here = base.Split_type(mpi.COMM_TYPE_SHARED)
     leaders = base.allgather(here.bcast(base.Get_rank()))

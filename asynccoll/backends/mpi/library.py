@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ _COUNT_MAX = 2**63 - 1
 class Library:
     """What the loaded library is and does."""
 
-    MPI: Any
+    MPI: ModuleType
     name: str
     #: taken around every call where the library wants one at a time (MPI_THREAD_SERIALIZED), else None
     gate: threading.Lock | None
@@ -75,7 +76,7 @@ def load() -> Library:
 
 
 @lru_cache(maxsize=1)
-def _examine(mpi: Any) -> Library:
+def _examine(mpi: ModuleType) -> Library:
     """What the library can do; from now on we see to its end."""
     if not mpi.Is_initialized():  # mpi4py.rc.initialize is False: it was left to us
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -110,13 +111,13 @@ def _import() -> Any:
     return MPI
 
 
-def _name(mpi: Any) -> str:
+def _name(mpi: ModuleType) -> str:
     """``Open MPI v5.0.11`` out of a page of text."""
     text = " ".join(mpi.Get_library_version().split("\n")[0].split()).rstrip("\0")
     return text.split(",")[0].replace("MPICH Version:", "MPICH")
 
 
-def _check_level(mpi: Any) -> None:
+def _check_level(mpi: ModuleType) -> None:
     """The progress thread, lanes that open and waiters in threads all call MPI beside the main thread."""
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
@@ -128,7 +129,7 @@ def _check_level(mpi: Any) -> None:
         )
 
 
-def _cuda_aware(mpi: Any) -> bool:
+def _cuda_aware(mpi: ModuleType) -> bool:
     """Whether MPI calls take device memory: as the library says, through the standard or its own call."""
     if not torch.cuda.is_available():
         return False
@@ -149,12 +150,12 @@ def _path_of_library() -> str | None:
     return None
 
 
-def _finalize(mpi: Any, pid: int) -> None:
+def _finalize(mpi: ModuleType, pid: int) -> None:
     if os.getpid() == pid and not mpi.Is_finalized():
         mpi.Finalize()
 
 
-def _end_job_if_died(mpi: object, pid: int) -> None:
+def _end_job_if_died(mpi: ModuleType, pid: int) -> None:
     """After an uncaught exception, end the job as MPI ends one whose rank has died.
 
     The others wait for this rank, and MPI_Finalize would wait for the others.
@@ -163,7 +164,7 @@ def _end_job_if_died(mpi: object, pid: int) -> None:
         end_job(mpi, 1)
 
 
-def end_job(mpi: Any, code: int) -> None:
+def end_job(mpi: ModuleType, code: int) -> None:
     """Have the job aborted, not finalized, when this process ends."""
     if mpi.COMM_WORLD.Get_size() > 1:
         mpi._set_abort_status(code)

@@ -11,7 +11,7 @@ the sign of zero and the payload of NaNs, and a sum with zeros is exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch_xla
@@ -29,7 +29,7 @@ __all__ = [
     "Scatter",
 ]
 
-_native: Any = torch_xla._XLAC
+_native: ModuleType = torch_xla._XLAC
 
 REDUCE = {
     ReduceOp.SUM: "sum",
