@@ -67,7 +67,7 @@ class Row:
     wrong: int | None = None
     error: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

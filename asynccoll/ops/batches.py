@@ -53,7 +53,7 @@ class P2POp:
 
 def batch_isend_irecv(
     p2p_op_list: Sequence[P2POp], /, *, lane: str | None = None, timeout: float | None = None
-) -> list[Work[Any]]:
+) -> list[Work[object]]:
     """The works of all messages in the list, in its order; they wait for each other nowhere.
 
     >>> following, previous = (rank + 1) % n, (rank - 1) % n
@@ -71,7 +71,7 @@ def batch_isend_irecv(
             raise PayloadTypeError(
                 f"batch_isend_irecv takes a list of ac.P2POp, got a {type(one).__name__} in it"
             )
-    works: list[Work[Any]] = []
+    works: list[Work[object]] = []
     try:
         works.extend(one.start(lane, timeout) for one in p2p_op_list)
     except BaseException:

@@ -84,7 +84,7 @@ class Deferred(Work[T]):
         if self._batch is not None:
             self._batch.flush(self._lane)
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[Any, object, T]:
         self._send()
         return super().__await__()
 
@@ -251,7 +251,7 @@ class _Batch:
         args: tuple[object, ...],
         timeout: float | None,
         **filled: object,
-    ) -> Work[Any]:
+    ) -> Work[object]:
         """Put the call off, or start it; ``filled`` is ``out=`` of what has it."""
         put_off = self._take(lane, start, args, timeout, **filled)
         if put_off is not None:
@@ -300,7 +300,7 @@ class _Batch:
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = _Parts(lane, fuse, timeout)
-        work: Deferred[Any] = Deferred(self, lane)
+        work: Deferred[object] = Deferred(self, lane)
         parts.calls.append(_Call(x, out, Modes.now(), caller(), work))
         self._reads.append(read := _Read(x, work))
         self._read.add(read)

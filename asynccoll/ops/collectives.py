@@ -97,7 +97,7 @@ def _start(
     lane: str | None,
     timeout: float | None,
     start: Callable[..., Started[Any]],
-    *args: Any,
+    *args: object,
     **filled: object,
 ) -> Work[Any]:
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting.

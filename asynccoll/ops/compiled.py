@@ -150,7 +150,7 @@ class CompiledWork:
         return (done / self.divisor).to(self.dtype) if self.divisor > 1 else done
 
 
-def _work(tensor: torch.Tensor, **rest: Any) -> Work[Any]:
+def _work(tensor: torch.Tensor, **rest: Any) -> Work[object]:
     """To a type checker a ``Work``, for it has its ``wait()``."""
     return cast("Work[Any]", CompiledWork(tensor, **rest))
 
@@ -174,7 +174,7 @@ def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) 
     return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
 
 
-def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object) -> Work[Any]:
+def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object) -> Work[object]:
     _require(group is None and out is None and not uneven, _tracked(x))
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
@@ -201,8 +201,13 @@ def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
 
 
 def all_to_all(
-    x: Any, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None, group: GroupLike, *, out: Any
-) -> Work[Any]:
+    x: Any,
+    in_splits: Sequence[int] | None,
+    out_splits: Sequence[int] | None,
+    group: GroupLike,
+    *,
+    out: object,
+) -> Work[object]:
     _require(group is None and out is None, _tracked(x))
     size = _size()
     even = [x.shape[0] // size] * size

@@ -83,7 +83,7 @@ class ParameterAverager:
 
     # Once a step
 
-    def __await__(self) -> Generator[Any, Any, None]:
+    def __await__(self) -> Generator[object, object, None]:
         return self._stepped().__await__()
 
     async def _stepped(self) -> None:

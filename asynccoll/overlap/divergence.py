@@ -46,7 +46,7 @@ class ParameterChecker:
     def __repr__(self) -> str:
         return f"<ParameterChecker, every {self._every} steps: step {self._steps}>"
 
-    def __await__(self) -> Generator[Any, Any, None]:
+    def __await__(self) -> Generator[object, object, None]:
         return self._stepped().__await__()
 
     async def _stepped(self) -> None:

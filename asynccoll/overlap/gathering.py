@@ -152,7 +152,7 @@ class GatheredLayer:
         self._loop.used |= torch.is_grad_enabled()
         return self._parameters
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with self._saving:
             return functional_call(self.module, self.parameters, args, kwargs)
 
@@ -277,7 +277,7 @@ class _Scatter(torch.autograd.Function):
         return flat.view_as(flat)
 
     @staticmethod
-    def backward(ctx: Any, *grads: object) -> Any:
+    def backward(ctx: Any, *grads: object) -> object:
         # With create_graph=True, or in torch.autograd.grad.
         if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
             ctx.loop.turn.is_over = True
@@ -369,7 +369,7 @@ class Pass:
             self._gather_down_to(0, self._call)
             self._under_way.clear()
 
-    def _gather_down_to(self, index: int, call: dict[str, Any]) -> None:
+    def _gather_down_to(self, index: int, call: dict[str, object]) -> None:
         for wanted in self._gathered[::-1][self._again : len(self._gathered) - max(0, index)]:
             self._under_way[wanted] = wanted.gathered(**call)
             self._under_way[wanted].detach()

@@ -183,7 +183,7 @@ class GradientReducer:
 
     # Once a step
 
-    def __await__(self) -> Generator[Any, Any, None]:
+    def __await__(self) -> Generator[object, object, None]:
         return self._reduced().__await__()
 
     async def _reduced(self) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 __all__ = ["after_accumulation", "before_accumulation", "remove_all"]
 
 
-def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> object:
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Sequence[Any]:
+def before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Sequence[object]:
     """Have ``hook`` called before backward adds to ``.grad``: the handle, and the node that it lives on."""
     with torch.enable_grad():
         view = parameter.view_as(parameter)

@@ -227,14 +227,14 @@ class ShardedLayers(nn.Module):
         """
         layerstates.load_parameters(self._layers, state_dict)
 
-    async def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    async def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
         """The state of ``optimizer``, which has our ``parameters()``, for whole parameters by name.
 
         The same on every rank; all of them call it together.
         """
         return await run(self._full_optimizer_state(optimizer))
 
-    def wait_full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def wait_full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
         """The same without an event loop."""
         return run_blocking(self._full_optimizer_state(optimizer))
 

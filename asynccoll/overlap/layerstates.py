@@ -57,7 +57,9 @@ def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tens
                 value.copy_(state_dict[f"{layer.name}.{name}"])
 
 
-def optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, **call: object) -> Steps[dict[str, Any]]:
+def optimizer_state(
+    layers: Sequence[Layer], optimizer: Optimizer, **call: object
+) -> Steps[dict[str, object]]:
     """The state of whole parameters by name, and the options of the parameter groups."""
     of = {id(shard.own): (shard, names) for shard, names in _named(layers)}
     states: dict[str, State] = {}

@@ -298,7 +298,7 @@ class ShardedOptimizer:
 
     # Checkpoints
 
-    async def full_state_dict(self) -> dict[str, Any]:
+    async def full_state_dict(self) -> dict[str, object]:
         """The state of the whole optimizer, the same on every rank; all of them call it together.
 
         As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
@@ -306,7 +306,7 @@ class ShardedOptimizer:
         """
         return await run(self._resumed(("full_state_dict",), self._full_state_dict))
 
-    def wait_full_state_dict(self) -> dict[str, Any]:
+    def wait_full_state_dict(self) -> dict[str, object]:
         """The same without an event loop."""
         return run_blocking(self._resumed(("full_state_dict",), self._full_state_dict))
 

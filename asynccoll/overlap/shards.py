@@ -253,7 +253,7 @@ def _zeroed(x: torch.Tensor) -> bool:
     return not bool(((real != 0) | real.signbit()).any())
 
 
-def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[Any]:
+def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[object]:
     """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # graphs made before there were hooks would go on without them

@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Waitable(Awaitable[object], Protocol):
     """What can be awaited, and waited for without a loop: a ``Work``, or what imitates one."""
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         """Its result, without an event loop."""
 
 

@@ -95,7 +95,7 @@ class Turns:
             self._awaited = None
             self._unmet.withdraw(self)
 
-    def waits_for(self) -> Mapping[str, Any] | None:
+    def waits_for(self) -> Mapping[str, object] | None:
         """The loop in whose backward this rank waits; the newest here, and whether that holds up the next."""
         return self._awaited
 

@@ -255,7 +255,7 @@ class _StartMany(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> object:
+    def backward(ctx: Any, *grads: object) -> object:
         # All floating ones, whether they are tracked here or not: the same on every rank.
         found = iter(ctx.adjoint([grad for grad, floats in zip(grads, ctx.floating, strict=True) if floats]))
         return None, None, None, *(next(found) if floats else None for floats in ctx.floating)

@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -133,7 +133,7 @@ class Answers:
         """There is nothing to give back."""
 
 
-def ask(peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float) -> dict[K, Any]:
+def ask(peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float) -> dict[K, object]:
     """As ``host.answering.ask``."""
     return {}
 

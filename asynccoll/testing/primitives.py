@@ -11,7 +11,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from asynccoll.testing.scheduler import Scheduler, running
 from asynccoll.testing.threads import SimulatedThread
@@ -195,7 +194,7 @@ class Condition:
         finally:
             self._lock._take_back(count)
 
-    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> Any:
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
         scheduler = running()
         assert scheduler is not None, "a thread that is not simulated would wait"
         until = _until(scheduler, timeout)
@@ -253,7 +252,7 @@ class SimpleQueue:
         self._items.append(item)
         self._queue.let_on()
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    def get(self, block: bool = True, timeout: float | None = None) -> object:
         scheduler = running()
         assert scheduler is not None, "a thread that is not simulated would wait"
         scheduler.point()
@@ -263,7 +262,7 @@ class SimpleQueue:
                 raise queue.Empty
         return self._items.popleft()
 
-    def get_nowait(self) -> Any:
+    def get_nowait(self) -> object:
         return self.get(block=False)
 
     def empty(self) -> bool:
@@ -344,7 +343,7 @@ class Thread:
 _objects: dict[SimulatedThread, Thread] = {}
 
 
-def current_thread() -> Any:
+def current_thread() -> object:
     scheduler = running()
     if scheduler is None or scheduler.current is None:
         return threading.current_thread()

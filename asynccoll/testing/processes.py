@@ -99,7 +99,7 @@ def _new(made: object) -> dict[Any, object]:
 
 def _exchange(kept: list[object], contents: list[dict[Any, object]]) -> list[dict[object, object]]:
     """Give them these contents; what they had."""
-    before: list[dict[Any, Any]] = []
+    before: list[dict[Any, object]] = []
     for one, content in zip(kept, contents, strict=True):
         if isinstance(one, dict):
             before.append(dict(one))

@@ -110,7 +110,7 @@ class _Slot(torch.Tensor):
     fence: Callable[[], object]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func.__name__ == "__get__":  # an attribute
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -40,7 +40,7 @@ class Target:
             ) from error
 
     @staticmethod
-    def found(sent: bytes) -> Callable[..., Any]:
+    def found(sent: bytes) -> Callable[..., object]:
         """What was sent."""
         what: Any = pickle.loads(sent)  # noqa: S301  # it is ours
         return _load(*what) if isinstance(what, tuple) else what

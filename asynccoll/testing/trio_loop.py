@@ -91,7 +91,7 @@ def _clock(scheduler: Scheduler) -> trio.abc.Clock:
     return Clock()
 
 
-def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> Any:
+def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> object:
     """As ``trio.run``."""
     import sniffio
     import trio
@@ -99,7 +99,7 @@ def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> A
 
     scopes: list[trio.CancelScope] = []
 
-    async def whole() -> Any:
+    async def whole() -> object:
         with trio.CancelScope() as scope:
             scopes.append(scope)
             return await main

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, covered, intersection, length
@@ -97,7 +96,7 @@ class Findings:
     lateness: tuple[Lateness, ...]
     unfinished: tuple[Unfinished, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

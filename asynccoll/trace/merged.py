@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.collectives import gather_object
@@ -53,7 +53,7 @@ class Trace:
         recorded = [(part.rank, part.world_size, 0.0, part.seconds, part.spans) for part in self.parts]
         return write_events(Path(path), recorded)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What it says, for programs."""
         return {"clock_uncertain_seconds": self.uncertain, **self.findings.to_dict()}
 

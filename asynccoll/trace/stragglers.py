@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from asynccoll.flight.dumps import read_dumps
 from asynccoll.trace.merged import load
@@ -48,7 +47,7 @@ class Straggling:
     median: float
     longest: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For programs."""
         return asdict(self)
 

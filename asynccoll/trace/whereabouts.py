@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from asynccoll import flight, host
 from asynccoll.errors import InvalidArgumentError
@@ -48,7 +47,7 @@ class Whereabouts:
             return "running"
         return "does not answer (native code?)" if one.near else "does not answer"
 
-    def to_dict(self, calls: int) -> dict[str, Any]:
+    def to_dict(self, calls: int) -> dict[str, object]:
         """For programs: its last ``calls`` calls, and all that are in flight."""
         one = self.account
         return {
@@ -82,7 +81,7 @@ class Job:
         recorded = {one.rank: one.account.flight for one in self.ranks if one.account.flight is not None}
         return partings(recorded)
 
-    def to_dict(self, calls: int) -> dict[str, Any]:
+    def to_dict(self, calls: int) -> dict[str, object]:
         """For programs."""
         return {
             "world_size": self.world_size,

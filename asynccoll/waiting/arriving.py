@@ -41,7 +41,7 @@ class _Attending:
     def __init__(self, work: Work[Any]) -> None:
         self._work = work
 
-    def __await__(self) -> Generator[Any, object, bool]:
+    def __await__(self) -> Generator[object, object, bool]:
         if not (self._work.pending and self._work._operations):
             yield from pause()
             return True

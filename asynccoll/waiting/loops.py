@@ -59,7 +59,7 @@ class Loop:
         """It has just had a turn."""
         self.ends = host.monotonic() + INLINE_SECONDS
 
-    def give_turn(self) -> Generator[Any, Any, None]:
+    def give_turn(self) -> Generator[Any, object, None]:
         """Let it have a turn if one is due, or the task be told that it is cancelled."""
         if self.over(host.monotonic()) or is_cancelled(_running_loop()):
             for _ in range(self.rounds):
@@ -93,7 +93,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def is_cancelled(loop: Any) -> bool:
+def is_cancelled(loop: object) -> bool:
     """Whether the running task was cancelled and has not been told: the next yield tells it."""
     return getattr(asyncio_task(loop), "_must_cancel", False)
 

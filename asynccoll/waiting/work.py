@@ -111,7 +111,7 @@ class Work(NotItsResult, Generic[T]):
 
     # Waiting
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[Any, object, T]:
         self._heard = True
         if self._state == _PENDING:
             plain = self._finish is None
@@ -195,7 +195,7 @@ class Work(NotItsResult, Generic[T]):
         """Its operations whose native calls may still use its memory, whoever still waits for them."""
         return tuple(operation for operation in self._operations if not operation.completion.done())
 
-    def fills(self, out: Any) -> None:
+    def fills(self, out: object) -> None:
         """It fills ``out``, which is nobody else's until somebody has waited."""
         self.out = out
         claims.add(self)
@@ -457,10 +457,10 @@ class Work(NotItsResult, Generic[T]):
     def __reduce__(self) -> Any:
         raise PayloadTypeError("a Work belongs to its process and cannot be pickled; await it instead")
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __deepcopy__(self, memo: object) -> object:
         raise PayloadTypeError("a Work cannot be copied; await the same one as often as you like")
 
 
@@ -488,12 +488,12 @@ class Members:
         if self._outer is not None:
             self._outer.add(work)
 
-    def outstanding(self) -> Iterator[Work[Any]]:
+    def outstanding(self) -> Iterator[Work[object]]:
         """Those whose outcome nobody has got, also if they are started meanwhile. Then the scope is left."""
         while (work := self._next()) is not None:
             yield work
 
-    def _next(self) -> Work[Any] | None:
+    def _next(self) -> Work[object] | None:
         with self._lock:
             while self._works:
                 work = self._works.pop(0)

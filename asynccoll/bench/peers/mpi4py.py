@@ -47,7 +47,7 @@ def _own_memory(call: Callable[[object], Any], case: Case) -> dict[str, Way]:
     x, again = case.input(), case.input()
     view = again.numpy()
 
-    def fresh() -> Any:
+    def fresh() -> object:
         copy = x.clone()
         call(copy.numpy()).Wait()
         return copy
