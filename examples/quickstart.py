@@ -16,7 +16,7 @@ async def main() -> None:
     ac.initialize()
     gradient = torch.full((1 << 20,), float(ac.get_rank() + 1))
     work = ac.all_reduce(gradient)  # it has started: the call returned at once
-    local = torch.randn(512, 512) @ torch.randn(512, 512)  # computes while it travels
+    local = torch.randn(512, 512) @ torch.randn(512, 512)  # computes while it is in flight
     total = await work  # asyncio or trio; work.wait() without a loop
     print(f"rank {ac.get_rank()}: {total[0]:.0f}, and meanwhile {tuple(local.shape)} computed")
     ac.finalize()

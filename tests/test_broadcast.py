@@ -57,7 +57,7 @@ async def derived(me: Rank) -> None:
 
 
 def test_a_subclass_of_tensor(pair: World) -> None:
-    """Its numbers travel."""
+    """Its numbers are sent."""
     pair.run(derived)
 
 

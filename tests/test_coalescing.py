@@ -1,4 +1,4 @@
-"""``ac.coalescing``: calls made one by one travel together, and give what they would give alone."""
+"""``ac.coalescing``: calls made one by one are sent together, and give what they would give alone."""
 
 from __future__ import annotations
 

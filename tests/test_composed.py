@@ -283,7 +283,7 @@ def test_what_sends_a_block_says_nothing_of_its_modes(pair: World, runner: str) 
 
 
 async def outs_differ_by_rank(me: Rank) -> None:
-    """What travels together does not depend on what one rank does alone."""
+    """What is sent together does not depend on what one rank does alone."""
     n = me.size
     x = torch.full((2,), 1.0, requires_grad=me.rank == 0)
     with contextlib.nullcontext() if me.rank == 0 else torch.no_grad(), ac.coalescing():

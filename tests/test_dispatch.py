@@ -73,7 +73,7 @@ def test_what_is_native_is_called_directly() -> None:
 
 @pytest.mark.parametrize("name", oracle.DTYPES)
 def test_every_dtype_moves(name: str) -> None:
-    """What the wire does not know travels as an integer of the same width that it knows, else as bytes."""
+    """What the wire does not know is sent as an integer of the same width that it knows, else as bytes."""
     dtype = oracle.DTYPES[name]
     chosen = plan(Op.ALL_GATHER, dtype)
     if dtype in FULL.move:

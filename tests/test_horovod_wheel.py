@@ -86,9 +86,9 @@ def test_a_missing_launcher_names_it_too(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ("op", "dtype", "said"),
     [
         ("all_reduce", "float32", "horovod has all_reduce with avg"),
-        ("all_reduce", "bfloat16", "travels as float32"),
+        ("all_reduce", "bfloat16", "is sent as float32"),
         ("reduce_scatter", "float32", "composed by all_to_all"),
-        ("broadcast", "bool", "travels as uint8"),
+        ("broadcast", "bool", "is sent as uint8"),
     ],
 )
 def test_what_it_does_can_be_asked_without_it(op: str, dtype: str, said: str) -> None:

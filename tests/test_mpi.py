@@ -396,6 +396,6 @@ def explained(me: Rank) -> None:
     assert native.backend == "mpi"
     assert native.direct
     cast = str(ac.explain("all_reduce", torch.ones(2, dtype=torch.bfloat16)))
-    assert "travels as float32" in cast
+    assert "is sent as float32" in cast
     moved = ac.explain("broadcast", torch.ones(2, dtype=torch.float8_e5m2))
     assert moved.direct, "every dtype is moved as it is"

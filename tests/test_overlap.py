@@ -267,7 +267,7 @@ async def accumulated(me: Rank, to_none: bool) -> None:
 
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 def test_accumulation(world: World, runner: str, to_none: bool) -> None:
-    """What gathers under no_sync travels with the next backward."""
+    """What gathers under no_sync is sent with the next backward."""
     world.run(accumulated, to_none, runner=runner)
 
 

@@ -59,7 +59,7 @@ async def compressed(me: Rank) -> None:
         x = halves(me.rank, dtype)
         want = torch.tensor(total(me.size), dtype=torch.float64).to(dtype)
         await me.check(f"{dtype}", ac.all_reduce, x, compression="fp16", expect=want)
-    # What float16 cannot hold is lost on the way: that it really travelled so.
+    # What float16 cannot hold is lost on the way: that it really was sent so.
     x = torch.tensor([1.0 + 2**-20])
     await me.check("rounded", ac.all_reduce, x, compression="fp16", expect=torch.tensor([float(me.size)]))
     plan = ac.explain("all_reduce", torch.ones(2), compression="fp16")

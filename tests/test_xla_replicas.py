@@ -127,7 +127,7 @@ def test_jobs_run_in_order_in_one_thread_which_ends() -> None:
         ("scatter", "reduce_scatter", "no scatter of its own"),
         ("reduce", "all_reduce", "no reduce of its own"),
         ("permute", "collective_permute", "no permute of its own"),
-        ("all_gather", "all_gather", "it travels as int32"),
+        ("all_gather", "all_gather", "it is sent as int32"),
     ],
 )
 def test_plans_say_what_is_built_of_what(name: str, native: str, why: str) -> None:

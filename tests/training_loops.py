@@ -258,7 +258,7 @@ async def penalized(run: Run, step: int) -> None:
 
 
 async def coalesced(run: Run, step: int) -> None:
-    """A loss over all ranks, and a metric without gradient, travel together."""
+    """A loss over all ranks, and a metric without gradient, are sent together."""
     losses = run.losses(step)
     total = metric = sum(losses[1:], losses[0])
     if run.helper.is_rank:

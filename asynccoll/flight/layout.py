@@ -64,7 +64,7 @@ HEADER = struct.Struct("=8sIiiidd")
 ENDING = struct.Struct("=dIi")
 ENDING_AT = 64
 #: How a rank's life in its world is, by its number: it goes on; ``finalize``; its program came to its end, or
-#: to an error; its process is over, as whoever started it has seen.
+#: to an error; its process is over, as its launcher has seen.
 ENDINGS = ("running", "finalized", "ended", "died", "exited")
 #: Which exit code nobody knows.
 NO_CODE = -(1 << 31)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job are found by whoever started them, or looks after them from outside.
+"""Where the ranks of a job are found by their launcher, and by tools outside of the job.
 
 A launcher makes a directory that only its user can read, and names it to its ranks; each leaves a note there
 once it has joined its world: process, memory, address. A note may be of a rank that is gone.

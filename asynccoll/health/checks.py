@@ -1,6 +1,6 @@
 """``check="full"``: the signatures of all ranks are compared before any data moves.
 
-A signature says what a call is (operation, reduction, dtype, shape, root). It travels in one small
+A signature says what a call is (operation, reduction, dtype, shape, root). It is sent in one small
 all_gather ahead of the call, on the same communicator, so that calls in different order are seen,
 too; on a mismatch every rank raises, nothing of the call was sent, and the lane stays in step.
 """

@@ -40,7 +40,7 @@ __all__ = ["Refusals"]
 #: Asking the store is cheap; these only bound how late a rank learns that the last peer answered.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
-#: How often whoever waits for statements asks whether all ranks are still there.
+#: How often a waiter for statements asks whether all ranks are still alive.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
 #: How many refusals there were, on all lanes.

@@ -1,7 +1,7 @@
 """Short questions and answers between the ranks of a job, for those who know the job's secret.
 
 A question is a few bytes, an answer one JSON object. Who connects is sent a nonce, and has two seconds to
-send its digest under the secret with the question; whoever sends anything else, too much, or nothing, is
+send its digest under the secret with the question; a client that sends anything else, too much, or nothing, is
 disconnected, and nothing of it is kept. It must not know what is asked.
 
     nonce, 16 bytes  ->

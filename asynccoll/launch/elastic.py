@@ -249,7 +249,7 @@ def _loopback_interface() -> str | None:
 
 
 def _silence_torch() -> None:
-    """Say what went wrong once, in our words; whoever sets a log level hears torch's as well."""
+    """Say what went wrong once, in our words; with a log level set, torch's are shown as well."""
     if os.environ.get("LOGLEVEL") or os.environ.get("TORCH_LOGS"):
         return
     for name in list(logging.root.manager.loggerDict):

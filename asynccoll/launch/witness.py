@@ -120,7 +120,7 @@ def _says_nothing(memory: memoryview) -> bool:
 
 
 def _exit_code(seen: _Seen) -> int | None:
-    """How it ended, left for whoever waits for it; None where that is not known here, or no longer."""
+    """How it ended, left for its parent to reap; None where that is not known here, or no longer."""
     try:
         found = os.waitid(os.P_PIDFD, seen.descriptor, os.WEXITED | os.WNOWAIT)
     except OSError:  # somebody else's child, or waited for already

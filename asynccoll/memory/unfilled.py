@@ -92,7 +92,7 @@ def let_go(out: object, operations: tuple[Filling, ...]) -> None:
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
-    """Refuse what an earlier call, ``but`` one, is still to fill, for whoever reads or fills it now."""
+    """Refuse to read or fill what an earlier call, other than ``but``, is still to fill."""
     claim = claims.find(xs, but)
     if claim is None:
         return

@@ -1,10 +1,10 @@
-"""``ac.coalescing``: calls that are made one by one and travel together.
+"""``ac.coalescing``: calls that are made one by one and are sent together.
 
 What a tree does for tensors that are at hand at once, a block does for code that issues them one after the
 other: ``all_reduce`` and ``broadcast`` of tensors are put off until it ends, and are then fused like the
 leaves of a tree, those of one lane, operation and timeout with each other, in the order of their first
 calls. So every rank, which makes the same calls, sends the same. Anything else that is called inside, or
-awaited, first sends what was put off on its lane: the order there is kept. Calls that travel together cannot
+awaited, first sends what was put off on its lane: the order there is kept. Calls that are sent together cannot
 depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
 """
 
@@ -46,7 +46,7 @@ U = TypeVar("U")
 
 
 class Deferred(Work[T]):
-    """The work of a call that is put off; whoever waits for it sends it, and the others of its block."""
+    """The work of a deferred call; waiting for it sends it, and the others of its block."""
 
     __slots__ = ("_batch", "_callbacks", "_derived", "_lane")
 
@@ -61,7 +61,7 @@ class Deferred(Work[T]):
         return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
 
     def sent(self, started: Started[Any]) -> None:
-        """It travels as a part of this from now on."""
+        """It is sent as a part of this from now on."""
         self._batch = None
         self._operations = started.operations
         self._finish = started.finish
@@ -133,7 +133,7 @@ _PLACE_LOST = (PeerRefusedError, CollectiveMismatchError)
 
 
 class _Parts:
-    """Calls of one kind, which will travel together.
+    """Calls of one kind, which will be sent together.
 
     Which do, and in what order, depends on lane, operation and timeout alone, which are the same on every
     rank, unlike modes of autograd and ``out``.
@@ -181,7 +181,7 @@ class _Parts:
             call.work.sent(Started(started.operations, result))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
-        """Tell the peers, who may be sending theirs, and whoever waits here."""
+        """Tell the peers, who may be sending theirs, and the waiters here."""
         batch.refuse(self.lane, error)
         for call in self.calls:
             call.work.abandoned(error)
@@ -325,7 +325,7 @@ class _Batch:
         """Send what was put off, on ``lane`` or on all; if one kind is refused, the others are sent.
 
         A call sends what was put off on its own lane alone: whether it is made, and what it finds there, may
-        differ between ranks once one of them has refused a call there. What travels together must not.
+        differ between ranks once one of them has refused a call there. What is sent together must not.
         """
         waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
         self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
@@ -359,7 +359,7 @@ def own_block() -> _Batch | None:
 
 
 class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
-    """Calls inside travel together when the block ends: ``with ac.coalescing():`` (or ``async with``).
+    """Calls inside are sent together when the block ends: ``with ac.coalescing():`` (or ``async with``).
 
     >>> with ac.coalescing():
     ...     works = [ac.all_reduce(layer.weight.grad) for layer in layers]
@@ -370,7 +370,7 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     block, first send what was put off on their lane; ``send`` and ``recv``,
     which some ranks alone call, do not. Tasks that are started inside send as ever.
 
-    The calls travel together, so none may depend on another: one that reads what an earlier one writes to
+    The calls are sent together, so none may depend on another: one that reads what an earlier one writes to
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
     that one was awaited.
 

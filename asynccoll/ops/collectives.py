@@ -12,7 +12,7 @@ Said once, for every function here:
 - **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
   then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
   the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation. Where ``out`` is
-  filled by whoever waits (a tree, strides, an average), no other call may use it before:
+  filled by the waiter (a tree, strides, an average), no other call may use it before:
   ``InvalidArgumentError``, with the place of the call to be awaited. After an error ``out`` may be written to
   until the lane's next call is over.
   Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
@@ -489,7 +489,7 @@ def all_to_all(
 
     Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
     ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
-    travel first, and there can be no ``out``.
+    are sent first, and there can be no ``out``.
 
     Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
     these. What is sent describes itself, and the result is the list of what came. Has no gradient.
@@ -743,7 +743,7 @@ def recv_object(
 def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
-    Takes what the call takes. The plan says which native call runs, how the elements travel, and why.
+    Takes what the call takes. The plan says which native call runs, how the elements are sent, and why.
     """
     from asynccoll.ops.explaining import explain_call
 

@@ -26,7 +26,7 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
         largest = max(leaves, key=lambda leaf: leaf.nbytes)
         chosen = explain_call(lane, name, largest, call)
-        how = fusion_of(lane, leaves) if op in FUSED else "its tensors travel one by one"
+        how = fusion_of(lane, leaves) if op in FUSED else "its tensors are sent one by one"
         return replace(chosen, why=(f"of a tree of {len(leaves)} tensors: {how}", *chosen.why))
     if isinstance(x, torch.Tensor) and call.get("compression") is not None:
         x = Scaling(compression=call["compression"]).before(x)
@@ -45,13 +45,15 @@ def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
     """How many tensors of a tree become few buckets, and by which figures."""
     total_bytes = sum(leaf.nbytes for leaf in leaves)
     if direct_buckets(lane, leaves) is not None:
-        return f"{total_bytes} bytes travel packed, in a bucket for each dtype"
+        return f"{total_bytes} bytes are sent packed, in a bucket for each dtype"
     cost = lane.cost or lane.group.cost
     if lane.group.size > 1 and cost is None:
-        return "they travel packed, in buckets whose size is measured in the first such call"
+        return "they are sent packed, in buckets whose size is measured in the first such call"
     limit = BUCKET_BYTES if cost is None else cost.bucket_bytes(total_bytes)
     why = "" if cost is None else f"; in this group {cost}"
-    return f"{total_bytes} bytes travel packed, {len(buckets(leaves, limit))} buckets of at most {limit}{why}"
+    return (
+        f"{total_bytes} bytes are sent packed, {len(buckets(leaves, limit))} buckets of at most {limit}{why}"
+    )
 
 
 def explain_offline(

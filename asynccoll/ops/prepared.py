@@ -156,7 +156,7 @@ def prepare(
 
     Args:
         name: ``all_reduce`` (``op``), ``broadcast`` (``src``), both of a tensor or a tree of tensors, which
-            travel packed; ``all_gather``, ``reduce_scatter`` (``op``), along dim 0; ``all_to_all``
+            are sent packed; ``all_gather``, ``reduce_scatter`` (``op``), along dim 0; ``all_to_all``
             (``input_split_sizes`` and ``output_split_sizes``, or even).
         like: the contiguous tensor that is read at each start.
         group, lane, timeout: as of every operation; settled here, not at ``start``. Every rank prepares and

@@ -53,7 +53,7 @@ _scopes: ContextVar[tuple[tuple[scope, Members], ...]] = ContextVar("asynccoll_s
 
 
 class _BackwardLane(str):
-    """The name of a lane of gradients, as ``backward_lane`` gives it: whoever has one keeps its order."""
+    """The name of a lane for gradients, as ``backward_lane`` gives it: its holder keeps the order."""
 
     __slots__ = ()
 
@@ -62,7 +62,7 @@ def backward_lane(name: str) -> str:
     """The lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
 
     On it any task or thread may issue, as backward passes do, which run in threads of autograd's. No
-    ``LaneOrderError`` comes there: that all ranks issue in one order is the affair of whoever sends on it.
+    ``LaneOrderError`` comes there: the caller sees to it that all ranks issue in one order.
     It does not count among the 32 of a group, and ``close_lane(name)`` closes it, too.
 
     Raises:
@@ -74,7 +74,7 @@ def backward_lane(name: str) -> str:
 def new_lane(kind: str) -> str:
     """A name for one more lane: ``ac.new_lane("metrics")`` is ``"metrics 1"``, and next ``"metrics 2"``.
 
-    For objects that need a lane each, whoever makes how many of them. The same on every rank, where ranks ask
+    For objects that need a lane each, however many there are. The same on every rank, where ranks ask
     for names of a ``kind`` in the same order; nothing is sent, and the lane is opened when it is first used.
 
     Raises:

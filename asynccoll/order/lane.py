@@ -55,7 +55,7 @@ BACKWARD = "/backward"
 #: More calls than a rank makes between two joins.
 ROUND = 1 << 30
 
-#: How often whoever waits for a lane to open asks whether all are still there.
+#: How often a waiter for a lane to open asks whether all ranks are still alive.
 _ASK_SECONDS = 0.5
 #: How soon it is noticed that a lane which is to be closed is over.
 _FIRST_PAUSE_SECONDS = 0.001
@@ -253,7 +253,7 @@ class Lane:
     def _tell_what(
         self, what: What, spot: Spot, place: int, part: int, shares: bool
     ) -> CollectiveMismatchError | None:
-        """Tell a communicator that wants to know, or whoever compares."""
+        """Tell a communicator that wants to know, or the comparison of calls."""
         announce = getattr(self._connection.communicator, "announce", None)
         if self.compares_calls:  # what differs is found before, and told all alike
             if announce is not None:
@@ -473,7 +473,7 @@ class Lane:
             raise
 
     def _stop_driving(self) -> None:
-        """Whoever drove was torn away, wherever he was: leave the rest to completions."""
+        """The driving waiter was interrupted, at any point: leave the rest to completions."""
         with self._lock:
             self._driving = self._kicked = False
             active = self._active

@@ -233,7 +233,7 @@ class Operation:
     def remains(self) -> Operation:
         """What a lane keeps of one that has failed: the native part, and a copy of its error.
 
-        The error as it was raised has the frames of whoever caught it, and those all that is in them.
+        The error as it was raised holds the frames of those that caught it, and with them their locals.
         """
         assert self.failure is not None
         kept = self.followed_by(self.estimate, self.completion)

@@ -1,4 +1,4 @@
-"""A program's steps are taken in the inference mode in which it was called, whoever takes them."""
+"""A program's steps are taken in the inference mode in which it was called, in whichever thread."""
 
 from __future__ import annotations
 

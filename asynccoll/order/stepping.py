@@ -1,7 +1,7 @@
 """Programs that their own waiter drives, because it comes at once.
 
 A program's next call is issued from the completion of the one before, on the thread that completes it:
-whoever waits may come late. That costs wake-ups across threads at every step. Where the waiter is likely
+the waiter may come late. That costs wake-ups across threads at every step. Where the waiter is likely
 to come at once, as for an object that is awaited where it is sent, or says so (``waiting``), it waits
 on the native step itself and drives the lane from there; the order is the lane's as ever. If it gives up,
 or does not come within the grace of the progress thread, the completions take over.

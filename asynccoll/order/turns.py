@@ -45,7 +45,7 @@ class Turns:
         def follow() -> None:
             try:
                 over.follow(ask(asked))
-            except BaseException as error:  # whoever waits for it is told, not this thread
+            except BaseException as error:  # raised in its waiter, not in this thread
                 asked.settle()
                 over.settle(error)
 

@@ -185,7 +185,7 @@ def average_parameters(
         delay: steps after which a round's average is taken, from 0 (wait at once) to ``every``; the round
             is hidden if it takes no longer.
         group: whose parameters are averaged; as in every operation.
-        lane: rounds travel on the lane ``<lane>/backward``.
+        lane: rounds are sent on the lane ``<lane>/backward``.
         timeout: seconds for a round's reduction.
 
     Raises:

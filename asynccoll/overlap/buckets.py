@@ -238,7 +238,7 @@ def assign(
     limit_bytes: int,
     apart: Callable[[torch.Tensor], object] = lambda _: None,
 ) -> Iterator[list[torch.Tensor]]:
-    """Which parameters travel together: neighbours of one dtype and device, up to the limit.
+    """Which parameters are sent together: neighbours of one dtype and device, up to the limit.
 
     Those of which ``apart`` says different things do not.
     """

@@ -31,7 +31,7 @@ class DDPState:
 
     Args:
         group: the ranks that DDP's own process group has; None is the world.
-        lane: buckets travel on the lane ``<lane>/backward``; models that train side by side need one each.
+        lane: buckets are sent on the lane ``<lane>/backward``; models that train side by side need one each.
         timeout: seconds for each bucket's reduction.
     """
 

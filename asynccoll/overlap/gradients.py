@@ -77,7 +77,7 @@ class GradientReducer:
     - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; where no
       rank made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
     - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates; what has gathered
-      travels with the next backward outside of it. Without ``zero_grad`` the next gradients are added to
+      is sent with the next backward outside of it. Without ``zero_grad`` the next gradients are added to
       those that are reduced already, as with DDP, for ``op="sum"`` too.
     - **Start.** Parameters (of a module also the buffers) become those of the first rank when it is made,
       which waits for all ranks, as DDP does; ``init_sync=False`` leaves that to you.
@@ -360,7 +360,7 @@ def overlap_gradients(
         op: ``"avg"``, or ``"sum"`` where the loss is already divided by the number of all samples.
         bucket_bytes, first_bucket_bytes: a bucket is closed once it has this size.
         group: whose gradients are reduced; as in every operation.
-        lane: buckets travel on the lane ``<lane>/backward``. Models that train side by side need
+        lane: buckets are sent on the lane ``<lane>/backward``. Models that train side by side need
             one each.
         timeout: seconds for each bucket's reduction.
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are in flight.

@@ -28,7 +28,7 @@ def broadcast_parameters(
 ) -> Work[None]:
     """Parameters and buffers of ``model`` as ``src`` has them, on every rank: before training begins.
 
-    Once awaited (until then the model must be left alone) they are overwritten in place. They travel
+    Once awaited (until then the model must be left alone) they are overwritten in place. They are sent
     in few large messages.
     """
     return _broadcast(_tensors(model), src=src, group=group, lane=lane, timeout=timeout)

@@ -20,7 +20,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
 
     >>> starts = (partial(ac.all_gather, shard) for shard in shards)
     >>> async for full in ac.overlap.prefetch(starts, ahead=2):
-    ...     x = use(full, x)                     # the next two all_gathers travel meanwhile
+    ...     x = use(full, x)                     # the next two all_gathers run meanwhile
 
     ``starts`` are functions that start one operation each; they are called in order, from the task (with
     ``for``, the thread) that runs the loop, so ranks that run the same loop start them in the same order.

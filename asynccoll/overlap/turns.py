@@ -110,7 +110,7 @@ class Turns:
             return []
         turn.is_over = True
         backward = self._group.lane(awaited["lane"])
-        # All calls that the peer has made there: whoever gets over the error is in step again.
+        # All calls that the peer has made there: a rank that recovers from the error is in step again.
         missing = max(1, awaited["reached"] - backward.sequence)
         refused: list[tuple[Lane, int | None, Exception]]
         refused = [(backward, None, self._error(turn)) for _ in range(missing)]

@@ -1,4 +1,4 @@
-"""What all payloads share: which leaves there are, what is refused, and how a tree travels."""
+"""What all payloads share: which leaves there are, what is refused, and how a tree is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asynccoll.waiting.work import Work
 
 _EXPECTED = (
     "a tensor, a number, a str, a pathlib.Path, or a dict, list, tuple or dataclass of these; other "
-    "objects travel by the *_object functions"
+    "objects are sent by the *_object functions"
 )
 
 
@@ -206,7 +206,7 @@ def check_sendable(lane: Lane, op: Op, x: object) -> None:
 
 
 def message_kind(name: str, x: object) -> str:
-    """What a signature says of a payload that travels as a message; refuses what cannot."""
+    """What a signature says of a payload sent as a message; refuses what cannot."""
     if isinstance(x, torch.Tensor):
         return f"{dtype_name(x.dtype)} of any shape"
     if not is_value(x):

@@ -73,7 +73,7 @@ def _no_splits(*splits: object) -> None:
 
 
 def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> Started[list[object]]:
-    """Part j to rank j, each of any shape: they travel as bytes that describe themselves."""
+    """Part j to rank j, each of any shape: they are sent as bytes that describe themselves."""
     parts = parts_of("all_to_all", x, lane.group.size)
     joined, lengths = join_messages([part_message(part) for part in parts])
     device = lane.world.device

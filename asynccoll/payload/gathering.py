@@ -162,7 +162,7 @@ def _check_gathered(lane: Lane, name: str, x: object, dim: int, uneven: bool) ->
 
 
 def _device_of(lane: Lane, x: object) -> torch.device:
-    """Where the body of a message travels: a device tensor stays on the device."""
+    """From which device the body of a message is sent: a device tensor stays on the device."""
     return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 
 

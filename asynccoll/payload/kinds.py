@@ -1,4 +1,4 @@
-"""The values that travel as themselves: a row for each kind, with how it becomes bytes and comes back.
+"""The values that are sent as themselves: a row for each kind, with how it becomes bytes and comes back.
 
 What a kind is called on the wire is the place of its row, so a new one goes to the end.
 """

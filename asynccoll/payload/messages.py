@@ -2,7 +2,7 @@
 
 A message is a kind, a small header and a body of bytes. Each rank sends a slot of fixed size; where
 header and body fit, that is all. Else the slots tell everyone how much is missing, and the bodies
-follow, padded to the longest. Numbers, strings, objects, and tensors of unknown shape travel so.
+follow, padded to the longest. Numbers, strings, objects, and tensors of unknown shape are sent this way.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def all_gather_messages(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """``then`` of every rank's message, in rank order, on every rank. Bodies travel on ``device``."""
+    """``then`` of every rank's message, in rank order, on every rank. Bodies are sent on ``device``."""
     return _gather(lane, name, message, None, timeout, then, device, detail)
 
 
@@ -361,7 +361,7 @@ def recv_message(
                     else:
                         body.append(torch.empty(slot.longest, dtype=torch.uint8, device="cpu"))
                         over.follow(communicator.recv(body[0], src, tag))
-                except BaseException as error:  # whoever waits for it is told, not this thread
+                except BaseException as error:  # raised in its waiter, not in this thread
                     over.settle(error)
                 finally:
                     asked.settle()

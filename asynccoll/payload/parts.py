@@ -1,6 +1,6 @@
 """A list with a part for each rank, as scatter and all_to_all take it: tensors of any shape, values, trees.
 
-Every part describes itself, so that whoever gets one need not know what it is.
+Every part describes itself, so that its receiver need not know what it is.
 """
 
 from __future__ import annotations

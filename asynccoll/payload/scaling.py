@@ -22,7 +22,7 @@ from asynccoll.plan.trees import flatten, is_tree, unflatten
 from asynccoll.tensors import autograd, check_out, deliver
 from asynccoll.waiting.started import Started
 
-#: What travels instead of wider floats, by the name that Horovod has for it.
+#: What is sent instead of wider floats, by the name that Horovod has for it.
 _COMPRESSIONS = {"fp16": torch.float16}
 
 
@@ -84,7 +84,7 @@ def all_reduce_scaled(
     op = reduce_op(op)
     scaling = Scaling(*factors)
     if scaling.compression is not None and op is ReduceOp.AVG:
-        # Divided while it is wide: the sum of what travels cannot overflow, and travels as narrow as it is.
+        # Divided while it is wide: the sum of what is sent cannot overflow.
         scaling, op = replace(scaling, prescale=scaling.prescale / lane.group.size), ReduceOp.SUM
     if not is_tree(x):
         return _of_tensor(lane, scaling.check(x), op, out, scaling, timeout)

@@ -28,7 +28,7 @@ from asynccoll.plan.wire import arithmetic, carrier_of
 __all__ = ["plan", "refuse_missing"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-#: What travels instead when a native call is not usable: the data, to be reduced where it is needed.
+#: What is sent instead when a native call is not usable: the data, to be reduced where it is needed.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
     Op.REDUCE: Op.GATHER,
@@ -115,7 +115,7 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology, policy: Policy)
         wire_dtype=carrier,
         why=(
             has,
-            f"{known.backend} cannot copy {dtype_name(spec.dtype)}: it travels as {dtype_name(carrier)}",
+            f"{known.backend} cannot copy {dtype_name(spec.dtype)}: it is sent as {dtype_name(carrier)}",
         ),
     )
 

@@ -161,7 +161,7 @@ class Capabilities:
     """What a backend does natively. A row of this table is all that dispatch knows of a backend.
 
     ``reduce``: dtype -> the reductions its wire arithmetic has. ``move``: the dtypes it can copy as
-    they are (any other dtype travels as bytes). ``ops``: the collectives it has a usable call for.
+    they are (any other dtype is sent as bytes). ``ops``: the collectives it has a usable call for.
     """
 
     backend: str
@@ -285,7 +285,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class Wire(str, enum.Enum):
-    """How a tensor's elements look while they travel."""
+    """How a tensor's elements look while they are in flight."""
 
     SAME = "same"  # as they are
     VIEW = "view"  # reinterpreted as another dtype: uint8 to copy, int64 to reduce uint64

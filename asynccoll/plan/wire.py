@@ -80,7 +80,7 @@ def arithmetic(
         why = (f"{reduce.value} of bool is {on_wire.value} of 0 and 1",)
         if known.reduces(torch.bool, on_wire):
             return Wire.SAME, torch.bool, on_wire, False, why
-        return Wire.VIEW, torch.uint8, on_wire, False, (*why, "bool travels as uint8")
+        return Wire.VIEW, torch.uint8, on_wire, False, (*why, "bool is sent as uint8")
     if reduce in _LOGICAL:
         on_wire = _LOGICAL[reduce]
         why = (f"{reduce.value} is {on_wire.value} of (x != 0), as uint8",)
@@ -90,14 +90,14 @@ def arithmetic(
     if reduce is ReduceOp.AVG:
         return _average(dtype, known)
     if dtype in _REAL:
-        return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} travels as pairs of reals",)
+        return Wire.REAL, _REAL[dtype], reduce, False, (f"{name} is sent as pairs of reals",)
     if dtype is torch.uint64:
         ordered = reduce in (ReduceOp.MIN, ReduceOp.MAX)
         wire = Wire.FLIPPED if ordered else Wire.VIEW
         return wire, torch.int64, reduce, False, ("uint64 is reduced as int64 of the same bits",)
     wider = _WIDER.get(dtype)
     if wider is not None:
-        why = (f"{known.backend} cannot reduce {name}: it travels as {dtype_name(wider)}",)
+        why = (f"{known.backend} cannot reduce {name}: it is sent as {dtype_name(wider)}",)
         return Wire.CAST, wider, reduce, False, why
     if dtype in _LOCAL:
         return Wire.SAME, dtype, reduce, False, ()

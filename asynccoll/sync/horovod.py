@@ -39,7 +39,7 @@ def joined_by_user() -> bool:
 
 
 def shutdown() -> None:
-    """Leave Horovod, whoever joined it."""
+    """Leave Horovod, even if the user joined it."""
     _sets.made.clear()
     if joined_by_user():
         sys.modules["horovod.torch"].shutdown()

@@ -237,7 +237,7 @@ def permute(
 
 
 class _StartMany(torch.autograd.Function):
-    """``_Start`` for many tensors that travel together; those that have no gradient come along."""
+    """``_Start`` for many tensors that are sent together; those that have no gradient come along."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Many small tensors as few large ones: which travel together, packed, and handed back as views.
+"""Many small tensors as few large ones: which are sent together, packed, and handed back as views.
 
 Buckets are filled in leaf order, by dtype and device, up to a size: a function of the tensors' shapes and
 of that size alone, so that every rank makes the same ones.
@@ -21,7 +21,7 @@ __all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "un
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap.
 BUCKET_BYTES = 25 << 20
 
-#: What tensors that travel together have in common. Read of every one, so by a function in C.
+#: What tensors that are sent together have in common. Read of every one, so by a function in C.
 kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device, torch.layout]] = attrgetter(
     "dtype", "device", "layout"
 )
@@ -30,15 +30,15 @@ _dim = torch.Tensor.dim
 
 
 class Bucket(NamedTuple):
-    """The leaves (by position) that travel together."""
+    """The leaves (by position) that are sent together."""
 
     indices: tuple[int, ...]
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Which of ``tensors`` travel together: same dtype and device, at most ``limit_bytes`` (or one).
+    """Which of ``tensors`` are sent together: same dtype and device, at most ``limit_bytes`` (or one).
 
-    What is not dense travels alone.
+    What is not dense is sent alone.
     """
     kinds = list(map(kind_of, tensors))
     if len(set(kinds)) == 1 and kinds[0][2] is torch.strided:

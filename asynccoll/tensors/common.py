@@ -251,7 +251,7 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _twin(x: torch.Tensor) -> torch.Tensor:
-    """``_computed``, ready to travel as it is."""
+    """``_computed``, ready to be sent as it is."""
     twin: torch.Tensor = lazy(x.device).settled(physical(x))
     return twin
 
@@ -279,7 +279,7 @@ def _described(x: torch.Tensor, shape: Sequence[int]) -> str:
 def kept(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
     """Where a result of the shape of ``x`` goes: ``out``, or memory of the strides of ``x``.
 
-    Elements travel in the order of their indices, whatever the strides of each rank. None: that is the order
+    Elements are sent in the order of their indices, whatever the strides of each rank. None: that is the order
     in which the result is wanted, so that what arrives can be the result.
     """
     if out is not None or x.is_contiguous() or x.layout is not torch.strided or not has_memory(x):
@@ -322,7 +322,7 @@ def delivered(
 
 
 def sent_as(route: Route, x: torch.Tensor) -> torch.Tensor:
-    """``x`` as it travels; its own memory where nothing has to change."""
+    """``x`` as it is sent; its own memory where nothing has to change."""
     if route.plain(x):
         return x.detach() if x.requires_grad else x
     return encode(physical(x), route.plan)
@@ -388,6 +388,6 @@ def reduced(wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int) -> torch
             divided.extend(map(wire.div_, (size,)))  # in one step: no signal is served between the two
         return decode(wire, plan, x.dtype, x.device)
     except KeyboardInterrupt:
-        if divided:  # whoever waits next comes here again
+        if divided:  # the next waiter tries again
             wire.mul_(size)
         raise

@@ -18,9 +18,9 @@ _TOP_BIT = torch.iinfo(torch.int64).min
 
 
 def encode(x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """``x`` as it travels: contiguous, in the plan's wire dtype, on the plan's device.
+    """``x`` as it is sent: contiguous, in the plan's wire dtype, on the plan's device.
 
-    Shares memory with ``x`` where nothing had to change; whoever overwrites it clones first.
+    Shares memory with ``x`` where nothing had to change; a caller that overwrites it clones first.
     """
     if plan.stage is not None:
         x = x.to(plan.stage)

@@ -37,7 +37,7 @@ def all_to_all_call(
 ) -> Call:
     """Rows of ``x`` exchanged: ``in_splits[j]`` of them go to rank j; in ``out`` or in memory of its own.
 
-    Without ``out_splits`` the counts travel first.
+    Without ``out_splits`` the counts are sent first.
     """
     route = route_for(lane, op, x, None, x.numel())
     if out_splits is None:
@@ -63,7 +63,7 @@ def all_to_all_call(
 
 
 def _rows(route: Route, x: torch.Tensor) -> torch.Tensor:
-    """``x`` as it travels, its rows still apart."""
+    """``x`` as it is sent, its rows still apart."""
     if route.plain(x) and x.dim() > 1:
         return sent_as(route, x)
     return sent_as(route, x.reshape(x.shape[0], x.shape[1:].numel()))

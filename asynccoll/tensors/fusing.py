@@ -1,7 +1,7 @@
 """An elementwise collective of many tensors, as few native calls.
 
 A little of one kind is one bucket, which the caller packs. More is a program of the lane: a thread packs
-the next bucket while the one before travels, and buckets are as large as the group's measured cost says
+the next bucket while the previous one is in flight, and buckets are as large as the group's measured cost says
 (``costs``). Without ``out`` the results are views of the buckets (of strided tensors copies, with
 their strides), so that nothing is held besides inputs and results; with it, at most one bucket besides.
 """
@@ -192,7 +192,7 @@ def _sent(
     parcels: list[Parcel],
     total_bytes: int,
 ) -> Generator[Completion, None, Completion]:
-    """The program: each bucket is packed while the one before travels.
+    """The program: each bucket is packed while the previous one is in flight.
 
     With ``outs`` there are never more than two in memory, of half the size; handed out, they are free.
     """

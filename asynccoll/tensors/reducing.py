@@ -179,7 +179,7 @@ def _reduce_rows(
 ) -> torch.Tensor:
     """The local half of a composed reduction: the rows of all ranks, reduced and decoded."""
     op = plan.wire_reduce
-    if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers travelled
+    if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers were sent
         total = reduce_chunks([torch.view_as_complex(row.view(-1, 2)) for row in rows], op)
         return (total.div_(len(rows)) if plan.divide else total).to(x.device, x.dtype)
     return reduced(reduce_chunks(rows, op, into), plan, x, len(rows))
@@ -268,7 +268,7 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
 def _exchanged_rows(lane: Lane, wire: torch.Tensor) -> tuple[Start, Sequence[torch.Tensor]]:
     """The call that gives this rank its row of every rank's ``wire``, and these rows, in rank order."""
     size, rank = lane.group.size, lane.group.rank
-    if size == 2:  # one's own need not travel
+    if size == 2:  # one's own need not be sent
         own, sent = wire[rank], wire[1 - rank]
         received = torch.empty_like(sent)
         splits = [sent.shape[0]] * size

@@ -214,7 +214,7 @@ def _first_here(
 def _first_by_others(
     target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: Callable[[int], None]
 ) -> int | None:
-    """The first that ``jobs`` processes find: the lowest, whoever is quicker."""
+    """The first that ``jobs`` processes find: the lowest seed, whichever is quicker."""
     sent = target.sendable()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running: set[Any] = set()

@@ -156,7 +156,7 @@ class World:
     def _spawn(self, address: str) -> None:
         try:
             spawn(self.backend, _serve, (address,), nproc_per_node=self.size, **self._options)
-        except BaseException as error:  # told by whoever waits for the ranks
+        except BaseException as error:  # reported by the waiter for the ranks
             self._ended.append(error)
 
     def _accept(self, listener: socket.socket) -> None:

@@ -62,7 +62,7 @@ class Step:
     gradient_bytes: float
 
     def seconds(self, all_reduce: AllReduce, bucket_bytes: float) -> float:
-        """With buckets that become ready evenly during backward and travel one after the other."""
+        """With buckets that become ready evenly during backward and are sent one after the other."""
         if not bucket_bytes > 0:
             raise InvalidArgumentError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
         now, left, seen = self.forward_seconds, self.gradient_bytes, 0.0

@@ -82,7 +82,7 @@ def _simulated_locks() -> Iterator[None]:
 
 @cache
 def _locks() -> list[tuple[object, str]]:
-    """Where they are: the modules that have them have been imported by whoever can use them."""
+    """Where they are: the modules that hold them were imported by those that can use them."""
     return [
         (module, name)
         for module in list(sys.modules.values())

@@ -259,7 +259,7 @@ class Scheduler:
             self._take(me)
 
     def fence(self) -> None:
-        """Whoever runs has taken or given back a lock: what it has stored is seen by all."""
+        """The running thread has taken or released a lock: its stores are visible to all."""
         if self.current is not None:
             for fence in self.fences.get(self.current.rank, ()):
                 fence()
@@ -366,7 +366,7 @@ class Scheduler:
         self.unwind()
 
     def unwind(self) -> None:
-        """It is over: whoever is left ends."""
+        """It is over: the remaining threads end."""
         self._unwinding = True
         for thread in self.threads:
             self.wake(thread)

@@ -41,9 +41,9 @@ class RandomWalk:
 
 @dataclass
 class PCT:
-    """Random priorities, the highest runs; at ``depth - 1`` random steps whoever runs falls to the lowest.
+    """Random priorities, the highest runs; at ``depth - 1`` random steps the running one falls to the lowest.
 
-    Whoever gives way falls, too, so that nobody starves. A bug that needs ``depth`` orderings of steps is
+    One that yields falls, too, so that none starves. A bug that needs ``depth`` orderings of steps is
     found with a probability that is known.
 
     Source: Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010.
@@ -75,7 +75,7 @@ class PCT:
         if self._alone >= _MOST_ALONE:
             self._fall(thread)
             self._alone = 0
-        return False  # whoever has the highest priority goes on, which may be the same
+        return False  # the one with the highest priority goes on, which may be the same
 
     stays_at_statement = stays
 

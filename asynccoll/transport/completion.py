@@ -1,4 +1,4 @@
-"""What a started operation looks like to whoever waits for it, whatever backend started it.
+"""What a started operation looks like to its waiters, on any backend.
 
 A ``Completion`` is the only thing that crosses from a backend to the core: is it done, wait for it a
 bounded time without the GIL, tell me when. Waiters (``waiting``), lanes and programs are written
@@ -56,7 +56,7 @@ class Completion:
         """Order the current device stream after the operation (nothing to do on the CPU)."""
 
     def abandon(self) -> None:
-        """It may never end, and whoever waited has been told: nobody need look at it any more."""
+        """It may never end, and its waiters have been told: it need not be polled any more."""
 
     def writing(self) -> bool:
         """Whether a native operation may still write to its memory, although nobody waits any more."""
@@ -89,7 +89,7 @@ READY = Ready()
 
 
 class Promise(Completion):
-    """Completed by whoever holds it: a program's last step, a waiter thread, the progress thread."""
+    """Completed by its holder: a program's last step, a waiter thread, the progress thread."""
 
     __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
 

@@ -45,7 +45,7 @@ def foreign(x: Any) -> Foreign:
 
 
 def _told(future: Any) -> Completion:
-    """Of a future that calls back; what it failed with is raised by whoever asks for its result."""
+    """Of a future that calls back; what it failed with is raised where its result is asked for."""
     promise = Promise()
     future.add_done_callback(lambda _: promise.settle())
     return promise
@@ -112,12 +112,12 @@ class Polled(Completion):
         return 0.0
 
     def poll(self) -> bool:
-        """Ask; whoever waits is told."""
+        """Ask, and tell the waiters."""
         if not self._promise.done():
             try:
                 if self._ask():
                     self._promise.settle()
-            except BaseException as error:  # the library's: whoever waits for it is told
+            except BaseException as error:  # the library's: raised in the waiter
                 self._promise.settle(error)
         return self._promise.done()
 

@@ -32,7 +32,7 @@ GRACE_SECONDS = 2e-4
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
 #: Waiters that see to everything themselves are left alone for longer and longer, up to this: on busy
-#: cores a look takes the GIL, and so some 100 us, from whoever is inside the library.
+#: cores a look takes the GIL, and so some 100 us, from the thread that is inside the library.
 LONGEST_CALM_SECONDS = 8e-3
 #: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
 #: wake it for each.
@@ -49,7 +49,7 @@ class Pollable(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Over, as far as anybody has noticed, or for whoever took it from the thread to see to."""
+        """Over, as far as is known, or taken from the thread by a waiter that sees to it."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Pollable(Protocol):
         ...
 
     def poll(self) -> bool:
-        """Look; whether it is over. Whoever is to be told has been told then."""
+        """Look; whether it is over. Its callbacks have been called then."""
         ...
 
 
@@ -233,7 +233,7 @@ class Progress:
     def _rest(self) -> None:
         """Sleep until something is watched."""
         self._resting = True
-        # Said before this last look: whoever appends after the look has read that we rest.
+        # Said before this last look: a thread that appends after the look has read that we rest.
         if not self._new and not self._stopped:
             self._alarm.acquire()
         self._resting = False

@@ -2,7 +2,7 @@
 
 A ``Work`` is a view on an operation that the runtime holds: drop it and the operation goes on, cancel
 an awaiter and the operation goes on. What is left to do once the bytes are there (concatenate, decode,
-average) runs once, at whoever waits first.
+average) runs once, in the first waiter.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Work(NotItsResult, Generic[T]):
         return self._cut_short
 
     def in_flight(self) -> tuple[Operation, ...]:
-        """Its operations whose native calls may still use its memory, whoever still waits for them."""
+        """Its operations whose native calls may still use its memory, waited for or not."""
         return tuple(operation for operation in self._operations if not operation.completion.done())
 
     def fills(self, out: object) -> None:
@@ -294,12 +294,12 @@ class Work(NotItsResult, Generic[T]):
         for operation in self._operations:
             operation.add_waker(one_done)
             if not operation.done():
-                operation.attend()  # as for whoever waits
+                operation.attend()  # as for a waiter
 
     def detach(self) -> None:
         """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do.
 
-        An ``out=`` is filled all the same, by whoever ends the operation.
+        An ``out=`` is filled all the same, by the thread that completes the operation.
         """
         self._heard = True
         if self.out is not None:
@@ -392,7 +392,7 @@ class Work(NotItsResult, Generic[T]):
         return False
 
     def _finish_here(self) -> None:
-        state = _PENDING  # of an interrupt, which is this waiter's own: whoever waits next finishes
+        state = _PENDING  # of an interrupt, which is this waiter's own: the next waiter finishes
         try:
             self._complete()
             state = _DONE

@@ -6,7 +6,7 @@ that number, and when all have agreed, rank 0 lets them go. So it does not matte
 in the store, how many ranks they had, or how often each process has been here: an entry that nobody stands
 behind any more is never agreed to, and is written over by the rank that takes its place.
 
-Whoever waits asks again and again instead of waiting inside the store, so that Ctrl-C is heard.
+A waiter polls instead of blocking inside the store, so that Ctrl-C is heard.
 """
 
 from __future__ import annotations

@@ -63,11 +63,11 @@ def _connected(name: str, rank: int) -> str:
 
 
 def _await_others(opening: Opening, names: list[str], size: int) -> None:
-    """Return once all have connected to each other: whoever is about to would see this rank as lost."""
+    """Return once all have connected to each other: a rank that is about to would see this one as lost."""
     keys = [_connected(name, rank) for name in names for rank in range(size)]
     clients = opening.clients
     if keys and clients is not None and opening.store_answers():
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever is late
+        with contextlib.suppress(RuntimeError):  # the store is gone, and late ranks with it
             clients.await_keys(keys, _CONNECTING_SECONDS, lambda: False)
 
 

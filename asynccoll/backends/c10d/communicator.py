@@ -87,7 +87,7 @@ class C10dCommunicator:
     ) -> None:
         """``await_others`` returns when closing it harms nobody who is still opening it.
 
-        ``on_cpu``: all tensors are there, whoever carries them.
+        ``on_cpu``: all tensors are on the CPU, whatever carries them.
         """
         self._transports = transports
         self._await_others = await_others

@@ -136,7 +136,7 @@ class HorovodBackend(Backend):
 class ProcessSets:
     """Process sets by their ranks, registered one after the other by a thread of their own.
 
-    Registering waits for all ranks; whoever calls ``new_group`` does not.
+    Registering waits for all ranks; the caller of ``new_group`` does not.
     """
 
     def __init__(self, hvd: ModuleType) -> None:

@@ -128,7 +128,7 @@ class HorovodCommunicator:
             handle = call(*arguments)
         except (RuntimeError, ValueError) as error:
             return Ready(typed(error))
-        # Whoever finds it done may be a thread in other modes, which cannot write to inference tensors.
+        # The thread that finds it done may be in other modes, which cannot write to inference tensors.
         return HorovodCompletion(handle, arguments, self._common, finish and as_called(finish))
 
     # Arithmetic

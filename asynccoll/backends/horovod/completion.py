@@ -1,4 +1,4 @@
-"""When an operation of Horovod's is over: asked of ``poll``, by whoever waits or by the progress thread.
+"""When an operation of Horovod's is over: asked of ``poll``, by a waiter or by the progress thread.
 
 Horovod moves the data in a thread of its own. Nobody has to look before somebody wants to know.
 
@@ -118,7 +118,7 @@ class HorovodCompletion(Completion):
         return True
 
     def _tell(self) -> None:
-        """Call the callbacks, each once, whoever else is doing so."""
+        """Call the callbacks, each once, even if another thread is doing so."""
         callbacks = self._callbacks or []
         while callbacks:
             try:

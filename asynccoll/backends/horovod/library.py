@@ -1,6 +1,6 @@
 """Horovod as this process has it: imported when asked for, initialised once, and kept.
 
-Horovod is initialised by whoever comes first, the user or us, and stays so until the process ends: its
+Horovod is initialised once, by the user or by us, and stays so until the process ends: its
 ranks find each other anew only in an elastic job. Which rank is where is asked of it, never of the
 environment, whose variables an elastic job leaves stale.
 """

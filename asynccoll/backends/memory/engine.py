@@ -1,6 +1,6 @@
 """What carries the calls of one lane through shared memory, on one of its ranks.
 
-Whoever comes by moves what can be moved: the caller when it issues, a waiter, the watcher thread. They take
+Every thread that passes moves what can be moved: the caller when it issues, a waiter, the watcher thread. They take
 turns under a lock that is held for one step at a time. A rank posts a step once all have read what was in
 that slot before; it takes a step once all have posted it. So nobody ever waits for a rank that is ahead, and
 what nobody awaits is posted all the same.
@@ -50,7 +50,7 @@ __all__ = ["Bells", "Engine"]
 #: How far a rank puts data into slots before the others' has been taken: further, it leaves the cache.
 _AHEAD = 3
 #: Looks in a row before the processor is offered to others, and turns given before sleeping: some 20 us, and
-#: some 200. Where ranks share cores, whoever is waited for needs this one.
+#: some 200. Where ranks share cores, the rank that is waited for needs this one.
 _LOOKS, _TURNS = 20, 200
 _LOOKS_WHERE_CROWDED, _TURNS_WHERE_CROWDED = 2, 4
 _STEP_BITS = 0xFFFFFFFF
@@ -155,7 +155,7 @@ class Engine:
             raise
 
     def _leave_to_watcher(self) -> None:
-        """Whoever was moving is interrupted: what it has written is told, and the watcher goes on."""
+        """The moving thread was interrupted: what it has written is told, and the watcher goes on."""
         self._tell_others()
         self._watch()
 
@@ -174,7 +174,7 @@ class Engine:
     def _look_again(self) -> bool:
         """Move what can be moved, now that this rank has said that it looks no more; whether anything moved.
 
-        Whoever holds the lock may have looked before that was said: this waits for it.
+        The holder of the lock may have looked before that was said: this waits for it.
         """
         self._fence.acquire()
         self._fence.release()
@@ -389,7 +389,7 @@ class Engine:
         """Move until that call is over, or so many seconds have passed; whether it is over."""
         words = self._words
         if words[self._mine + WATCHING] and not self._listened:
-            words[self._mine + WATCHING] = 0  # whoever waits looks himself
+            words[self._mine + WATCHING] = 0  # a waiter looks for itself
         try:
             for _ in self._looks:
                 if self._move_on() and exchange.finished:
@@ -476,7 +476,7 @@ class Engine:
     def _watch(self) -> None:
         """Have the watcher look from now on, first of all at once if there is something to do.
 
-        Not where a step was posted here for others alone: whoever waits for it takes it, and rings.
+        Not where a step was posted here for others alone: its waiter takes it, and rings.
         """
         words = self._words
         words[self._mine + WATCHING] = 1

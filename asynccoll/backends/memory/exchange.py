@@ -102,7 +102,7 @@ class Exchange(Completion):
         """Read what belongs to that step from the others' slots; every rank has put, and combined, it."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is over. Callbacks are told by whoever may."""
+        """It is over. Callbacks are called where that is allowed."""
         self._error = error
         self.fine: bool = error is None
         self.finished = True

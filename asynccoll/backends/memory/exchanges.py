@@ -293,7 +293,7 @@ class Scatter(_Split):
 class AllToAll(_Split):
     """Parts of ``x`` to all ranks, and theirs into ``out``, other memory, which may be of any length.
 
-    A rank's own part does not travel: its slot has a place for each of the others.
+    A rank's own part is not sent: its slot has a place for each of the others.
     """
 
     __slots__ = ("_in", "_length", "_out", "_splits")

@@ -3,7 +3,7 @@
 A region begins with the control block of each rank. Then come, for each slot, the lengths of the parts that
 ranks exchange, and a line of text for each call that a rank has posted; then the slots, in which data lies
 for the others to read. Each word has one rank that writes it, but for ``ASLEEP`` and
-``WATCHING``, which whoever rings clears; words that different ranks write never share a cache line.
+``WATCHING``, which the rank that rings clears; words that different ranks write never share a cache line.
 
 A *step* is one use of a slot: step ``s`` uses slot ``s % SLOTS`` of every rank.
 """

@@ -27,7 +27,7 @@ MOST_RANKS = 64
 _WORD_BYTES = 16
 _TOKEN_BYTES = 16
 _ASK_SECONDS = 0.05
-#: Within so long whoever connects has said who it is.
+#: A peer that connects must say who it is within this time.
 _SAYS_SOON_SECONDS = 2.0
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 

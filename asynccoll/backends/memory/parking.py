@@ -1,6 +1,6 @@
 """How a thread sleeps until another process wakes it: futexes, on words in memory that both share.
 
-The waiting word is not 0 while somebody may sleep; whoever wakes sets it to 0 first. A futex is a call of the
+The waiting word is not 0 while a waiter may sleep; the waker sets it to 0 first. A futex is a call of the
 kernel that Python has no name for; the numbers are those of Linux, the same in every version.
 """
 

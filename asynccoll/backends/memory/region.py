@@ -1,6 +1,6 @@
 """The memory of one lane as one of its ranks sees it: words, texts, and slots as tensors.
 
-It is a buffer of bytes, whoever made it: memory shared by processes, or an array that simulated ranks share.
+It is a buffer of bytes, of whatever kind: memory shared by processes, or an array that simulated ranks share.
 """
 
 from __future__ import annotations

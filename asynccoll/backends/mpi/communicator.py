@@ -1,6 +1,6 @@
 """One MPI communicator as the core sees it: nonblocking calls on the tensors' own memory.
 
-Movement travels as bytes, whatever the dtype; arithmetic in MPI's predefined types. Counts that the
+Movement is sent as bytes, whatever the dtype; arithmetic in MPI's predefined types. Counts that the
 library cannot take are reached by datatypes of many bytes (movement) or by several calls (arithmetic).
 """
 

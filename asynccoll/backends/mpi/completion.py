@@ -1,6 +1,6 @@
 """What an MPI request is to the core: tested in place by its waiter, else by the progress thread.
 
-MPI moves data only while somebody is inside it, and has no descriptor to wait on. So whoever waits
+MPI moves data only while a thread is inside it, and has no descriptor to wait on. So a waiter
 tests and yields the processor in turns for as long as the operation is expected to take, then naps
 between tests; what nobody waits for is tested by the progress thread (``asynccoll.transport.progress``).
 
@@ -153,7 +153,7 @@ class MpiCompletion(Completion):
         return True
 
     def _tell(self) -> None:
-        """Call the callbacks, each once, whoever else is doing so."""
+        """Call the callbacks, each once, even if another thread is doing so."""
         callbacks = self._callbacks or []
         while callbacks:
             try:
@@ -226,7 +226,7 @@ class LeftToThread(MpiCompletion):
     """A large call that the progress thread makes, since nobody is expected to wait for it yet.
 
     A library may copy the whole tensor before a call returns (Open MPI does in place, MPICH where input
-    and output differ), a quarter of the operation's time. Whoever comes first makes the call: the
+    and output differ), a quarter of the operation's time. The first to arrive makes the call: the
     thread, a waiter, or the caller of what is next in the order.
     """
 

@@ -3,7 +3,7 @@
 MPI makes a communicator in a call that waits for all members, and libraries differ in what happens
 when two such calls cross. So a rank first says in the store that it is ready for a name; the last
 member to say so writes the name into a journal; and every rank makes the communicators it is a
-member of in the journal's order. Whoever has to wait does so off the processor, outside of MPI, and
+member of in the journal's order. A waiter sleeps, outside of MPI, and
 can give up; once a name is in the journal all of its members come at once.
 """
 
@@ -35,7 +35,7 @@ _CLOSE_SECONDS = 2.0
 
 
 class Opener:
-    """This rank's side: its place in the journal, and what it has made for whoever asks."""
+    """This rank's side: its place in the journal, and the communicators it has made."""
 
     def __init__(self, library: Library, base: Any, prefix: str) -> None:
         self._library = library
@@ -94,7 +94,7 @@ class Opener:
             if self._rank in members:
                 try:
                     self._made[name] = self._library.call(self._make, name, members)
-                except BaseException as error:  # belongs to whoever asked for that name
+                except BaseException as error:  # belongs to the caller that asked for that name
                     self._made[name] = error
 
     def _make(self, name: str, ranks: list[int]) -> object:

@@ -55,7 +55,7 @@ def _row(floats: tuple[torch.dtype, ...]) -> Capabilities:
     return Capabilities(
         backend="xla-tpu",
         ops=frozenset(Op) - {Op.SEND, Op.RECV},
-        # Complex numbers travel as pairs of reals: complex128 loses its imaginary part on the way.
+        # Complex numbers are sent as pairs of reals: complex128 loses its imaginary part on the way.
         reduce=tuple((dtype, _ORDERED) for dtype in (*_INTEGERS, *floats)),
         # As integers only: floats lose the sign of zero and what a NaN carries on the way.
         move=frozenset(_INTEGERS),

@@ -77,7 +77,7 @@ class Call:
         self.inferring: bool = torch.is_inference_mode_enabled()
 
     def stage(self) -> None:
-        """Bring the input onto the device, as it is to travel."""
+        """Bring the input onto the device, as it is to be sent."""
         device = self.replica.xla
         with device.lock:
             x = self.x if self.shape is None else self.shape(self.x)

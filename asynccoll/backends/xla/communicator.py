@@ -1,7 +1,7 @@
 """One order of collectives between replicas, as the core sees it.
 
 A call (``calls``) goes to the replica's progress thread, which brings its input onto the device and lets it
-meet those of the other ranks; whoever comes last launches for all of them. Then each progress thread waits
+meet those of the other ranks; the last to arrive launches for all of them. Then each progress thread waits
 for its own device, puts the result where the caller wants it, and completes the promise. The caller's thread
 only hands over.
 """

@@ -26,7 +26,7 @@ __all__ = ["Device", "compute", "settled", "take_settled"]
 
 _native: Any = torch_xla._XLAC
 
-#: Per device: held by whoever traces or launches tensors that are not the user's.
+#: Per device: held while tensors that are not the user's are traced or launched.
 _locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 _nobody = nullcontext()
 
@@ -96,7 +96,7 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 def take_settled(x: torch.Tensor) -> bool:
     """Whether ``x`` is marked: data on the device, with no graph behind it.
 
-    True once, for whoever asks goes on to write the result into it and gives it to the user.
+    True once: the caller goes on to write the result into it and gives it to the user.
     """
     return bool(x.__dict__.pop("asynccoll_settled", False))
 

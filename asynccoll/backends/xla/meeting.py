@@ -56,7 +56,7 @@ class Together:
             call.replica.progress.submit(self._launch)
 
     def _launch(self) -> None:
-        """Launch what is complete, in order; whoever came to it before may have done it already."""
+        """Launch what is complete, in order; another thread may have done it already."""
         with self._launching:
             while (calls := self._room.take()) is not None:
                 launch(cast("list[Call]", calls), self._name)
