@@ -222,6 +222,6 @@ class Recorder:
 
 
 def mark_ended(memory: Any, how: str, code: int | None, now: float) -> None:
-    """Write into a recorder's ``memory`` that its rank has ended; also done by the process that saw it end."""
+    """Write into a recorder's ``memory`` that its rank has ended; also done by its launcher."""
     known = layout.NO_CODE if code is None else code
     layout.ENDING.pack_into(memory, layout.ENDING_AT, now, layout.ENDINGS.index(how), known)

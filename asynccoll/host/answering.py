@@ -1,8 +1,8 @@
 """Short questions and answers between the ranks of a job, for those who know the job's secret.
 
 A question is a few bytes, an answer one JSON object. Who connects is sent a nonce, and has two seconds to
-send its digest under the secret with the question; a client that sends anything else, too much, or nothing, is
-disconnected, and nothing of it is kept. It must not know what is asked.
+send its digest under the secret with the question; a client that sends anything else, too much, or nothing,
+is disconnected, and nothing of it is kept. It must not know what is asked.
 
     nonce, 16 bytes  ->
                      <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 1 byte; question

@@ -4,8 +4,8 @@ What a tree does for tensors that are at hand at once, a block does for code tha
 other: ``all_reduce`` and ``broadcast`` of tensors are put off until it ends, and are then fused like the
 leaves of a tree, those of one lane, operation and timeout with each other, in the order of their first
 calls. So every rank, which makes the same calls, sends the same. Anything else that is called inside, or
-awaited, first sends what was put off on its lane: the order there is kept. Calls that are sent together cannot
-depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
+awaited, first sends what was put off on its lane: the order there is kept. Calls that are sent together
+cannot depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
 """
 
 from __future__ import annotations

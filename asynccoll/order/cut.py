@@ -21,8 +21,8 @@ three steps, and this is what holds in each:
 
 So in every epoch all ranks begin at the same place, on communicators that are in step, and a result is given
 only if every rank made that call in that epoch. Each step is one change under the lane's lock, made before
-anybody is woken; so a waiter that is told of a refusal finds the lane halted. Messages have no place, and no part
-in this.
+anybody is woken; so a waiter that is told of a refusal finds the lane halted. Messages have no place,
+and no part in this.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Cost:
     def bucket_bytes(self, total_bytes: int) -> int:
         """The size of bucket that carries ``total_bytes`` soonest.
 
-        Each bucket costs ``alpha``; while it is in flight the next one is packed, but nothing hides the first:
+        Each bucket costs ``alpha``; while it is in flight the next is packed, but nothing hides the first:
         ``total / size * alpha + size * gamma`` is least at the root of ``total * alpha / gamma``.
         """
         best = int((total_bytes * max(self.alpha, 0.0) / self.gamma) ** 0.5) if self.gamma > 0 else 0

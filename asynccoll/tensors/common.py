@@ -279,8 +279,8 @@ def _described(x: torch.Tensor, shape: Sequence[int]) -> str:
 def kept(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
     """Where a result of the shape of ``x`` goes: ``out``, or memory of the strides of ``x``.
 
-    Elements are sent in the order of their indices, whatever the strides of each rank. None: that is the order
-    in which the result is wanted, so that what arrives can be the result.
+    Elements are sent in the order of their indices, whatever the strides of each rank. None: that is the
+    order in which the result is wanted, so that what arrives can be the result.
     """
     if out is not None or x.is_contiguous() or x.layout is not torch.strided or not has_memory(x):
         return out

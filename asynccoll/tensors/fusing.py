@@ -1,8 +1,8 @@
 """An elementwise collective of many tensors, as few native calls.
 
 A little of one kind is one bucket, which the caller packs. More is a program of the lane: a thread packs
-the next bucket while the previous one is in flight, and buckets are as large as the group's measured cost says
-(``costs``). Without ``out`` the results are views of the buckets (of strided tensors copies, with
+the next bucket while the previous one is in flight, and buckets are as large as the group's measured cost
+says (``costs``). Without ``out`` the results are views of the buckets (of strided tensors copies, with
 their strides), so that nothing is held besides inputs and results; with it, at most one bucket besides.
 """
 
