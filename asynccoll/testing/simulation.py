@@ -63,7 +63,7 @@ def simulate(
         loop: ``"asyncio"``, ``"trio"``, or ``"none"`` where ``main`` is a plain function that waits with
             ``work.wait()``.
         transport: how calls are over, and what can be called: as ``"gloo"`` (told by a thread), ``"mpi"`` and
-            ``"horovod"`` (must be asked), ``"xla"`` (waited for in threads), ``"memory"`` (moved by any thread
+            ``"horovod"`` (must be asked), ``"xla"`` (waited for in threads), ``"memory"`` (moved by a thread
             that passes, through memory that ranks of a node share), ``"nccl"`` (done for the host while the
             device is behind).
         nodes: on how many nodes they are, each with as many ranks, in order.

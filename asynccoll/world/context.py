@@ -358,7 +358,7 @@ class Context:
             if leaving
             else self.liveness.lost(ranks, patience=0.3)
         )
-        # Rank 0 stays for the store when it has left; and a rank that closed its connection may not have left.
+        # Rank 0 stays for the store when it has left; a rank that closed its connection may still be here.
         staying = {0}.intersection(ranks) if error is None or lost else ranks
         left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
         lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)

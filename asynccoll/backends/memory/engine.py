@@ -1,7 +1,7 @@
 """What carries the calls of one lane through shared memory, on one of its ranks.
 
-Every thread that passes moves what can be moved: the caller when it issues, a waiter, the watcher thread. They
-take turns under a lock that is held for one step at a time. A rank posts a step once all have read what was in
+Every thread that passes moves what can be moved: the caller when it issues, a waiter, the watcher.
+They take turns under a lock that is held for one step at a time. A rank posts a step once all have read what was in
 that slot before; it takes a step once all have posted it. So nobody ever waits for a rank that is ahead, and
 what nobody awaits is posted all the same.
 
