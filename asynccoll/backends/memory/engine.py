@@ -1,9 +1,9 @@
 """What carries the calls of one lane through shared memory, on one of its ranks.
 
-Every thread that passes moves what can be moved: the caller when it issues, a waiter, the watcher.
-They take turns under a lock that is held for one step at a time. A rank posts a step once all have read what was in
-that slot before; it takes a step once all have posted it. So nobody ever waits for a rank that is ahead, and
-what nobody awaits is posted all the same.
+Every thread that passes moves what can be moved: the caller when it issues, a waiter, the watcher. They
+take turns under a lock that is held for one step at a time. A rank posts a step once all have read what was
+in that slot before; it takes a step once all have posted it. So nobody ever waits for a rank that is ahead,
+and what nobody awaits is posted all the same.
 
 **What makes it sound.** Every word has one writer, and says what has been done, never what will be; data is
 written before the word that tells of it, which x86 keeps in order. A step is committed by one store, of a
