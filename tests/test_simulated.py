@@ -95,6 +95,34 @@ def test_the_same_seed_is_the_same_simulation() -> None:
     assert len(set(first)) == 20
 
 
+async def _cancelled_together(rank: int) -> list[str]:
+    """The order in which tasks, each in a cancel scope of its own, are cancelled by the scope around them."""
+    heard: list[str] = []
+
+    async def wait(name: str) -> None:
+        with anyio.CancelScope():
+            try:
+                await anyio.sleep_forever()
+            finally:
+                heard.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(20):
+            tasks.start_soon(wait, f"{rank} {number}")
+        await ac.all_reduce(1)
+        tasks.cancel_scope.cancel()
+    return heard
+
+
+def test_scopes_are_cancelled_in_the_order_in_which_they_were_entered() -> None:
+    """anyio keeps them in a set, whose order is that of their addresses."""
+    other_addresses = []
+    for _ in range(5):
+        report = simulate(_cancelled_together, world_size=2, seed=1)
+        assert report.results[1] == [f"1 {number}" for number in range(20)]
+        other_addresses.append([object() for _ in range(997)])
+
+
 @pytest.mark.slow
 def test_drawn_programs_are_the_same_in_another_process() -> None:
     """With faults, and beside each other; `make determined` compares ten thousand."""

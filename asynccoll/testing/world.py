@@ -24,6 +24,7 @@ from asynccoll.testing import device as devices
 from asynccoll.testing import network as wires
 from asynccoll.testing import primitives
 from asynccoll.testing import scheduler as scheduling
+from asynccoll.testing.cancel_scopes import ordered_cancel_scopes
 from asynccoll.testing.delivery import Delivery
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.hub import Host, SimulatedHub
@@ -103,6 +104,7 @@ class World:
             processes(size) as enter,
             self._loop.around(report.seed),
             worker_threads(),
+            ordered_cancel_scopes(),
             self._installed(),
             exchanged(table, ("create",), SimpleNamespace(create=self._create)),
         ):
