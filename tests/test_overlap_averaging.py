@@ -57,7 +57,7 @@ async def against_blocking(me: Rank, every: int, delay: int) -> None:
             if me.size <= 2:  # a sum of two does not depend on its order
                 oracle.same(mine.detach(), its.detach())
     if me.runner == "blocking":
-        averaging.wait_finish()
+        averaging.finish().wait()
     else:
         await averaging.finish()
     for mine in ours.parameters():

@@ -48,7 +48,7 @@ def average(model: nn.Module) -> None:
 
 async def step(me: Rank, optimizer: ac.overlap.ShardedOptimizer) -> None:
     if me.runner == "blocking":
-        optimizer.wait_step()
+        optimizer.step().wait()
     else:
         await optimizer.step()
 
@@ -73,7 +73,7 @@ async def both_step(
 
 async def gathered(me: Rank, optimizer: ac.overlap.ShardedOptimizer) -> None:
     if me.runner == "blocking":
-        optimizer.wait_gathered()
+        optimizer.gathered().wait()
     else:
         await optimizer.gathered()
 

@@ -214,7 +214,7 @@ def trained(me: Rank) -> nn.Module:
     model = network()
     optimizer = ac.overlap.shard_optimizer(model, sgd(model.parameters()), **SMALL)
     loss_of(model, batch(me.rank, 0)).backward()
-    optimizer.wait_step()
+    optimizer.step().wait()
     return model
 
 

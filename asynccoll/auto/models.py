@@ -29,7 +29,8 @@ from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
 from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models, scaler_told
 from asynccoll.overlap.backward import BackwardReducer
-from asynccoll.overlap.steps import Resumable, Steps, run
+from asynccoll.overlap.pending import Methods, Pending
+from asynccoll.overlap.steps import Steps
 
 __all__ = [
     "AsyncOptimizer",
@@ -227,7 +228,7 @@ class AsyncOptimizer:
         self.gradients = gradients
         self._agreement = agreement
         whose = f"this optimizer ({type(optimizer).__name__}, awaited)"
-        self._sequences = Resumable(whose, lambda: gradients.news)
+        self._methods = Methods("AsyncOptimizer", whose, lambda: gradients.news)
 
     def __repr__(self) -> str:
         return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
@@ -237,7 +238,7 @@ class AsyncOptimizer:
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
-    async def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Update the parameters once the gradients of all ranks are averaged.
 
         ``closure`` makes the gradients anew and returns the loss, which is returned. With a gradient
@@ -247,7 +248,7 @@ class AsyncOptimizer:
             UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
                 would have to be awaited. ``ac.auto_optim`` takes those.
         """
-        return await run(self._sequences.steps(("step", closure), lambda: self._step(closure, scaler)))
+        return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
 
     def _step(self, closure: Callable[[], object] | None, scaler: Any) -> Steps[object]:
         loss = None
@@ -264,13 +265,16 @@ class AsyncOptimizer:
         self.gradients.stepped()
         return loss
 
-    async def reduced(self) -> None:
+    def reduced(self) -> Pending[None]:
         """Wait until the gradients are the average of all ranks', as often on every rank."""
-        await run(self._sequences.steps(("reduced",), self._reduce))
+        return self._methods.resumed(("reduced",), self._reduce)
 
-    async def unscale_(self, scaler: Any) -> None:
+    def unscale_(self, scaler: Any) -> Pending[None]:
         """``scaler.unscale_`` of the averaged gradients, for clipping before ``step(scaler=scaler)``."""
-        await self.reduced()
+        return self._methods.resumed(("unscale_",), lambda: self._unscale(scaler))
+
+    def _unscale(self, scaler: Any) -> Steps[None]:
+        yield from self._reduce()
         scaler.unscale_(self.wrapped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

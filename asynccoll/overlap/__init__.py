@@ -20,6 +20,7 @@ from asynccoll.overlap.divergence import ParameterChecker, check_parameters
 from asynccoll.overlap.gradients import GradientReducer, overlap_gradients
 from asynccoll.overlap.layers import GatheredLayer, ShardedLayers, shard_layers
 from asynccoll.overlap.parameters import broadcast_parameters
+from asynccoll.overlap.pending import Pending
 from asynccoll.overlap.prefetch import prefetch
 from asynccoll.overlap.sharded import ShardedOptimizer, shard_optimizer
 from asynccoll.overlap.window import InFlight
@@ -31,6 +32,7 @@ __all__ = [
     "InFlight",
     "ParameterAverager",
     "ParameterChecker",
+    "Pending",
     "ShardedLayers",
     "ShardedOptimizer",
     "average_parameters",

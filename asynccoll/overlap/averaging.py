@@ -26,6 +26,8 @@ from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import check_unaliased, check_whole
+from asynccoll.overlap.pending import Methods, Pending
+from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
@@ -62,6 +64,7 @@ class ParameterAverager:
         check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
         self._every, self._delay = every, delay
         self._tail: dict[str, Any] = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
+        self._methods = Methods("ParameterAverager", "this averager")
         self._steps = 0
         self._midway = False
         self._begun = 0  # the step that the latest round began with
@@ -139,20 +142,14 @@ class ParameterAverager:
 
     # At the end
 
-    async def finish(self) -> None:
+    def finish(self) -> Pending[None]:
         """Take what is on its way, and average once more: the parameters are the same on every rank.
 
         After a cancelled or timed-out await the next one waits for the same average.
         """
-        for work in self._finish():
-            await work
+        return self._methods.pending("finish", self._finish)
 
-    def wait_finish(self) -> None:
-        """The same without an event loop."""
-        for work in self._finish():
-            work.wait()
-
-    def _finish(self) -> Iterator[Work[Any]]:
+    def _finish(self) -> Steps[None]:
         if self._work is not None:
             yield from self._take()
         if self._last is None:

@@ -28,8 +28,9 @@ from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.accepted import check_unaliased, check_whole, share_out
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
+from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import check_ahead, prefetch
-from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
+from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
@@ -111,7 +112,7 @@ class ShardedLayers(nn.Module):
         self._turns = Turns(group, self._call["lane"])
         self._scattering = Scattering(self._backward, self._turns)
         self._loop: Iterator[Callable[[], Work[object]]] = iter(())
-        self._sequences = Resumable("these layers")
+        self._methods = Methods("ShardedLayers", "these layers")
         _live[self] = None
 
     def train(self, mode: bool = True) -> ShardedLayers:
@@ -145,7 +146,7 @@ class ShardedLayers(nn.Module):
         return self._gathered(self._layers[::-1])
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
-        self._sequences.check_complete("a loop over the layers")
+        self._methods.check_complete("a loop over the layers")
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
@@ -156,13 +157,9 @@ class ShardedLayers(nn.Module):
             "layers.full_state_dict()`, and load_full_state_dict it into layers that are shared out anew"
         )
 
-    async def finish_loop(self) -> None:
+    def finish_loop(self) -> Pending[None]:
         """Gather the layers that a loop which ended early has left out, as the other ranks do."""
-        await run(self._finish_loop())
-
-    def wait_finish_loop(self) -> None:
-        """The same without an event loop."""
-        run_blocking(self._finish_loop())
+        return self._methods.pending("finish_loop", self._finish_loop)
 
     def _finish_loop(self) -> Steps[None]:
         for start in self._loop:
@@ -170,32 +167,21 @@ class ShardedLayers(nn.Module):
 
     # Gradients
 
-    async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Pending[torch.Tensor]:
         """Scale the gradients down so that their norm over all parameters is at most ``max_norm``.
 
         Returns the norm before. If it is not finite, the gradients become NaN on every rank.
         """
-        return await run(self._clipped(max_norm, norm_type))
-
-    def wait_clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """The same without an event loop."""
-        return run_blocking(self._clipped(max_norm, norm_type))
-
-    def _clipped(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
         given = ("clip_grad_norm_", max_norm, norm_type)
         shards = list(self.shards)
-        return self._sequences.steps(given, lambda: norms.clip(shards, max_norm, norm_type, **self._backward))
+        return self._methods.resumed(given, lambda: norms.clip(shards, max_norm, norm_type, **self._backward))
 
-    async def unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> Pending[None]:
         """``scaler.unscale_(optimizer)``; all ranks agree on whether one of them overflowed.
 
         Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
         """
-        await run(self._sequences.steps(("unscale_",), lambda: self._unscale(scaler, optimizer)))
-
-    def wait_unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> None:
-        """The same without an event loop."""
-        run_blocking(self._sequences.steps(("unscale_",), lambda: self._unscale(scaler, optimizer)))
+        return self._methods.resumed(("unscale_",), lambda: self._unscale(scaler, optimizer))
 
     def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
         yield from norms.agree_on_overflow(list(self.shards), **self._backward)
@@ -203,19 +189,12 @@ class ShardedLayers(nn.Module):
 
     # Checkpoints
 
-    async def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> Pending[dict[str, torch.Tensor]]:
         """Parameters and buffers of the whole layers, the same on every rank; all of them call it together.
 
         Named as those of an ``nn.ModuleList`` of the layers, which can load it.
         """
-        return await run(self._full_state_dict())
-
-    def wait_full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The same without an event loop."""
-        return run_blocking(self._full_state_dict())
-
-    def _full_state_dict(self) -> Steps[dict[str, torch.Tensor]]:
-        return self._sequences.steps(
+        return self._methods.resumed(
             ("full_state_dict",), lambda: layerstates.parameters(self._layers, **self._call)
         )
 
@@ -227,19 +206,12 @@ class ShardedLayers(nn.Module):
         """
         layerstates.load_parameters(self._layers, state_dict)
 
-    async def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Pending[dict[str, object]]:
         """The state of ``optimizer``, which has our ``parameters()``, for whole parameters by name.
 
         The same on every rank; all of them call it together.
         """
-        return await run(self._full_optimizer_state(optimizer))
-
-    def wait_full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-        """The same without an event loop."""
-        return run_blocking(self._full_optimizer_state(optimizer))
-
-    def _full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Steps[dict[str, object]]:
-        return self._sequences.steps(
+        return self._methods.resumed(
             ("full_optimizer_state", id(optimizer)),
             lambda: layerstates.optimizer_state(self._layers, optimizer, **self._call),
         )

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, count
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,19 +40,18 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.parameters import start_alike
+from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, parts_of, whole_of
-from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
+from asynccoll.overlap.steps import Steps, run, run_blocking
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
-
-T = TypeVar("T")
 
 
 class ShardedOptimizer:
     """An optimizer whose state and arithmetic are shared out over the ranks; ``shard_optimizer`` makes it.
 
-    Each coroutine here has a twin without an event loop, called ``wait_...``.
+    What is awaited here is waited for by ``wait()`` without an event loop: ``optimizer.step().wait()``.
 
     - ``await step()`` waits for this rank's part of the gradients, updates its part of the parameters and
       starts sending it. Each module's forward, and its ``state_dict()``, wait for the parameters that it has.
@@ -89,8 +88,10 @@ class ShardedOptimizer:
             options["broadcast_buffers"] = model
         self.gradients: ShardReducer = ShardReducer(self._groups, init_sync=False, **options)
         gradients = self.gradients
-        self._sequences = Resumable(
-            f"this optimizer ({type(optimizer).__name__}, sharded)", lambda: gradients.news
+        self._methods = Methods(
+            "ShardedOptimizer",
+            f"this optimizer ({type(optimizer).__name__}, sharded)",
+            lambda: gradients.news,
         )
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._agreed = False  # on whether a gradient overflowed
@@ -128,17 +129,9 @@ class ShardedOptimizer:
 
     # Once a step
 
-    async def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Update this rank's part once its gradients are there, and start sending it."""
-        return await run(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
-
-    def wait_step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Any:
-        """The same without an event loop."""
-        return run_blocking(self._resumed(("step", closure), lambda: self._step(closure, scaler)))
-
-    def _resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
-        """The sequence of waits of a method and its arguments, or the rest of it."""
-        return self._sequences.steps(name, begin)
+        return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
 
     def _step(self, closure: Callable[[], object] | None, scaler: Any) -> Steps[object]:
         loss = None
@@ -155,13 +148,9 @@ class ShardedOptimizer:
         self._gather()
         return loss
 
-    async def reduced(self) -> None:
+    def reduced(self) -> Pending[None]:
         """Wait until this rank's part of the gradients is that of the average; as often on every rank."""
-        await run(self._resumed(("reduced",), self._reduce))
-
-    def wait_reduced(self) -> None:
-        """The same without an event loop."""
-        run_blocking(self._resumed(("reduced",), self._reduce))
+        return self._methods.resumed(("reduced",), self._reduce)
 
     def _reduce(self) -> Steps[None]:
         self._check_parameters()
@@ -209,26 +198,22 @@ class ShardedOptimizer:
                 "skip() before the gradients were reduced: `await optimizer.reduced()` first, or other ranks "
                 "would wait for this one's"
             )
-        self._sequences.check_complete("skip()")
+        self._methods.check_complete("skip()")
         self.zero_grad()
         self.gradients.stepped()
 
     def gather(self) -> None:
         """Start sending this rank's part of the parameters, those of the first layers first."""
-        self._sequences.check_complete("gather()")
+        self._methods.check_complete("gather()")
         self._gather()
 
     def _gather(self) -> None:
         self.gradients.gather(**self._tail)
         self.gradients.stepped()
 
-    async def gathered(self) -> None:
+    def gathered(self) -> Pending[None]:
         """Wait until every parameter is that of the last step."""
-        await run(self.gradients.gathered())
-
-    def wait_gathered(self) -> None:
-        """The same without an event loop."""
-        run_blocking(self.gradients.gathered())
+        return self._methods.pending("gathered", self.gradients.gathered)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, or make them zeros."""
@@ -246,21 +231,14 @@ class ShardedOptimizer:
     def _shards(self) -> list[nn.Parameter]:
         return [bucket.shard for bucket in self.gradients.buckets]
 
-    async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Pending[torch.Tensor]:
         """Scale the gradients down so that their norm over all parameters is at most ``max_norm``.
 
         Returns the norm before. If it is not finite, the gradients become NaN on every rank, so that a
         gradient scaler skips the step on all of them.
         """
-        return await run(self._clipped(max_norm, norm_type))
-
-    def wait_clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """The same without an event loop."""
-        return run_blocking(self._clipped(max_norm, norm_type))
-
-    def _clipped(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
         given = ("clip_grad_norm_", max_norm, norm_type)
-        return self._resumed(given, lambda: self._clip(max_norm, norm_type))
+        return self._methods.resumed(given, lambda: self._clip(max_norm, norm_type))
 
     def _clip(self, max_norm: float, norm_type: float) -> Steps[torch.Tensor]:
         yield from self._reduce()
@@ -268,13 +246,9 @@ class ShardedOptimizer:
         self._agreed = True
         return norm
 
-    async def unscale_(self, scaler: object) -> None:
+    def unscale_(self, scaler: object) -> Pending[None]:
         """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
-        await run(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
-
-    def wait_unscale_(self, scaler: object) -> None:
-        """The same without an event loop."""
-        run_blocking(self._resumed(("unscale_",), lambda: self._unscale(scaler)))
+        return self._methods.resumed(("unscale_",), lambda: self._unscale(scaler))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
         check_not_unscaled(self, scaler)
@@ -298,17 +272,13 @@ class ShardedOptimizer:
 
     # Checkpoints
 
-    async def full_state_dict(self) -> dict[str, object]:
+    def full_state_dict(self) -> Pending[dict[str, object]]:
         """The state of the whole optimizer, the same on every rank; all of them call it together.
 
         As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
         ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on all.
         """
-        return await run(self._resumed(("full_state_dict",), self._full_state_dict))
-
-    def wait_full_state_dict(self) -> dict[str, object]:
-        """The same without an event loop."""
-        return run_blocking(self._resumed(("full_state_dict",), self._full_state_dict))
+        return self._methods.resumed(("full_state_dict",), self._full_state_dict)
 
     def _full_state_dict(self) -> Steps[dict[str, object]]:
         numbers = {id(x): number for number, x in enumerate(self._parameters)}
@@ -357,13 +327,13 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Take the hooks away, once the parameters are there."""
-        run_blocking(self._sequences.rest())
-        self.wait_gathered()
+        run_blocking(self._methods.rest())
+        self.gathered().wait()
         self._remove_hooks()
 
     async def aclose(self) -> None:
         """The same in an event loop."""
-        await run(self._sequences.rest())
+        await run(self._methods.rest())
         await self.gathered()
         self._remove_hooks()
 

@@ -1,0 +1,91 @@
+"""What methods that wait several times return: awaited, waited for, asked for twice, and forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asynccoll as ac
+
+
+def sharded() -> tuple[nn.Linear, ac.overlap.ShardedOptimizer]:
+    """Of a world of one, with gradients of one everywhere: a step takes 0.5 off."""
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    model(torch.ones(1, 2)).sum().backward()
+    return model, optimizer
+
+
+def awaited() -> tuple[nn.Linear, Any]:
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    optimizer = ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.5))
+    model(torch.ones(1, 2)).sum().backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("make", [sharded, awaited])
+def test_without_an_event_loop(make: Any) -> None:
+    model, optimizer = make()
+    optimizer.step().wait()
+    optimizer.close()
+    assert model.weight.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("make", [sharded, awaited])
+def test_a_step_that_is_awaited_twice_is_one(make: Any) -> None:
+    async def main() -> None:
+        model, optimizer = make()
+        step = optimizer.step()
+        assert model.weight.tolist() == [[1.0, 1.0]], "it begins when it is waited for"
+        await asyncio.gather(step)
+        await step
+        step.wait()
+        optimizer.close()
+        assert model.weight.tolist() == [[0.5, 0.5]]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("make", "name"), [(sharded, "ShardedOptimizer"), (awaited, "AsyncOptimizer")])
+def test_a_forgotten_step_is_told(make: Any, name: str) -> None:
+    """When it is dropped, and by the next call, which would be the first for the other ranks."""
+    model, optimizer = make()
+    said = rf"{name}\.step\(\) at .*test_overlap_pending\.py:\d+ was never awaited, and has done nothing"
+    with pytest.warns(ac.UnawaitedWorkWarning, match=said):
+        optimizer.step()
+    assert model.weight.tolist() == [[1.0, 1.0]]
+    with pytest.raises(ac.InvalidArgumentError, match=said):
+        optimizer.step()
+    optimizer.step().wait()  # told once, it may be made up for
+    optimizer.close()
+    assert model.weight.tolist() == [[0.5, 0.5]]
+
+
+def test_it_is_not_its_result() -> None:
+    _, optimizer = sharded()
+    norm = optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(ac.PayloadTypeError, match=re.escape("<ShardedOptimizer.clip_grad_norm_() at ")):
+        norm > 1.0  # noqa: B015  # what somebody writes who forgot to await
+    assert norm.wait().item() == pytest.approx(3**0.5)
+    optimizer.close()
+
+
+def test_one_that_failed_fails_again() -> None:
+    """With the same error; whoever looks for its result late is not told that it is done."""
+    _, optimizer = sharded()
+
+    def closure() -> float:
+        raise ArithmeticError("no loss")
+
+    step = optimizer.step(closure)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="no loss"):
+            step.wait()
+    optimizer.close()
