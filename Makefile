@@ -183,7 +183,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@$(MAKE) --no-print-directory kills
 
 # Those of files that start whole programs are left to `make test`.
-PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where
+PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults faults_matrix hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where
 INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1

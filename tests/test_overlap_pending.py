@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import asynccoll as ac
 
@@ -88,4 +89,55 @@ def test_one_that_failed_fails_again() -> None:
     for _ in range(2):
         with pytest.raises(ArithmeticError, match="no loss"):
             step.wait()
+    optimizer.close()
+
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=6),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("shares_out", [False, True])
+def test_schedulers_take_it(name: str, shares_out: bool) -> None:
+    """The rates, and so the weights, are those of torch's optimizer under the same scheduler."""
+
+    def train(wrap: Any) -> tuple[list[float], list[list[float]]]:
+        model = nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1.0, -1.0]]))
+            model.bias.zero_()
+        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+        scheduler = SCHEDULERS[name](optimizer)
+        rates = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).square().sum().backward()
+            step = optimizer.step()
+            if isinstance(step, ac.overlap.Pending):
+                step.wait()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        if isinstance(optimizer, ac.overlap.ShardedOptimizer):
+            optimizer.gathered().wait()
+        return rates, model.weight.tolist()
+
+    def ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+        return ac.overlap.shard_optimizer(model, optimizer) if shares_out else ac.async_optim(optimizer)
+
+    rates, weights = train(ours)
+    expected_rates, expected = train(lambda _, optimizer: optimizer)
+    assert rates == expected_rates
+    assert weights[0] == pytest.approx(expected[0])
+
+
+def test_a_scheduler_that_watches_a_loss_takes_it() -> None:
+    _, optimizer = sharded()
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     optimizer.close()

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,10 +27,11 @@ from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
-from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models, scaler_told
+from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
+from asynccoll.overlap.wrapping import Wrapping
 
 __all__ = [
     "AsyncOptimizer",
@@ -209,11 +210,11 @@ def _parameters_of(optimizer: Optimizer) -> Callable[[], list[torch.Tensor]]:
 # Awaited
 
 
-class AsyncOptimizer:
+class AsyncOptimizer(Wrapping):
     """An optimizer whose step awaits gradients that leave while backward runs; ``async_optim`` makes it.
 
     ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``, ``state_dict``,
-    ``param_groups``; schedulers take ``optimizer.wrapped``. ``close()`` (or leaving a ``with`` or
+    ``param_groups``; torch's schedulers take it. ``close()`` (or leaving a ``with`` or
     ``async with`` block) takes the hooks away. To read gradients before the step, as clipping does,
     ``await optimizer.reduced()``. That is a step of all ranks: those without data take part. After one the
     ranks ask each other, in ``step``, whether any has run another backward since. With a gradient scaler:
@@ -232,11 +233,6 @@ class AsyncOptimizer:
 
     def __repr__(self) -> str:
         return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.wrapped, name)
 
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Update the parameters once the gradients of all ranks are averaged.
@@ -285,15 +281,6 @@ class AsyncOptimizer:
     def _reduce(self) -> Steps[None]:
         if (yield from self.gradients.needed(**self._agreement)):
             yield self.gradients
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        """What ``scaler.step`` asks for first: it would call ``step``, which has to be awaited."""
-        raise InvalidArgumentError(scaler_told("optimizer"))
-
-    def no_sync(self) -> Any:
-        """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
-        return self.gradients.no_sync()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -46,7 +46,7 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
         raise InvalidArgumentError(
             "DistributedDataParallel, which auto_model wraps models in, reduces the gradients of its model "
             "itself: use the model without it (ac.overlap.broadcast_parameters has all ranks start alike), "
-            "or have its buckets are sent on a lane of ours (ac.overlap.ddp_hook)"
+            "or have its buckets sent on a lane of ours (ac.overlap.ddp_hook)"
         )
 
 

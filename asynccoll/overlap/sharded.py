@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain, count
 from typing import Any, NoReturn
 
@@ -36,7 +35,6 @@ from asynccoll.overlap.accepted import (
     check_not_unscaled,
     check_unaliased,
     check_whole,
-    scaler_told,
 )
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.parameters import start_alike
@@ -44,11 +42,12 @@ from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
+from asynccoll.overlap.wrapping import Wrapping
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Wrapping):
     """An optimizer whose state and arithmetic are shared out over the ranks; ``shard_optimizer`` makes it.
 
     What is awaited here is waited for by ``wait()`` without an event loop: ``optimizer.step().wait()``.
@@ -65,7 +64,7 @@ class ShardedOptimizer:
       ``reduced()`` or ``clip_grad_norm_()``, zero the gradients, or call ``skip()``; the same on every rank.
     - Its parts, for code of yours between them: ``await reduced()``, ``wrapped.step()``, ``gather()``. Once
       reduced, the gradients are in ``wrapped.param_groups``, and ``.grad`` of the model's parameters is zero.
-    - ``wrapped`` is the optimizer, of flat parts: one parameter per bucket. Schedulers take it. Its
+    - ``wrapped`` is the optimizer, of flat parts: one parameter per bucket. Its
       ``state_dict()`` is this rank's part; ``await full_state_dict()`` is that of the whole optimizer, which
       any number of ranks can load.
     - A parameter that no rank used has a gradient of zeros here, not None.
@@ -121,11 +120,6 @@ class ShardedOptimizer:
 
     def __repr__(self) -> str:
         return f"<ShardedOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.wrapped, name)
 
     # Once a step
 
@@ -256,19 +250,10 @@ class ShardedOptimizer:
         yield from self._agree()
         scaler.unscale_(self.wrapped)
 
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        """What ``scaler.step`` asks for first: it would call ``step``, which has to be awaited."""
-        raise InvalidArgumentError(scaler_told("optimizer"))
-
     def _agree(self) -> Steps[None]:
         if not self._agreed:
             yield from norms.agree_on_overflow(self._shards, **self._tail)
             self._agreed = True
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
-        return self.gradients.no_sync()
 
     # Checkpoints
 
