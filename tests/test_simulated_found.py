@@ -125,3 +125,14 @@ def test_a_device_that_waits_for_a_call_which_a_peer_did_not_make_is_freed() -> 
 def stopped(chance: object, world_size: int) -> list[Stop]:
     """One rank that is late by seconds."""
     return [Stop(world_size - 1, seconds=3.0, after_call=1)]
+
+
+def test_the_first_rank_lets_an_epoch_pass_that_this_rank_has_yet_to_begin() -> None:
+    """It went through the turnstile with nothing, and had no turn when that epoch had begun."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": [{"wait": "exception", "pauses": 1}, {"payload": "tracked", "form": "out"}, '
+        '{}]}], "start": "task group", "loop": "trio"}'
+    )
+    for seed in (3639, *range(40)):
+        found, _ = complaints(program, seed, transport="nccl", schedule=PCT())
+        assert not found, found

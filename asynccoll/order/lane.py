@@ -527,7 +527,9 @@ class Lane:
             cut = self._cut
             halted = cut is not None and cut.verdict is None and self._has_all_below(cut.refusal)
             barren = halted and not self._queue and self._active is None
-            if self._admitted is None or not (self._admitted < self.epoch or barren):
+            if self._admitted is None or self._admitted > self.epoch:  # the first rank has settled before us
+                return
+            if self._admitted == self.epoch and not barren:
                 return
             self._admitted = None
         assert self._turnstile is not None
