@@ -120,9 +120,12 @@ class Looped:
                 with anyio.move_on_after(TIMEOUTS[call.seed % len(TIMEOUTS)]):
                     return await work
             case "deadline":
+                pause, longest = _PAUSES
                 while not work.done():  # a lane that is given up says so by this error, too
                     with contextlib.suppress(ac.CollectiveTimeoutError):
                         return await work
+                    await anyio.sleep(pause)
+                    pause = min(2 * pause, longest)
             case _:
                 await _looked_at(self.until, call, work)
         return await work
@@ -201,9 +204,12 @@ class Threaded:
                 with contextlib.suppress(ac.CollectiveTimeoutError):
                     return work.wait(TIMEOUTS[call.seed % len(TIMEOUTS)])
             case "deadline":
+                pause, longest = _PAUSES
                 while not work.done():
                     with contextlib.suppress(ac.CollectiveTimeoutError):
                         return work.wait()
+                    host.sleep(pause)
+                    pause = min(2 * pause, longest)
             case _:
                 await _looked_at(self.until, call, work)
         return work.wait()
