@@ -1,4 +1,4 @@
-"""What ran when: operations on their lanes beside compute, on one rank and on all of them.
+"""Timelines: operations on their lanes beside compute, on one rank and on all of them.
 
 ``recording`` takes down one rank; ``gather``, ``load`` and ``asynccoll trace run`` make one trace of all. On
 top of what it shows, and beside it: nobody below knows of this package, which sees operations as an observer.
