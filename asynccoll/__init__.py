@@ -9,13 +9,14 @@ grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
 from asynccoll import elastic, overlap, trace
-from asynccoll.auto.models import (
+from asynccoll.auto import (
     AsyncOptimizer,
     DistributedProxySampler,
     async_optim,
     auto_dataloader,
     auto_model,
     auto_optim,
+    gather_for_metrics,
 )
 from asynccoll.errors import (
     AbortedError,
@@ -162,6 +163,7 @@ __all__ = (
     "explain",
     "finalize",
     "gather",
+    "gather_for_metrics",
     "gather_object",
     "get_local_rank",
     "get_nnodes",

@@ -4,6 +4,7 @@ Knows overlap and how the backend wants to be trained on; must not know which ba
 """
 
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
+from asynccoll.auto.metrics import gather_for_metrics
 from asynccoll.auto.models import AsyncOptimizer, async_optim, auto_model, auto_optim
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "auto_dataloader",
     "auto_model",
     "auto_optim",
+    "gather_for_metrics",
 ]

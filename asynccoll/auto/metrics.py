@@ -1,0 +1,69 @@
+"""What ranks have computed of their shares of a dataset, put together for a metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.ops.collectives import all_gather
+from asynccoll.plan.trees import flatten, unflatten
+from asynccoll.runtime.process import get_world_size
+from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
+
+__all__ = ["gather_for_metrics"]
+
+
+def gather_for_metrics(
+    x: Any,
+    /,
+    *,
+    samples: int,
+    group: GroupLike = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> Work[Any]:
+    """Every rank's predictions of an epoch, on every rank, in the order of the sampler, each sample once.
+
+    ``x`` is a tensor, or a tree of tensors, with a row in dim 0 for each sample that a torch
+    ``DistributedSampler`` gave this rank, in its order. Rank r of n has the samples r, r + n, r + 2n ..., and
+    repeats the first ones where ``samples`` does not divide by n: the repeated rows are dropped.
+
+    >>> rows = await ac.gather_for_metrics(predictions, samples=len(dataset))   # 5 samples on two ranks:
+    tensor([p0, p1, p2, p3, p4])    # r0 has [p0, p2, p4], r1 has [p1, p3, p0]: shape (3,) -> (5,)
+
+    Without shuffling the rows are in the order of the dataset. With ``drop_last`` the samples that no rank
+    got are missing at the end.
+
+    Args:
+        x: as many rows on every rank.
+        samples: of the whole dataset.
+        group, lane, timeout: as of ``all_gather``.
+
+    Raises:
+        PayloadTypeError: a leaf is no tensor with a dim 0.
+        InvalidArgumentError: ``samples`` is no positive number.
+
+    Source: ``accelerate.Accelerator.gather_for_metrics``, for a whole epoch at once.
+    """
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        raise InvalidArgumentError(f"gather_for_metrics: samples={samples!r}; expected the dataset's length")
+    for leaf in flatten(x)[0]:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            what = f"a {type(leaf).__name__}" if not isinstance(leaf, torch.Tensor) else "a 0-d tensor"
+            raise PayloadTypeError(f"gather_for_metrics got {what}; expected tensors with a row per sample")
+    size = get_world_size(group)
+
+    def in_order(found: object) -> object:
+        leaves, spec = flatten(found)
+        return unflatten(spec, [_interleaved(leaf, size)[:samples] for leaf in leaves])
+
+    return all_gather(x, group=group, lane=lane, timeout=timeout).map(in_order)
+
+
+def _interleaved(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Row i of each of ``size`` equal parts in turn."""
+    parts = rows.reshape(size, len(rows) // size, *rows.shape[1:])
+    return parts.transpose(0, 1).reshape(rows.shape)
