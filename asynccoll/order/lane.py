@@ -66,7 +66,7 @@ Lost = tuple[Operation, CollectiveError]
 
 
 class Lane:
-    """The order named ``name`` of ``group``; operations of equal lanes meet on all ranks."""
+    """The order named ``name`` of ``group``; operations on lanes of one name match across ranks."""
 
     def __init__(
         self, group: Members, world: World, name: str, key: str = "", turnstile: Turnstile | None = None
@@ -225,7 +225,7 @@ class Lane:
         return operation
 
     def _show(self, operation: Operation, size_bytes: int) -> None:
-        """To who observes. Without the lock: who wants to hear of the end of a program takes it on itself."""
+        """Tell the observers. Without the lock, which an observer of a program's end takes itself."""
         for observe in self.world.observers:
             observe(operation, size_bytes)
         if profiler._is_profiler_enabled:
@@ -245,7 +245,7 @@ class Lane:
         )
 
     def _announce(self, what: What, spot: Spot) -> CollectiveMismatchError | None:
-        """Say what the call is that is issued now, and hear if others call another. With the lock held."""
+        """Announce the call about to be issued; an error if others call another one. With the lock held."""
         if self._together:
             return self._tell_what(self._of_whole(what), spot, self.sequence, self._part + 1, True)
         return self._tell_what(what, spot, self.sequence + 1, 1, False)
@@ -278,7 +278,7 @@ class Lane:
         job.generator = job.program(self._connection.opened())
         try:
             job.step = returned(next(job.generator))
-        except StopIteration as stop:  # it was the last
+        except StopIteration as stop:  # that was its last call
             self._active = None
             job.promise.follow(returned(stop.value))
         except BaseException:  # refused by the native call itself, as it is for a single one
@@ -310,7 +310,7 @@ class Lane:
             operation.fail(refusal.error(self, job.place))
         elif cut is None or not cut.refusal.loses(job.place, job.part):
             self._queue.append(job)
-        elif cut.verdict is None and job.place == cut.place:  # lost, whatever the others will say
+        elif cut.verdict is None and job.place == cut.place:  # lost, whatever the verdict will be
             operation.fail(cut.refusal.error(self, job.place))
         elif cut.verdict is None:
             cut.held.append(job)
@@ -375,7 +375,7 @@ class Lane:
             self._together = False
 
     def _admitted_owner(self, stream: Stream | None) -> Owner:
-        """Check that the caller may issue here now; from now on it owns this order."""
+        """Check that the caller may issue here now; it owns this order from now on."""
         if self.broken is not None:
             raise self.broken.with_traceback(None)
         return self._owners.admit(stream, self)
@@ -432,13 +432,13 @@ class Lane:
         return operation
 
     def _describe(self, key: Hashable, estimate: Estimate, spot: Spot, of: Subject | None) -> int:
-        """What is recorded of operations of this kind, in words."""
+        """The text that is recorded for operations of this kind."""
         said = "" if of is None else of.described()
         parts = (self.group.key, self.key, self.name, estimate.name, said, str(spot.place))
         return self._recorder.learn(key, parts, (estimate, spot, of and of.plan))
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
-        """What is left of ``operation`` when it is done: with its place, its time limit, and its fate."""
+        """What follows on ``operation`` once it is done: an operation with its place and its time limit."""
         with self._lock:
             if self.broken is not None:
                 raise self.broken.with_traceback(None)
@@ -460,7 +460,7 @@ class Lane:
         self._drive()
 
     def _drive(self) -> None:
-        """Issue queued operations as far as possible; one thread at a time, in order."""
+        """Issue queued operations as far as possible: in order, and in one thread at a time."""
         with self._lock:
             if self._driving:
                 self._kicked = True
@@ -574,9 +574,9 @@ class Lane:
             raise interrupted
 
     def _refuse_rest(self, job: Job, error: BaseException) -> None:
-        """The program broke off halfway: its peers wait for the rest of it in vain, or are a call ahead.
+        """The program failed halfway: its peers wait for a rest that never comes, or are a call ahead.
 
-        What all of them raise alike (a mismatch that they compared) is no such thing.
+        An error that all of them raise (a mismatch that they compared) does not count.
         """
         if not job.place or self._active is not job:
             return
@@ -620,9 +620,9 @@ class Lane:
 
     @property
     def is_settling(self) -> bool:
-        """Whether peers may still ask this rank which of its calls a refusal takes along.
+        """Whether peers may still ask this rank which of its calls a refusal cancels.
 
-        Not where it has calls to make below the refused one: until then it has nothing to say.
+        Not while it has calls to make below the refused one: until then it cannot answer.
         """
         cut = self._cut
         if cut is None or cut.verdict is not None or self.broken is not None:
@@ -731,12 +731,12 @@ class Lane:
         )
 
     def _has_all_below(self, refusal: Refusal) -> bool:
-        """Whether all was accepted here that is not lost."""
+        """Whether everything that is not lost has been accepted here."""
         place, stands = refusal.begins
         return (self.sequence, self._part) >= ((place, stands) if stands else (place - 1, 0))
 
     def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
-        """All ranks have said how far they went: go on where all do. The next cut, if one is waiting."""
+        """All ranks have stated how far they went: go on where all do. The next cut, if one is waiting."""
         with self._lock:
             if self.broken is not None or self._cut is not cut:
                 return None
@@ -747,7 +747,7 @@ class Lane:
             lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
             retired = None
             if not verdict.in_step:  # it has half-matched operations on it
-                self.cost = None  # whether all had agreed on it, nobody knows
+                self.cost = None  # it is unknown whether all had agreed on it
                 retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
             if self.sequence >= verdict.resumes - 1:
                 self._cut = None
@@ -807,7 +807,7 @@ class Lane:
             self._connection.retire(communicator)
 
     def _failed_to_open(self, epoch: int, error: BaseException) -> None:
-        """A helper thread could not: every operation that waits for this lane says why."""
+        """A helper thread could not: every operation that waits for this lane fails with the reason."""
         if self._connection.is_for(epoch):
             failure = collective_error(error, f"opening {self}")
             if isinstance(failure, PeerLostError):
@@ -823,7 +823,7 @@ class Lane:
                 self.compared.restart(self.sequence)
 
     def break_off(self, error: CollectiveError) -> None:
-        """The lane is of no more use: fail what is in flight, refuse what comes."""
+        """The lane cannot be used any more: fail what is in flight, refuse new calls."""
         with self._lock:
             if self.broken is None:
                 self.broken = error
@@ -872,7 +872,7 @@ class Lane:
         return refusal if lost else None
 
     def lose(self, error: CollectiveError) -> None:
-        """A rank is gone, or calls are out of step: give the lane up, and let those who wait for us know."""
+        """A rank is gone, or calls are out of step: give the lane up, and tell the ranks that wait for us."""
         self.break_off(error)
         self.world.pass_on(self)
 
@@ -884,7 +884,7 @@ class Lane:
         return found
 
     def estimate(self, name: str, size_bytes: int) -> Estimate:
-        """What is known of how long such an operation takes."""
+        """The estimate of how long such an operation takes."""
         kind = (name, size_bytes.bit_length())
         known = self._estimates.get(kind)
         if known is None:
@@ -897,7 +897,7 @@ class Lane:
             return self._out.using_memory()
 
     def disown(self, error: CollectiveError) -> list[Completion]:
-        """In a forked child: refuse what comes, fail what is in flight; what of it must not be destroyed."""
+        """In a forked child: refuse new calls, fail what is in flight. Returns what must not be destroyed."""
         self._lock = host.Lock()
         self.broken = error
         return [operation.disown(error) for operation in self._out]

@@ -66,7 +66,7 @@ class Order(Protocol):
 
     @property
     def communicator(self) -> Communicator | None:
-        """On which operations are issued now; None until it is open."""
+        """The communicator that operations are issued on; None until it is open."""
 
     def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
         """The typed error for ``native``, with its culprit named."""
@@ -148,14 +148,14 @@ class Operation:
         return self.over or self.failure is not None or self.completion.landed()
 
     def saw_end(self, now: float) -> None:
-        """It is seen to be over. Who was to be told of it hears it before the waiter goes on."""
+        """It is seen to be over. Observers are told before the waiter goes on."""
         self.over = self.completion.fine and self.failure is None
         self.lane.world.recorder.ended(self.ticket, now)
         if self._wakers:
             self._wake()
 
     def attend(self) -> None:
-        """Somebody waits for it: the world looks from time to time whether it can still end."""
+        """A waiter begins: the world checks from time to time whether it can still complete."""
         world = self.lane.world
         world.recorder.waited(self.ticket, host.monotonic())
         world.watch_over(self)
@@ -165,7 +165,7 @@ class Operation:
         self.lane.world.watch_no_more(self)
 
     def extend(self) -> None:
-        """Somebody was told that its time is over: who waits on waits for as long again."""
+        """A waiter was told that its deadline has passed: the next wait has as long again."""
         now = host.monotonic()
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
@@ -178,7 +178,7 @@ class Operation:
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
-        """Call ``waker`` once when ``done()`` has become true, at once if it is; returns how to forget it."""
+        """Call ``waker`` once ``done()`` is true, at once if it is; returns a function that forgets it."""
         with _wakers_lock:
             first = self._wakers is None
             if first:
@@ -203,14 +203,14 @@ class Operation:
             waker()
 
     def fail(self, error: CollectiveError) -> None:
-        """Stop the waiting with ``error``, although the native operation may still be out."""
+        """End the waiting with ``error``, although the native operation may still be in flight."""
         if self.failure is None and not self.completion.done():
             self._fails(error)
             self.completion.abandon()
             self._wake()
 
     def disown(self, error: CollectiveError) -> Completion:
-        """In a forked child: it is the parent's. What must not be asked here any more, nor be destroyed."""
+        """In a forked child: it is the parent's. What must not be asked here any more, nor destroyed."""
         native = self.completion
         if not self.over:
             self.failure = error
@@ -225,7 +225,7 @@ class Operation:
             raise self._fails(self.lane.explain_failure(self, error)) from error
 
     def error(self) -> CollectiveError | None:
-        """What went wrong, as one of ours; None if nothing did. Only once done."""
+        """Its error, as one of ours; None if it succeeded. Only once done."""
         if self.failure is None and (native := self.completion.error()) is not None:
             self._fails(self.lane.explain_failure(self, native))
         return self.failure

@@ -15,9 +15,9 @@ __all__ = ["Outstanding"]
 
 
 class Outstanding:
-    """Collectives, which end in order, and apart from them what ends whenever it likes.
+    """Collectives, which complete in order, and the rest, which completes at any time.
 
-    Those are messages, and what was given up: native code may still write to its memory. The lane holds
+    These are messages, and operations given up, to whose memory native code may still write. The lane holds
     its lock around each call.
     """
 

@@ -20,7 +20,7 @@ __all__ = ["Owner", "Owners", "Stream"]
 #: Of messages: ("send" or "recv", the peer's index in the group, the tag).
 Stream = tuple[str, int, int]
 
-#: So many streams have their owners kept.
+#: Of how many streams the owners are kept.
 _MOST_STREAMS = 4096
 
 
@@ -67,7 +67,7 @@ class Owners:
         owner = self._streams.get(stream)
         if owner is None:
             if len(self._streams) >= _MOST_STREAMS:
-                self._streams.clear()  # a tag for each message: who sent the old ones is of no interest
+                self._streams.clear()  # a tag for each message: the owners of old ones do not matter
             owner = self._streams[stream] = Owner()
         return owner
 

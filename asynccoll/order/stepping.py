@@ -38,7 +38,7 @@ class Stepping(Promise):
 
     __slots__ = ("_drive", "_job", "_last", "attended")
 
-    # To the progress thread it is something to look at once, after the grace: to take it from its waiter.
+    # The progress thread looks at it once, after the grace period, to take it from its waiter.
     urgent = False
     lateness = None
 
@@ -65,7 +65,7 @@ class Stepping(Promise):
                 self.hand_over()
                 return super().wait(left)
             if not step.wait(left):
-                return self._done  # who gives up is missed by the progress thread, which goes on looking
+                return self._done  # that this waiter gives up is noticed by the progress thread
             if step is self._last:
                 self.settle(step.error())
                 continue

@@ -1,4 +1,4 @@
-"""What a user who forgot to await a work is told, whatever he does with it instead.
+"""What a user who forgot to await a work is told, whatever is done with it instead.
 
 Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the error names the call that
 made the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a

@@ -1,4 +1,4 @@
-"""An event loop as one who waits sees it: is it due for a turn, how to give it one, how to sleep in it.
+"""An event loop as a waiter sees it: whether it is due for a turn, how to yield to it, how to sleep in it.
 
 A turn of the loop may be held by waits in place for a millisecond; then, if something there is ready to
 run, it is to be given one. One of asyncio's own can be asked: it gets its turn as soon as a timer is due, and

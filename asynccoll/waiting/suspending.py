@@ -39,7 +39,7 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
     opening = operation.lane.communicator is None
     why = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
     blame = operation.lane.world.blame(operation)
-    operation.extend()  # not before that: asking may take as long as the time that the next wait is given
+    operation.extend()  # not earlier: asking may take as long as the next wait may last
     who = f": {blame}" if str(blame) else why
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""  # not a message
     return CollectiveTimeoutError(

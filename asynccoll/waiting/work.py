@@ -51,15 +51,15 @@ _PENDING = 0
 _FINISHING = 1
 _DONE = 2
 _FAILED = 3
-#: So many works of a scope are kept before it looks which of them are of no more interest.
+#: How many works a scope keeps before it drops those whose outcome was received.
 _FEW = 64
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
-#: Who waits for another thread to finish a work: hardly ever anybody.
+#: For waiting until another thread has finished a work, which is rare.
 _finishing: dict[int, host.Event] = host.per_process(dict)
 
-#: Where works go that are created while a scope is open, for the scope to wait for.
+#: The works that are created while a scope is open, for the scope to wait for.
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
 
 
@@ -183,12 +183,12 @@ class Work(NotItsResult, Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Whether nobody has got its outcome yet; also if it is there to be had (``done``)."""
+        """Whether its outcome was not received yet; also if it is available (``done``)."""
         return self._state < _DONE
 
     @property
     def cut_short(self) -> bool:
-        """Whether somebody stopped waiting for it before it was done: cancelled, or out of time."""
+        """Whether a wait for it was cut short: cancelled, or timed out."""
         return self._cut_short
 
     def in_flight(self) -> tuple[Operation, ...]:
@@ -196,13 +196,13 @@ class Work(NotItsResult, Generic[T]):
         return tuple(operation for operation in self._operations if not operation.completion.done())
 
     def fills(self, out: object) -> None:
-        """It fills ``out``, which is nobody else's until somebody has waited."""
+        """It fills ``out``, which no other call may use until this work was waited for."""
         self.out = out
         claims.add(self)
 
     @property
     def claims(self) -> bool:
-        """Whether ``out`` is nobody else's: nobody has got it, or the call failed and still writes to it."""
+        """Whether no other call may use ``out``: nobody has it yet, or a failed call still writes to it."""
         if self._state == _FAILED:
             return any(operation.completion.writing() for operation in self._operations)
         return self._state != _DONE
@@ -213,7 +213,7 @@ class Work(NotItsResult, Generic[T]):
         return self._operations
 
     def supersede(self, why: str) -> None:
-        """Unless it has its result, it will never have one: something else uses its memory."""
+        """Unless it has its result, it will never have one: its memory is used otherwise."""
         if self.pending:
             self._fail(CollectiveError(why))
 
@@ -345,7 +345,7 @@ class Work(NotItsResult, Generic[T]):
     # Finishing
 
     def _outcome(self) -> T:
-        """The cached result or error; computes it if nobody has."""
+        """The cached result or error; computed by the first to ask."""
         here = False
         if self._state < _DONE:
             if self._finish is None and self._succeeded():
@@ -368,7 +368,7 @@ class Work(NotItsResult, Generic[T]):
                 operation.completion.synchronize()
 
     def _succeeded(self) -> bool:
-        """Whether all operations ended well, on the host alone: on a stream there is more to do."""
+        """Whether all operations succeeded, judged on the host alone: a stream needs more."""
         for operation in self._operations:
             completion = operation.completion
             if operation.failure is not None or completion.stream_ordered or completion.error() is not None:
@@ -429,7 +429,7 @@ class Work(NotItsResult, Generic[T]):
         self._state = _FAILED
 
     def _send(self) -> None:
-        """Make sure that it is under way, which only the works of a ``coalescing`` block may not be."""
+        """Make sure that it has started: only works of a ``coalescing`` block may not have."""
 
     def __del__(self) -> None:
         if self.out is not None and self.claims:
@@ -465,7 +465,7 @@ class Work(NotItsResult, Generic[T]):
 
 
 class Members:
-    """The works of a scope. Results that somebody has got are let go, however long the scope is open."""
+    """The works of a scope. Results that were received are released, however long the scope is open."""
 
     __slots__ = ("_left", "_lock", "_most", "_outer", "_works")
 
@@ -489,7 +489,7 @@ class Members:
             self._outer.add(work)
 
     def outstanding(self) -> Iterator[Work[object]]:
-        """Those whose outcome nobody has got, also if they are started meanwhile. Then the scope is left."""
+        """Those whose outcome was not received, also ones started meanwhile. Then the scope ends."""
         while (work := self._next()) is not None:
             yield work
 
@@ -503,7 +503,7 @@ class Members:
             return None
 
     def errors(self) -> list[BaseException]:
-        """Those that somebody has got."""
+        """The errors that were received."""
         return [work._error for work in self._works if work._error is not None]
 
 
@@ -524,7 +524,7 @@ def handed_out(started: Started[T], out: object = None) -> Work[T]:
 
 
 def waited_for(started: Started[T]) -> T:
-    """The result, waited for here and now: of what no user has in hand, as the collectives of a backward."""
+    """The result, waited for here: of a call that has no ``Work``, as the collectives of a backward."""
     return Work(started.operations, started.finish, started.value).wait()
 
 
@@ -555,7 +555,7 @@ async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
-    """Call it, like ``concurrent.futures``: the caller has others to call, and other works to complete."""
+    """Call it and log what it raises, like ``concurrent.futures``: the caller has other works to complete."""
     try:
         callback(work)
     except Exception:
