@@ -13,10 +13,13 @@ import asynccoll as ac
 PACKAGE = Path(ac.__file__).parent
 
 
-#: What is taken besides: threads and clocks, which have one way in; and what tells peers of calls that will
-#: never be made (``overlap.turns``), which is not for users.
+#: What is taken besides: threads and clocks, which have one way in; what tells peers of calls that will never
+#: be made (``overlap.turns``); and how a user who forgot to await is told so (``overlap.pending``).
 TAKEN = {
     ("asynccoll", "host"),
+    ("asynccoll.host.call_site", "Spot"),
+    ("asynccoll.host.call_site", "caller"),
+    ("asynccoll.waiting.forgotten", "NotItsResult"),
     ("asynccoll.order.lane", "Lane"),
     ("asynccoll.runtime.process", "current"),
     ("asynccoll.world.resolving", "resolve_group"),
