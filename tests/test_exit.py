@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import scripts
+import worlds
 from asynccoll.host.exits import EXIT_SECONDS
 
 ENDS_IN_FLIGHT = """
@@ -181,10 +182,10 @@ def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
 
 
 FINALIZES = """
+    import os
     import asynccoll as ac
-    for turn in range(10):
-        import os
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    for turn, port in enumerate(os.environ["PORTS"].split()):
+        os.environ["MASTER_PORT"] = port
         ac.initialize("gloo")
         assert ac.all_reduce(turn).wait() == 4 * turn
         ac.finalize()
@@ -195,7 +196,8 @@ FINALIZES = """
 @pytest.mark.slow
 def test_four_ranks_end_without_an_abort(tmp_path: Path) -> None:
     """Initialize and finalize ten times, each at a port of its own: no signal ends a process."""
-    for ended in scripts.run(tmp_path, FINALIZES, ranks=4):
+    ports = " ".join(str(worlds.free_port()) for _ in range(10))
+    for ended in scripts.run(tmp_path, FINALIZES, ranks=4, env={"PORTS": ports}):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["done"]
 
