@@ -180,7 +180,7 @@ def test_who_leaves_at_once_waits_for_those_that_are_still_connecting(bare: Worl
     bare.run(connecting_late, worlds.free_port(), tmp_path)
 
 
-def places(me: Rank, port: int) -> None:
+def places(me: Rank, port: int, other: int) -> None:
     one_node = launched(me, port)
     with environment(**one_node):
         ac.initialize("gloo")
@@ -189,7 +189,7 @@ def places(me: Rank, port: int) -> None:
         assert ac.hostname() == socket.gethostname()
         ac.finalize()
     two_nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(me.rank)}
-    with environment(**{**one_node, **two_nodes, "MASTER_PORT": str(port + 1)}):
+    with environment(**{**one_node, **two_nodes, "MASTER_PORT": str(other)}):
         ac.initialize("gloo")
         got = (ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes(), ac.get_node_rank())
         assert got == (0, 1, 2, me.rank), got
@@ -198,7 +198,7 @@ def places(me: Rank, port: int) -> None:
 
 def test_local_rank_and_its_siblings(bare: World) -> None:
     """As the launcher says: two ranks on one node, or one on each of two."""
-    bare.run(places, worlds.free_port())
+    bare.run(places, worlds.free_port(), worlds.free_port())
 
 
 # ---------------------------------------------------------------- whose world it is

@@ -122,15 +122,15 @@ def test_what_a_program_finds_in_between():
         world.run(alone, worlds.free_port())
 
 
-def launched(me, port, local_rank, local_world_size):
+def launched(me, port, other, local_rank, local_world_size):
     environ = {"RANK": str(me.rank), "WORLD_SIZE": str(me.size), "LOCAL_RANK": str(local_rank)}
     environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if local_world_size:
         environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
     got = _all_of(ours, environ)
     theirs.barrier()
-    os.environ["MASTER_PORT"] = str(port + 1)
-    expected = _all_of(theirs, {**environ, "MASTER_PORT": str(port + 1)})
+    os.environ["MASTER_PORT"] = str(other)
+    expected = _all_of(theirs, {**environ, "MASTER_PORT": str(other)})
     assert got[1:] == expected[1:]
     assert {**got[0], "MASTER_PORT": ""} == {**expected[0], "MASTER_PORT": ""}
 
@@ -141,10 +141,10 @@ def launched(me, port, local_rank, local_world_size):
 )
 def test_where_a_launcher_put_us(local_ranks, told):
     """Nodes are counted as ignite counts them, also where no launcher says how many ranks one has."""
-    port = worlds.free_port()
+    port, other = worlds.free_port(), worlds.free_port()
     per_node = max(local_ranks) + 1 if told else None
     with worlds.fresh("gloo", len(local_ranks), bare=True) as world:
-        world.run(launched, port, per_rank=[(local, per_node) for local in local_ranks], timeout=60.0)
+        world.run(launched, port, other, per_rank=[(local, per_node) for local in local_ranks], timeout=60.0)
 
 
 def adopted(me, port, hint):
