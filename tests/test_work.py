@@ -86,6 +86,7 @@ async def used_as_its_result(me: Rank) -> None:
         assert not hasattr(work, "__array__")
         assert work == work  # noqa: PLR0124  # compared by identity, as ever
         assert len({work, work}) == 1
+        await me.get(work)  # its state is a part of the text
         assert f"{work}" == str(work)
     oracle.same(await me.get(work), torch.full((2,), 2.0))
 
