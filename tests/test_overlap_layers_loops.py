@@ -171,6 +171,7 @@ def made() -> tuple[nn.Module, nn.ModuleList]:
 async def steps(me: Rank, directory: str, turns: range, resume: bool) -> list[float]:
     """Some steps from a checkpoint, or from nothing, to a checkpoint; the losses of all data."""
     from torch.distributed import checkpoint  # a second to import
+    from torch.distributed.checkpoint import format_utils
 
     head, body = made()
     head[1].eval()  # its statistics would be those of a rank's own data
@@ -187,7 +188,9 @@ async def steps(me: Rank, directory: str, turns: range, resume: bool) -> list[fl
         checkpoint.load(state, checkpoint_id=directory)
         head.load_state_dict(state["head"])
         layers.load_full_state_dict(state["layers"])
-        saved = torch.load(f"{directory}.pt", weights_only=False)
+        saved = torch.load(f"{directory}.pt")
+        for name, value in state["layers"].items():
+            assert torch.equal(saved["layers"][name], value)
         of_head.load_full_state_dict(saved["of head"])
         layers.load_full_optimizer_state(of_layers, saved["of layers"])
     losses = []
@@ -200,15 +203,16 @@ async def steps(me: Rank, directory: str, turns: range, resume: bool) -> list[fl
         of_layers.step()
         of_layers.zero_grad()
         losses.append(await ac.all_reduce(loss.item()))
-    optimizers = {
+    state = {
+        "head": head.state_dict(),
+        "layers": await layers.full_state_dict(),
         "of head": await of_head.full_state_dict(),
         "of layers": await layers.full_optimizer_state(of_layers),
     }
-    state = {"head": head.state_dict(), "layers": await layers.full_state_dict()}
     if not resume:
         checkpoint.save(state, checkpoint_id=directory)
         if me.rank == 0:
-            torch.save(optimizers, f"{directory}.pt")
+            format_utils.dcp_to_torch_save(directory, f"{directory}.pt")
         await ac.barrier()
     await of_head.aclose()
     return losses
@@ -233,7 +237,10 @@ async def alone(turns: range) -> list[float]:
 
 @pytest.mark.processes
 def test_resumed_on_another_number_of_ranks(tmp_path: Any) -> None:
-    """Saved on two by torch's distributed checkpoint, resumed on three and on one: as if without a break."""
+    """Saved on two by torch's distributed checkpoint, resumed on three and on one: as if without a break.
+
+    The state of the optimizers from the one file that torch makes of it, where numbers have become strings.
+    """
     coroutine = alone(range(5))
     with pytest.raises(StopIteration) as stop:
         coroutine.send(None)

@@ -348,6 +348,9 @@ async def of_other_groups(me: Rank) -> None:
         other = sgd([nn.Parameter(torch.ones(1))]).state_dict()
         with raising(ac.InvalidArgumentError, "[1]", "[6]"):
             optimizer.load_full_state_dict(other)
+        state = await optimizer.full_state_dict()
+        with raising(ac.InvalidArgumentError, "['77']"):
+            optimizer.load_full_state_dict({**state, "state": {77: {}}})
 
 
 def test_a_state_of_another_model_is_refused(pair: World) -> None:

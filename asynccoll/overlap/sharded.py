@@ -261,7 +261,9 @@ class ShardedOptimizer(Wrapping):
         """The state of the whole optimizer, the same on every rank; all of them call it together.
 
         As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
-        ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on all.
+        ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on all,
+        of which ``format_utils.dcp_to_torch_save`` makes the file that ``torch.load`` reads: ``load`` fills only
+        what is there, and a new optimizer has no state to fill.
         """
         return self._methods.resumed(("full_state_dict",), self._full_state_dict)
 
@@ -289,7 +291,7 @@ class ShardedOptimizer(Wrapping):
         Nothing is sent. The parameters are loaded into the model, as ever.
 
         Raises:
-            InvalidArgumentError: it is of other parameter groups.
+            InvalidArgumentError: it is of other parameter groups, or of parameters that are in none.
         """
         counts = [len(given["params"]) for given in state_dict["param_groups"]]
         expected = [len(group) for group in self._groups]
@@ -298,12 +300,17 @@ class ShardedOptimizer(Wrapping):
                 f"the state is of parameter groups of {counts} parameters; expected {expected}, as in the "
                 "optimizer that was sharded"
             )
-        found = state_dict["state"]
+        # Torch's distributed checkpoint makes strings of the numbers.
+        found = {str(number): state for number, state in state_dict["state"].items()}
         states: dict[object, State] = {}
         for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
-            states |= {
-                x: found[number] for x, number in zip(group, given["params"], strict=True) if number in found
-            }
+            numbered = zip(group, map(str, given["params"]), strict=True)
+            states |= {x: found.pop(number) for x, number in numbered if number in found}
+        if found:
+            raise InvalidArgumentError(
+                f"the state has entries of parameters {sorted(found)}, which none of its groups has: they "
+                "would be lost"
+            )
         self._take_over(states)
         for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
             given |= {name: value for name, value in saved.items() if name != "params"}
