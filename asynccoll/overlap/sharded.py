@@ -261,9 +261,9 @@ class ShardedOptimizer(Wrapping):
         """The state of the whole optimizer, the same on every rank; all of them call it together.
 
         As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
-        ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on all,
-        of which ``format_utils.dcp_to_torch_save`` makes the file that ``torch.load`` reads: ``load`` fills only
-        what is there, and a new optimizer has no state to fill.
+        ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on
+        all; of that ``format_utils.dcp_to_torch_save`` makes a file for ``torch.load``. (Its own ``load``
+        fills only what is there, and a new optimizer has no state to fill.)
         """
         return self._methods.resumed(("full_state_dict",), self._full_state_dict)
 
