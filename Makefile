@@ -151,7 +151,7 @@ explore: ## the same in simulated worlds, in many orders each (SECONDS=3600, SIZ
 determined: ## the same seed, the same digest: PROGRAMS=10000 drawn ones, with faults, in two processes
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/determined.py $(or $(PROGRAMS),10000)
 
-planted: ## plant mistakes into the library, one after the other: how soon does `make explore` find each? (SECONDS each)
+planted: ## plant mistakes into the library, one after the other: how soon are they found? (SECONDS each; ARGS=training: by `make training`)
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/planted.py $(SECONDS) $(ARGS)
 
 training: ## draw trainings, look whether they come to what one process does (SECONDS=3600, SIZES=2,3)

@@ -83,6 +83,17 @@ class Exploration:
             print(f"    {one}", flush=True)
 
 
+def explore(exploration: Exploration, ranks: list[int], number: int) -> None:
+    """Twenty programs on each number of ranks in turn, from this seed on, until it is over."""
+    while not exploration.over:
+        for size in ranks:
+            for _ in range(20):
+                if not exploration.over:
+                    backend = "gloo" if exploration.simulated else exploration.backend
+                    exploration.look_at(drawn(number, backend), size, f"seed {number}")
+                number += 1
+
+
 def main() -> int:
     """Explore, and fail if something was found."""
     seconds, *sizes = sys.argv[1:]
@@ -91,16 +102,7 @@ def main() -> int:
     print(f"seed {number}", flush=True)
     exploration = Exploration(float(seconds))
     try:
-        while not exploration.over:
-            for size in ranks:
-                for _ in range(20):
-                    if not exploration.over:
-                        exploration.look_at(
-                            drawn(number, "gloo" if exploration.simulated else exploration.backend),
-                            size,
-                            f"seed {number}",
-                        )
-                    number += 1
+        explore(exploration, ranks, number)
     finally:
         exploration.tell()
         worlds.close_all()

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["EQUIVALENT", "LIBRARY", "SEEDED", "Mistake", "mechanical"]
+__all__ = ["EQUIVALENT", "LIBRARY", "SEEDED", "TRAINING", "Mistake", "mechanical"]
 
 #: Found without being imported: who plants mistakes imports a copy.
 _SPEC = find_spec("asynccoll")
@@ -154,6 +154,44 @@ _SEEDED = (
 def SEEDED() -> list[Mistake]:  # noqa: N802  # a table
     """Those that were thought of."""
     return [_replaced(*one) for one in _SEEDED]
+
+
+#: What training once got wrong in silence.
+_TRAINING = (
+    ("overlap/buckets.py", "    if _dense(like):\n", "    if False:\n"),  # a gradient without the strides
+    ("overlap/shards.py", "register_forward_pre_hook(wait, prepend=True)", "register_forward_pre_hook(wait)"),
+    (
+        "ops/coalescing.py",
+        "        modes = {call.modes for call in self.calls}\n",
+        "        modes = {Modes.now()}\n",
+    ),
+    ("ops/coalescing.py", "        if self._read.find(filled) is not None:\n", "        if False:\n"),
+    ("overlap/gradients.py", "(again or not self._syncing)", "again"),
+    ("overlap/gradients.py", "            bucket.parts = self._parts\n", ""),
+    ("overlap/gradients.py", "            self._join_new()\n", ""),
+    (
+        "overlap/gathering.py",
+        """        parts = {f"layer {self.name}": [number, *(""",
+        """        number.zero_()
+        self.owner = self.index = 0
+        parts = {"layer": [number, *(""",
+    ),
+    (
+        "overlap/shards.py",
+        "        self.stale = set(range(len(self.parameters)))\n",
+        "        self.stale = set()\n",
+    ),
+    (
+        "overlap/sharded.py",
+        "            stacklevel=2,\n        )\n        return\n    for hook",
+        "            stacklevel=2,\n        )\n    for hook",
+    ),
+)
+
+
+def TRAINING() -> list[Mistake]:  # noqa: N802  # a table
+    """Those of training, which drawn trainings are to find."""
+    return [_replaced(*one) for one in _TRAINING]
 
 
 # Mechanical ones

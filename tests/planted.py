@@ -1,7 +1,8 @@
 """Plants one mistake after the other into a copy of the library, and tells how soon simulated worlds find it.
 
-``python tests/planted.py SECONDS [COUNT [SEED]]``: so long for each at most; those that were thought of, or
-``COUNT`` mechanical ones. ``SCHEDULES_EACH`` is the most that are tried, ``JOBS`` are looked for at a time.
+``python tests/planted.py SECONDS [COUNT [SEED] | training]``: so long for each at most; those that were
+thought of, ``COUNT`` mechanical ones, or those of training, which drawn trainings look for.
+``SCHEDULES_EACH`` is the most schedules that are tried, ``JOBS`` mistakes are looked for at a time.
 What is not found is to be argued (``mistakes.EQUIVALENT``), or to be drawn by programs.
 """
 
@@ -16,11 +17,13 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from mistakes import EQUIVALENT, LIBRARY, SEEDED, Mistake, mechanical
+from mistakes import EQUIVALENT, LIBRARY, SEEDED, TRAINING, Mistake, mechanical
 
 HERE = Path(__file__).parent
 #: What the simulated worlds stand on, but for the library: imported once, and then there in every child.
@@ -30,7 +33,11 @@ MOST_SCHEDULES = int(os.environ.get("SCHEDULES_EACH", "100000"))
 STUCK_SECONDS = 60.0
 
 
-def found(mistake: Mistake, seconds: float) -> str:
+#: Explores the library, of which one module has a mistake, for so long, and prints what it finds.
+Explore = Callable[[str, float], object]
+
+
+def found(mistake: Mistake, seconds: float, explore: Explore) -> str:
     """What the exploration of a library that has it says."""
     with tempfile.TemporaryDirectory() as directory:
         copied = Path(directory) / "asynccoll"
@@ -40,7 +47,7 @@ def found(mistake: Mistake, seconds: float) -> str:
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                told.write_text(_explored(directory, _module(mistake.file), seconds))
+                told.write_text(_explored(directory, partial(explore, _module(mistake.file), seconds)))
             os._exit(0)
         return _outcome(child, told, time.monotonic() + seconds + STUCK_SECONDS)
 
@@ -59,28 +66,44 @@ def _outcome(child: int, told: Path, deadline: float) -> str:
     return told.read_text() if told.exists() else "crash"
 
 
-def _explored(directory: str, module: str, seconds: float) -> str:
-    """In a child: of the library in this directory. Every other round has points before its statements, where
-    a schedule takes many times as long."""
+def _explored(directory: str, explore: Callable[[], object]) -> str:
+    """In a child: of the library in this directory."""
     sys.path[:0] = [directory, str(HERE)]
-    os.environ |= {"REDUCING": "0"}
     output = io.StringIO()
+    told: object = ""
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            explorer = import_module("explore_simulated")
-            explorer.REAL_SECONDS = 10.0
-            if module.startswith("asynccoll.backends.memory."):
-                explorer.TRANSPORTS = ("memory",)
-            exploration = explorer.Exploration(seconds, MOST_SCHEDULES)
-            number = 1
-            while not exploration.over:
-                explorer.STATEMENTS = () if number % 2 else (module,)
-                exploration.round(2 + number % 2, number)
-                number += 1
+            told = explore()
         except BaseException as error:
             return f"crash: {error!r:.200}"
     at = re.search(r"^=== (.*)\n(.*)", output.getvalue(), re.MULTILINE)
-    return f"{at[1]}: {at[2]:.100}" if at else f"not found: {exploration}"
+    return f"{at[1]}: {at[2]:.100}" if at else f"not found: {told}"
+
+
+def schedules(module: str, seconds: float) -> object:
+    """Programs of collectives. Every other round has points before the module's statements, where a schedule
+    takes many times as long."""
+    os.environ |= {"REDUCING": "0"}
+    explorer = import_module("explore_simulated")
+    explorer.REAL_SECONDS = 10.0
+    if module.startswith("asynccoll.backends.memory."):
+        explorer.TRANSPORTS = ("memory",)
+    exploration = explorer.Exploration(seconds, MOST_SCHEDULES)
+    number = 1
+    while not exploration.over:
+        explorer.STATEMENTS = () if number % 2 else (module,)
+        exploration.round(2 + number % 2, number)
+        number += 1
+    return exploration
+
+
+def trainings(_: str, seconds: float) -> object:
+    """Training programs, until one is found."""
+    os.environ |= {"SIMULATED": "1", "STOP": "1"}
+    explorer = import_module("explore_training")
+    exploration = explorer.Exploration(seconds)
+    explorer.explore(exploration, [2, 3], number=1)
+    return f"{exploration.drawn.total()} programs"
 
 
 def main() -> int:
@@ -88,11 +111,15 @@ def main() -> int:
     seconds, *drawn = sys.argv[1:]
     for name in STAND_ON:
         import_module(name)
-    planted = mechanical(*map(int, [*drawn, "1"][:2])) if drawn else SEEDED()
+    explore: Explore = schedules
+    if drawn == ["training"]:
+        planted, explore = TRAINING(), trainings
+    else:
+        planted = mechanical(*map(int, [*drawn, "1"][:2])) if drawn else SEEDED()
     missed = equivalent = 0
     with ThreadPoolExecutor(int(os.environ.get("JOBS", "1"))) as pool:
         for mistake, said in zip(
-            planted, pool.map(lambda one: found(one, float(seconds)), planted), strict=True
+            planted, pool.map(lambda one: found(one, float(seconds), explore), planted), strict=True
         ):
             told = said
             if told.startswith("not found"):

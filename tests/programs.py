@@ -117,6 +117,8 @@ def _helper_can(program: Program) -> bool:
     some_unused = bool(models & {"unused", "thawed", "freezing", "LayerDrop"})
     if not HELPERS[helper].recovers and loop in {"interrupted", "graph of gradients"}:
         return False
+    if "LayerDrop" in models and loop == "graph of gradients" and helper.startswith("shard_layers"):
+        return False  # gradients that keep a graph are to come to each layer on every rank
     match helper:
         case "overlap_gradients(reduce_dtype)":
             return models == {"bfloat16"}
