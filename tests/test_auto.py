@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import warnings
@@ -146,6 +147,68 @@ def test_loaders_as_ignite(world):
 
 def test_proxy_sampler_as_ignite(two):
     two.run(proxies)
+
+
+def _samplers(ranks, length):
+    data = range(length)
+    return [ac.DistributedProxySampler(RandomSampler(data), ranks, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize("steps", [0, 1, 3, "all"])
+@pytest.mark.parametrize("length", [12, 13])
+def test_a_resumed_epoch_gives_what_was_left(before, after, steps, length):
+    """Of the order that one rank would draw, on another number of ranks, too."""
+    (alone,) = _samplers(1, length)
+    alone.set_epoch(5)
+    whole = list(alone)
+    assert sorted(whole) == list(range(length))
+
+    states, seen = [], 0
+    for sampler in _samplers(before, length):
+        sampler.set_epoch(5)
+        steps_here = len(sampler) if steps == "all" else steps
+        drawn = list(itertools.islice(sampler, steps_here))
+        due = whole[sampler.rank :: before][:steps_here]
+        assert drawn[: len(due)] == due  # and one more, of another draw, where it does not divide evenly
+        states.append(sampler.state_dict())
+        seen = min(steps_here * before, length)
+    assert all(state == states[0] for state in states)
+
+    resumed = _samplers(after, length)
+    for sampler in resumed:
+        sampler.load_state_dict(states[0])
+        assert sampler.state_dict() == states[0]
+        sampler.set_epoch(5)  # as a loop over the epochs that are left does
+    shares = [(len(sampler), list(sampler)) for sampler in resumed]
+    rounds = -(-(length - seen) // after)
+    assert all(said == len(share) == rounds for said, share in shares)
+    found = [one for turn in zip(*(share for _, share in shares), strict=True) for one in turn]
+    assert found[: length - seen] == whole[seen:]
+
+    for sampler, fresh in zip(resumed, _samplers(after, length), strict=True):
+        fresh.set_epoch(5)
+        assert list(sampler) == list(fresh)  # once resumed, epochs are whole again
+        sampler.set_epoch(6)
+        fresh.set_epoch(6)
+        assert list(sampler) == list(fresh)
+
+
+def test_a_loader_that_draws_ahead_says_what_was_taken():
+    sampler = ac.DistributedProxySampler(SequentialSampler(DATA), num_replicas=2, rank=1)
+    batches = iter(DataLoader(DATA, batch_size=3, sampler=sampler, num_workers=1))
+    first = next(batches)[0].flatten().tolist()
+    assert first == [1.0, 3.0, 5.0]
+    assert sampler.state_dict()["seen"] > 6  # drawn for the worker
+    state = sampler.state_dict(taken=3)
+    assert state == {"epoch": 0, "seen": 6, "length": 50}
+    sampler.load_state_dict(state)
+    assert list(sampler) == list(range(7, 50, 2))
+    with pytest.raises(ac.InvalidArgumentError, match="taken=23, but 22 samples were drawn"):
+        sampler.state_dict(taken=23)
+    other = ac.DistributedProxySampler(SequentialSampler(range(4)), num_replicas=2, rank=1)
+    with pytest.raises(ac.InvalidArgumentError, match="of 50 samples, this sampler has 4"):
+        other.load_state_dict(state)
 
 
 def test_a_sampler_that_draws_nothing_ends():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import Sampler
 
 from asynccoll.auto.place import Place, here
+from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
@@ -22,6 +24,9 @@ class DistributedProxySampler(DistributedSampler[object]):
     The order of an epoch is that of ``sampler`` under a seed which is the epoch's number
     (``set_epoch``); what does not divide evenly is filled up from another draw. Sets torch's global
     seed, as ignite's does: samplers draw from it.
+
+    It resumes in the middle of an epoch, also on another number of ranks: ``state_dict`` says how far
+    all ranks are together, and after ``load_state_dict`` the next iteration gives what is left.
 
     Args:
         sampler: any sampler of a constant length.
@@ -41,19 +46,73 @@ class DistributedProxySampler(DistributedSampler[object]):
             raise TypeError("Argument sampler should have length")
         super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
         self.sampler = sampler
+        self._next = 0  # samples of all ranks that the next iteration leaves out
+        self._began = 0  # those that the last one left out
+        self._drawn = 0  # samples of this rank since
 
     def __iter__(self) -> Iterator[Any]:
+        first, size = self._next, len(self) * self.num_replicas
         torch.manual_seed(self.epoch)
         drawn: list[object] = []
-        while len(drawn) < self.total_size:
+        while len(drawn) < first + size:
             before = len(drawn)
             drawn += list(self.sampler)
             if len(drawn) == before:
                 raise RuntimeError(f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}")
-        mine = drawn[self.rank : self.total_size : self.num_replicas]
-        if len(mine) != self.num_samples:
-            raise RuntimeError(f"{len(mine)} vs {self.num_samples}")
-        return iter(mine)
+        mine = drawn[first + self.rank : first + size : self.num_replicas]
+        if len(mine) != len(self):
+            raise RuntimeError(f"{len(mine)} vs {len(self)}")
+        self._next, self._began, self._drawn = 0, first, 0
+        return self._counted(mine)
+
+    def _counted(self, mine: list[object]) -> Iterator[object]:
+        for one in mine:
+            self._drawn += 1
+            yield one
+
+    def __len__(self) -> int:
+        """This rank's samples in the next iteration."""
+        return math.ceil((self._length - self._next) / self.num_replicas)
+
+    @property
+    def _length(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # which it has: see __init__
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another epoch begins at its start; the one that is resumed, where it was left."""
+        if epoch != self.epoch:
+            self._next = self._began = self._drawn = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self, taken: int | None = None) -> dict[str, int]:
+        """The epoch, and how many of its samples all ranks have taken; the same on ranks that are in step.
+
+        ``taken`` is how many samples this rank has trained on since the iteration began. None takes all
+        that were drawn, which is right without workers; a loader with workers draws ahead of the loop.
+
+        Raises:
+            InvalidArgumentError: more were taken than drawn.
+
+        Source: ``torchdata.stateful_dataloader``, whose samplers have these methods.
+        """
+        taken = self._drawn if taken is None else taken
+        if not isinstance(taken, int) or not 0 <= taken <= self._drawn:
+            raise InvalidArgumentError(f"state_dict: taken={taken!r}, but {self._drawn} samples were drawn")
+        seen = min(self._began + taken * self.num_replicas, self._length)
+        return {"epoch": self.epoch, "seen": seen, "length": self._length}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration goes on where ``state_dict`` was called; those after it are whole again.
+
+        Raises:
+            InvalidArgumentError: the state is of a sampler of another length.
+        """
+        if state["length"] != self._length:
+            raise InvalidArgumentError(
+                f"load_state_dict: the state is of {state['length']} samples, this sampler has {self._length}"
+            )
+        self.set_epoch(state["epoch"])
+        self._next, self._began, self._drawn = state["seen"], state["seen"], 0
 
 
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
