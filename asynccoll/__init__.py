@@ -100,6 +100,7 @@ from asynccoll.runtime.process import (
     new_group,
     new_subgroups,
 )
+from asynccoll.runtime.session import session
 from asynccoll.waiting.arriving import as_completed
 from asynccoll.waiting.work import Work, wait_all
 from asynccoll.world.group import Group, GroupLike
@@ -197,6 +198,7 @@ __all__ = (
     "scope",
     "send",
     "send_object",
+    "session",
     "spawn",
     "trace",
     "wait_all",

@@ -1,0 +1,64 @@
+"""A block for which this process is part of the world: ``initialize`` before it, ``finalize`` after it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from asynccoll.runtime.process import finalize, initialize
+from asynccoll.runtime.state import of_thread
+from asynccoll.world.context import Context
+
+__all__ = ["session"]
+
+
+class session:  # noqa: N801  # read as a statement: `async with ac.session():`
+    """A block between ``initialize`` and ``finalize``; the arguments are those of ``initialize``.
+
+    ``async with``, on asyncio or trio, joins and leaves in a thread, so that other tasks of the event loop
+    go on while the ranks wait for each other; ``with`` blocks.
+
+    >>> async with ac.session("gloo", timeout=60):
+    ...     total = await ac.all_reduce(x)
+
+    If the block raises, the world is left by ``finalize(abort=True)``: nothing is waited for, and the works
+    of other ranks that wait for this one fail with ``PeerLostError``.
+
+    To cancel the joining or leaving takes effect once it is over, at the latest after the timeout. (asyncio's
+    ``task.cancel()`` does not wait for the thread: call ``finalize`` before joining again.)
+    """
+
+    def __init__(self, backend: str | None = None, **options: Any) -> None:
+        self._backend = backend
+        self._options = options
+
+    def __enter__(self) -> session:
+        initialize(self._backend, **self._options)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        finalize(abort=error is not None)
+
+    async def __aenter__(self) -> session:
+        import anyio.to_thread
+
+        of_thread.set(await anyio.to_thread.run_sync(self._joined))
+        return self
+
+    def _joined(self) -> Context | None:
+        """The context of a rank that is a thread, which only this thread's context variables know."""
+        self.__enter__()
+        return of_thread.get()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import anyio.to_thread
+
+        try:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.__exit__, kind, error, trace)
+        finally:
+            of_thread.set(None)

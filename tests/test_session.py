@@ -1,0 +1,83 @@
+"""``ac.session``: the world of a block; its event loop goes on while ranks wait for each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+import asynccoll as ac
+import worlds
+from ranks import Rank, raising
+from worlds import World
+
+
+@pytest.fixture(scope="module")
+def bare() -> World:
+    """Two processes that have not called initialize."""
+    return worlds.world("gloo", 2, bare=True)
+
+
+async def joined(me: Rank, path: str, memory: bool) -> int:
+    """The first rank enters only once the second one's loop has turned while it waits for the first."""
+    turned, sign = 0, f"turned in {Path(path).parent.name}"
+    entered = anyio.Event()
+
+    async def turn() -> None:
+        nonlocal turned
+        while not entered.is_set():
+            await anyio.sleep(0.001)
+            turned += 1
+            if turned == 5 and me.rank == 1:
+                me.show(sign)
+
+    if me.rank == 0:
+        me.see(sign)
+    async with anyio.create_task_group() as group:
+        group.start_soon(turn)
+        async with ac.session(
+            "gloo", init_method=f"file://{path}", rank=me.rank, world_size=2, memory=memory
+        ):
+            entered.set()
+            total = await ac.all_reduce(me.rank + 1)
+    with me.case("left"):
+        assert not ac.is_initialized()
+    return total
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_the_loop_turns_while_the_others_are_awaited(
+    bare: World, tmp_path: Path, loop: str, memory: bool
+) -> None:
+    assert bare.run(joined, str(tmp_path / "meet"), memory, runner=loop, timeout=60.0) == [3, 3]
+
+
+def left_by_an_error(me: Rank, path: str) -> None:
+    """Nobody waits for what will not come."""
+    expected = ValueError if me.rank == 0 else ac.PeerLostError
+    world = ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
+    with me.case("left"), raising(expected, "" if me.rank else "planted"), world:
+        ac.barrier().wait()
+        if me.rank == 0:
+            raise ValueError("planted")
+        ac.all_reduce(1).wait()
+    with me.case("after"):
+        assert not ac.is_initialized()
+
+
+def test_a_block_that_raises_leaves_at_once(bare: World, tmp_path: Path) -> None:
+    bare.run(left_by_an_error, str(tmp_path / "meet"), timeout=60.0)
+
+
+def test_a_world_of_one_by_default() -> None:
+    """And what initialize refuses, it refuses."""
+    with ac.session() as same:
+        assert isinstance(same, ac.session)
+        assert ac.get_world_size() == 1
+        with pytest.raises(ac.InvalidArgumentError, match="already initialized"):
+            ac.initialize()
+    assert not ac.is_initialized()
+    with pytest.raises(ac.InvalidArgumentError, match="timeout"), ac.session(timeout=-1.0):
+        pass
