@@ -76,7 +76,7 @@ class DistributedProxySampler(DistributedSampler[object]):
 
     @property
     def _length(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]  # which it has: see __init__
+        return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch begins at its start; the one that is resumed, where it was left."""
