@@ -94,7 +94,7 @@ def draw(results: dict[str, dict[str, Any]], differences: dict[str, Difference])
     _plain(axes["loss"], "Loss of each step, over all ranks, in nats per character", steps)
     _plain(axes["difference"], "|loss - DDP's|", steps, zero=1e-9)
     _plain(axes["distance"], "|parameters - DDP's| / |DDP's|, as each step finds them", steps, zero=1e-9)
-    axes["distance"].legend(frameon=False, fontsize=8, loc="upper left")
+    axes["distance"].legend(framealpha=1.0, edgecolor="white", fontsize=8, loc="upper left")
     where = {"xy": (steps / 2, 0.93), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     axes["loss"].annotate("stopped, and started again", xytext=(6, 0), color=MUTED, fontsize=9, **where)
     return figure

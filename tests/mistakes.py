@@ -50,11 +50,14 @@ class Mistake(NamedTuple):
     line: int = 0
 
 
-def _replaced(file: str, right: str, wrong: str) -> Mistake:
+def _replaced(file: str, right: str, wrong: str, *more: str) -> Mistake:
+    """``more``: further pairs, where a thing is looked at in several places."""
     text = (LIBRARY / file).read_text()
-    if right not in text:
-        raise SystemExit(f"{file} has not {right!r}")
-    return Mistake(file, f"{right.strip()!r} -> {wrong.strip()!r}", text.replace(right, wrong, 1))
+    for old, new in zip((right, *more[::2]), (wrong, *more[1::2]), strict=True):
+        if old not in text:
+            raise SystemExit(f"{file} has not {old!r}")
+        text = text.replace(old, new, 1)
+    return Mistake(file, f"{right.strip()!r} -> {wrong.strip()!r}", text)
 
 
 _ENGINE = "backends/memory/engine.py"
@@ -165,8 +168,14 @@ _TRAINING = (
         "        modes = {call.modes for call in self.calls}\n",
         "        modes = {Modes.now()}\n",
     ),
-    ("ops/coalescing.py", "        if self._read.find(filled) is not None:\n", "        if False:\n"),
-    ("overlap/gradients.py", "(again or not self._syncing)", "again"),
+    (
+        "ops/coalescing.py",
+        "        if self._read.find(filled) is not None:\n",
+        "        if False:\n",
+        "        if out is not None:\n            work.fills(out)\n",
+        "",
+    ),
+    ("overlap/gradients.py", "(again or not self._syncing)", "again and self._syncing"),
     ("overlap/gradients.py", "            bucket.parts = self._parts\n", ""),
     ("overlap/gradients.py", "            self._join_new()\n", ""),
     (
