@@ -181,7 +181,14 @@ def test_reductions_are_named_in_any_way(op: str) -> None:
     for spelling in (op, op.upper(), op.title(), ReduceOp(op)):
         assert ReduceOp.parse(spelling) is ReduceOp(op)
     if op not in ("and", "or"):
-        assert ReduceOp.parse(getattr(dist.ReduceOp, op.upper())) is ReduceOp(op)
+        theirs = getattr(dist.ReduceOp, op.upper())
+        assert ReduceOp.parse(theirs) is ReduceOp.parse(dist.ReduceOp(theirs)) is ReduceOp(op)
+
+
+@pytest.mark.parametrize("given", ["premul_sum", dist.ReduceOp.PREMUL_SUM, dist._make_nccl_premul_sum(0.5)])
+def test_a_reduction_that_multiplies_first_says_how_else(given: object) -> None:
+    with pytest.raises(ac.InvalidArgumentError, match="pass prescale=factor"):
+        ReduceOp.parse(given)
 
 
 @pytest.mark.parametrize("given", ["median", "", 3, None, object()], ids=lambda given: type(given).__name__)

@@ -92,9 +92,12 @@ class ReduceOp(str, enum.Enum):
     @classmethod
     def parse(cls, op: object) -> ReduceOp:
         """The reduction named by ``op``: a name in any case, ours, or torch's ``ReduceOp``."""
-        found = _REDUCE_OPS.get(op.lower()) if isinstance(op, str) else None
-        if found is None and isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            found = _torch_reduce_op(str(getattr(op, "name", op)))
+        name = op.lower() if isinstance(op, str) else _name_in_torch(op)
+        if name == "premul_sum":  # torch's object for it does not tell the factor
+            raise InvalidArgumentError(
+                f"{op!r}: no reduction multiplies first; pass prescale=factor beside op='sum'"
+            )
+        found = _REDUCE_OPS.get(name)
         if found is None:
             known = ", ".join(member.value for member in cls)
             raise InvalidArgumentError(
@@ -123,10 +126,12 @@ def reduce_op(op: object) -> ReduceOp:
     return (_REDUCE_OPS.get(op) if isinstance(op, str) else None) or ReduceOp.parse(op)
 
 
-def _torch_reduce_op(text: str) -> ReduceOp | None:
-    """torch spells its reductions ``RedOpType.SUM`` or ``<RedOpType.SUM: 0>``, by version."""
-    name = text.strip("<>").split(":")[0].rsplit(".", 1)[-1].lower()
-    return _REDUCE_OPS.get(name)
+def _name_in_torch(op: object) -> str:
+    """``"sum"`` of ``dist.ReduceOp.SUM``, which is a ``RedOpType``, and of a ``ReduceOp`` made of it."""
+    if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        return ""
+    members = dist.ReduceOp.RedOpType.__members__
+    return next((name.lower() for name, member in members.items() if op == member), "")
 
 
 @dataclass(frozen=True, slots=True)
