@@ -104,6 +104,29 @@ def test_messages_are_taken_as_they_come(pair: World, loop: str) -> None:
     pair.run(any_order, runner=loop)
 
 
+async def from_anybody(me: Rank) -> None:
+    """The ranks send to the first one in falling order, each once the one before has come."""
+    if me.rank:
+        await ac.recv(torch.empty(1), src=0, tag=1)
+        await ac.send(torch.tensor([float(me.rank)]), dst=0)
+        return
+    senders = range(me.size - 1, 0, -1)
+    works = {ac.recv(torch.empty(1), src=rank): rank for rank in reversed(senders)}
+    came = []
+    await ac.send(torch.ones(1), dst=senders[0], tag=1)
+    async for work in ac.as_completed(works):
+        came.append((works[work], work.result().item()))
+        if len(came) < len(senders):
+            await ac.send(torch.ones(1), dst=senders[len(came)], tag=1)
+    with me.case("came"):
+        assert came == [(rank, float(rank)) for rank in senders]
+
+
+def test_what_comes_first_from_anybody(four: World, loop: str) -> None:
+    """A receive from each, and ``as_completed``: in place of a source that is not said."""
+    four.run(from_anybody, runner=loop)
+
+
 async def into_out(me: Rank) -> None:
     x = oracle.moving(0, (4, 2), torch.int16)
     if me.rank == 0:
