@@ -122,6 +122,7 @@ async def from_anybody(me: Rank) -> None:
         assert came == [(rank, float(rank)) for rank in senders]
 
 
+@pytest.mark.processes
 def test_what_comes_first_from_anybody(four: World, loop: str) -> None:
     """A receive from each, and ``as_completed``: in place of a source that is not said."""
     four.run(from_anybody, runner=loop)
