@@ -81,7 +81,7 @@ def _explored(directory: str, explore: Callable[[], object]) -> str:
 
 
 def schedules(module: str, seconds: float) -> object:
-    """Programs of collectives. Every other round has points before the module's statements, where a schedule
+    """Programs of collectives. Every other one has points before the module's statements, where a schedule
     takes many times as long."""
     os.environ |= {"REDUCING": "0"}
     explorer = import_module("explore_simulated")
@@ -91,8 +91,9 @@ def schedules(module: str, seconds: float) -> object:
     exploration = explorer.Exploration(seconds, MOST_SCHEDULES)
     number = 1
     while not exploration.over:
-        explorer.STATEMENTS = () if number % 2 else (module,)
-        exploration.round(2 + number % 2, number)
+        for program in explorer.drawn(2 + number % 2, number):
+            explorer.STATEMENTS = () if exploration.programs % 2 else (module,)
+            exploration.look_at(program)
         number += 1
     return exploration
 
