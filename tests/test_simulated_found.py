@@ -136,3 +136,18 @@ def test_the_first_rank_lets_an_epoch_pass_that_this_rank_has_yet_to_begin() -> 
     for seed in (3639, *range(40)):
         found, _ = complaints(program, seed, transport="nccl", schedule=PCT())
         assert not found, found
+
+
+def waited_for_in_another_mode(rank: int) -> None:
+    """The call is made under no_grad; what carries it through memory is a thread that records."""
+    x = torch.ones(2, 40, requires_grad=True)
+    with torch.no_grad():
+        work = ac.all_reduce(x, out=torch.empty(2, 40))
+    assert work.wait().tolist() == [[3.0] * 40] * 2
+    assert not ac.all_reduce(torch.ones(2, 40)).wait().requires_grad  # in the same slots
+
+
+def test_what_is_moved_through_memory_belongs_to_no_graph() -> None:
+    """Ranks that reduce a part each read the caller's own tensor, in the mode of whoever comes by."""
+    for seed in range(10):
+        simulate(waited_for_in_another_mode, world_size=3, seed=seed, transport="memory", loop="none").check()

@@ -174,9 +174,15 @@ def _line(text: str, spot: Any) -> bytes:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The contiguous ``x`` in one dimension; of one made in inference mode what any thread may fill."""
+    """The contiguous ``x`` in one dimension, which any thread may read and fill, in whatever mode it is.
+
+    One made in inference mode may be filled in that mode alone, and with one that requires gradients a thread
+    that records would put the slots of the region into a graph.
+    """
     if x.is_inference():
         x = _in_no_mode(x)
+    elif x.requires_grad:
+        x = x.detach()
     return x if x.dim() == 1 else x.view(-1)
 
 
