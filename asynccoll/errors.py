@@ -24,7 +24,9 @@ This module imports nothing of the package.
 
 from __future__ import annotations
 
+import copy
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -112,6 +114,8 @@ class CollectiveError(AsyncCollError, RuntimeError):
     are its name and its lane's, "" where no single one is meant.
     """
 
+    _raised: weakref.ref[CollectiveError] | None = None
+
     def __init__(
         self, message: str, ranks: tuple[int, ...] = (), *, operation: str = "", lane: str = ""
     ) -> None:
@@ -123,6 +127,18 @@ class CollectiveError(AsyncCollError, RuntimeError):
     def __reduce__(self) -> tuple[object, ...]:
         told = {"ranks": self.ranks, "operation": self.operation, "lane": self.lane}
         return type(self), (str(self),), told
+
+    def for_waiter(self) -> CollectiveError:
+        """A copy to raise, of an error that is kept: raising fills an error with frames.
+
+        The same one as long as somebody has it.
+        """
+        raised = self._raised and self._raised()
+        if raised is None:
+            raised = copy.copy(self)
+            raised.__cause__ = self.__cause__
+            self._raised = weakref.ref(raised)
+        return raised
 
 
 class ForkedProcessError(NotInitializedError, CollectiveError):
@@ -169,6 +185,15 @@ _LOST = re.compile(
 
 #: Native libraries begin their messages with the line of their own source.
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")
+
+
+def forget_frames(error: BaseException) -> None:
+    """Of an error that is kept, and of its causes: frames hold their callers, and those all their locals."""
+    chain = [error]
+    for one in chain:
+        one.__traceback__ = None
+        causes = (one.__cause__, one.__context__)
+        chain += [cause for cause in causes if cause is not None and cause not in chain]
 
 
 def collective_error(error: BaseException, what: str) -> CollectiveError:

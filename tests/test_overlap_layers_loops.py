@@ -298,6 +298,44 @@ def test_ranks_at_different_layers_are_told(pair: World) -> None:
     pair.run(at_different_layers)
 
 
+async def shared_out_anew(me: Rank) -> None:
+    """The last call on a lane fails while its layers are in a caller's variables; the next have that lane."""
+
+    async def fail(layers: ac.overlap.ShardedLayers) -> None:
+        async for _ in reversed(layers) if me.rank else layers:
+            pass
+
+    for _ in range(2):
+        layers = ac.overlap.shard_layers([nn.Linear(8, 8) for _ in range(3)], ahead=0, lane="anew")
+        with contextlib.suppress(ac.CollectiveError):
+            await fail(layers)
+        with contextlib.suppress(ac.CollectiveError):
+            await ac.barrier(lane="anew")
+        del layers
+
+
+def test_a_failed_call_keeps_no_layers(pair: World) -> None:
+    """Its error had the frames of who caught it, and those the layers, whose lane was refused to others."""
+    pair.run(shared_out_anew)
+
+
+async def refused_by_one(me: Rank) -> None:
+    kept = ac.overlap.shard_layers([nn.Linear(8, 8)], lane="kept")
+    if me.rank:
+        del kept
+    there = "other layers are shared out on the lane 'kept'"
+    with raising(ac.InvalidArgumentError if me.rank == 0 else ac.PeerRefusedError, there):
+        layers = ac.overlap.shard_layers([nn.Linear(8, 8)], lane="kept")
+        async for layer in layers:
+            layer(torch.ones(1, 8))
+    assert await ac.all_reduce(1, lane="kept") == me.size
+
+
+def test_layers_that_one_rank_refuses_to_share_out(pair: World) -> None:
+    """The others are told by their next call on the lane, where they had waited for this rank."""
+    pair.run(refused_by_one)
+
+
 async def left_out_of_the_loss(me: Rank) -> None:
     """The last rank's second loss has nothing to do with the layers, which it has called."""
     layers = ac.overlap.shard_layers(blocks())

@@ -377,7 +377,7 @@ class Lane:
     def _admitted_owner(self, stream: Stream | None) -> Owner:
         """Check that the caller may issue here now; it owns this order from now on."""
         if self.broken is not None:
-            raise self.broken.with_traceback(None)
+            raise self.broken.for_waiter()
         return self._owners.admit(stream, self)
 
     def _record(
@@ -441,7 +441,7 @@ class Lane:
         """What follows on ``operation`` once it is done: an operation with its place and its time limit."""
         with self._lock:
             if self.broken is not None:
-                raise self.broken.with_traceback(None)
+                raise self.broken.for_waiter()
             estimate = self.estimate(f"{name} of {operation.name}", 0)
             follower = operation.followed_by(estimate, completion)
             self._out.add_apart(follower)
@@ -793,7 +793,7 @@ class Lane:
                 self.break_off(lost)
         if self.broken is not None:
             self._connection.join()
-            raise self.broken
+            raise self.broken.for_waiter()
 
     def _opened(self, epoch: int, communicator: Communicator) -> None:
         """A helper thread has opened it."""

@@ -6,13 +6,12 @@ dropped handle; the user's ``Work`` may go at any time.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.errors import CollectiveError, PeerLostError, forget_frames
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
 from asynccoll.transport.completion import Completion, Ready
@@ -222,27 +221,17 @@ class Operation:
         try:
             self.completion.synchronize()
         except RuntimeError as error:
-            raise self._fails(self.lane.explain_failure(self, error)) from error
+            self._fails(self.lane.explain_failure(self, error))
 
     def error(self) -> CollectiveError | None:
-        """Its error, as one of ours; None if it succeeded. Only once done."""
+        """Its error, as one of ours; None if it succeeded. Only once done. Kept: waiters raise a copy."""
         if self.failure is None and (native := self.completion.error()) is not None:
             self._fails(self.lane.explain_failure(self, native))
         return self.failure
 
-    def remains(self) -> Operation:
-        """What a lane keeps of one that has failed: the native part, and a copy of its error.
-
-        The error as it was raised holds the frames of those that caught it, and with them their locals.
-        """
-        assert self.failure is not None
-        kept = self.followed_by(self.estimate, self.completion)
-        kept.failure = copy.copy(self.failure)
-        return kept
-
-    def _fails(self, error: CollectiveError) -> CollectiveError:
+    def _fails(self, error: CollectiveError) -> None:
+        forget_frames(error)  # its lane may keep it for long
         self.failure = error
         error.operation = error.operation or self.name  # the first of those that fail with it
         error.lane = error.lane or self.lane.name
         self.lane.world.recorder.failed(self.ticket, str(error), host.monotonic())
-        return error

@@ -36,7 +36,7 @@ class Outstanding:
         while collectives and ((first := collectives[0]).over or first.completion.landed() or first.failure):
             collectives.popleft()
             if first.failure is not None:
-                self.add_apart(first.remains())
+                self.add_apart(first)
             elif not first.over:
                 first.lane.world.recorder.ended(first.ticket, host.monotonic())  # nobody has seen it
         collectives.append(operation)

@@ -24,6 +24,7 @@ from torch import nn
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.accepted import check_unaliased, check_whole, share_out
@@ -98,7 +99,7 @@ class ShardedLayers(nn.Module):
         of_backward = lane if lane is not None else new_lane(_LANE)
         owner = 0 if lane is not None else int(of_backward.removeprefix(_LANE))
         self._identity = get_rank(), lane
-        _check_lane(*self._identity)
+        self._check_lane(group)
         self._layers = [Layer(index, module, rank, size, owner) for index, module in enumerate(modules)]
         self.shards: nn.ParameterList = nn.ParameterList(
             [shard.own for layer in self._layers for shard in layer.shards]
@@ -114,6 +115,23 @@ class ShardedLayers(nn.Module):
         self._loop: Iterator[Callable[[], Work[object]]] = iter(())
         self._methods = Methods("ShardedLayers", "these layers")
         _live[self] = None
+
+    def _check_lane(self, group: GroupLike) -> None:
+        """Refuse a lane that other layers of this rank have; peers, who may have dropped theirs, are told."""
+
+        def taken() -> bool:
+            return any(other._identity == self._identity for other in list(_live))
+
+        _, lane = self._identity
+        if lane is None or not taken():
+            return
+        gc.collect()  # others that are dropped may be in a circle yet, on some ranks and not on others
+        if taken():
+            told = (
+                f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
+                "between ranks: pass another lane, or none, and drop those others if they are needed no more"
+            )
+            refuse(InvalidArgumentError(told), group=group, lane=lane)
 
     def train(self, mode: bool = True) -> ShardedLayers:
         """Switch the layers to training or, with ``mode=False``, to evaluation."""
@@ -284,20 +302,6 @@ def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: 
     """Gather one layer of a loop."""
     loop.expect(layer)
     return layer.gathered(**call).map(lambda flats: layer.filled(flats, loop, scattering))
-
-
-def _check_lane(rank: int, lane: str | None) -> None:
-    def taken() -> bool:
-        return any(other._identity == (rank, lane) for other in list(_live))
-
-    if lane is None or not taken():
-        return
-    gc.collect()  # others that are dropped may be in a circle yet, on some ranks and not on others
-    if taken():
-        raise InvalidArgumentError(
-            f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
-            "between ranks: pass another lane, or none, and drop those others if they are needed no more"
-        )
 
 
 def _check_unshared(modules: list[nn.Module]) -> None:

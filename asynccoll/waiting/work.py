@@ -412,11 +412,11 @@ class Work(NotItsResult, Generic[T]):
     def _complete(self) -> None:
         """Raise what an operation failed with, or do what is left to do."""
         for operation in self._operations:
-            if (error := operation.error()) is not None:
-                raise error
-            if operation.completion.stream_ordered:
+            if operation.error() is None and operation.completion.stream_ordered:
                 self._streamed = True
                 operation.order()
+            if operation.failure is not None:
+                raise operation.failure.for_waiter()
         if self._finish is not None:
             self._value = self._finish()
             if self._streamed:
