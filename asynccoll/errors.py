@@ -133,7 +133,7 @@ class CollectiveError(AsyncCollError, RuntimeError):
 
         The same one as long as somebody has it.
         """
-        raised = self._raised and self._raised()
+        raised = None if self._raised is None else self._raised()
         if raised is None:
             raised = copy.copy(self)
             raised.__cause__ = self.__cause__
