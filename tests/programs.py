@@ -164,11 +164,21 @@ def drawn(seed: int, backend: str = "gloo") -> Program:
 
 
 async def trained(
-    program: Program, lane: str, mine: list[int], size: int, kind: type[Helper], seed: int
+    program: Program,
+    lane: str,
+    mine: list[int],
+    size: int,
+    kind: type[Helper],
+    seed: int,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
-    """The parameters after some steps, in a process that stands for the ranks in `mine`."""
+    """The parameters after some steps, in a process that stands for the ranks in `mine`.
+
+    Ranks compute on `device`, else where `ac.device` says; one process for all of them on the CPU.
+    """
+    where = (device or ac.device()) if kind.is_rank else torch.device("cpu")
     runs = [
-        _begun(program, name, f"{lane} {index}", mine, size, kind, seed)
+        _begun(program, name, f"{lane} {index}", mine, size, kind, seed, where)
         for index, name in enumerate(filter(None, (program.model, program.second)))
     ]
     if program.at_once:
@@ -183,10 +193,16 @@ async def trained(
 
 
 def _begun(
-    program: Program, name: str, lane: str, mine: list[int], size: int, kind: type[Helper], seed: int
+    program: Program,
+    name: str,
+    lane: str,
+    mine: list[int],
+    size: int,
+    kind: type[Helper],
+    seed: int,
+    device: torch.device,
 ) -> Run:
     """A model, its optimizer and its data."""
-    device = ac.device() if kind.is_rank else torch.device("cpu")
     dtype = _dtype(program, name)
     model = made(name, seed, dtype)
     move(model, device)
@@ -240,14 +256,17 @@ def differing(got: list[Tensor], want: list[Tensor]) -> list[str]:
     ]
 
 
-async def same_as_alone(me: Rank, programs: list[tuple[str, Program]]) -> None:
+async def same_as_alone(
+    me: Rank, programs: list[tuple[str, Program]], device: torch.device | None = None
+) -> None:
     """Each of the programs on this rank comes to what one process comes to; all have the same lanes."""
     for label, program in programs:
         me.at(f"{label}: {program}")
         alone = await trained(program, "", list(range(me.size)), me.size, Alone, seed=0)
         try:
             # Every rank starts from numbers of its own: they become those of rank 0.
-            got = await trained(program, "lane", [me.rank], me.size, HELPERS[program.helper], seed=me.rank)
+            kind = HELPERS[program.helper]
+            got = await trained(program, "lane", [me.rank], me.size, kind, seed=me.rank, device=device)
         except Exception as error:
             error.add_note(f"in {label}: {program}")
             raise

@@ -10,15 +10,17 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import asynccoll as ac
 import worlds
+from programs import Program, drawn, same_as_alone
 from ranks import Rank, raising
 from worlds import World
 
@@ -133,6 +135,109 @@ def test_nccl_in_a_world_of_one(alone: World) -> None:
 def test_gloo_on_cuda_tensors(pair: World) -> None:
     """Two ranks share the GPU; their tensors travel through the host."""
     pair.run(collectives, timeout=60)
+
+
+# Training
+
+
+def drawn_programs(transport: str, count: int) -> list[tuple[str, Program]]:
+    return [(f"seed {seed}", drawn(seed, transport)) for seed in range(24001, 24001 + count)]
+
+
+def test_drawn_trainings_with_nccl(alone: World) -> None:
+    """Parameters of one process on the CPU, whatever the loop, the optimizer and who averages."""
+    alone.run(same_as_alone, drawn_programs("gloo", 40), torch.device(DEVICE), timeout=90)
+
+
+def test_drawn_trainings_on_cuda_tensors_with_gloo(pair: World) -> None:
+    """The same of two ranks, which share the GPU."""
+    pair.run(same_as_alone, drawn_programs("no DDP", 40), torch.device(DEVICE), timeout=90)
+
+
+def odd() -> nn.Sequential:
+    """In flat memory few of its parameters would start where a kernel may read 16 bytes at once."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5), nn.GELU(), nn.Linear(5, 3))
+
+
+def rows_of(ranks: list[int], step: int) -> torch.Tensor:
+    every = [torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank)) for rank in ranks]
+    return torch.cat(every)
+
+
+def alone_on_the_cpu(size: int) -> list[torch.Tensor]:
+    model = odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(rows_of(list(range(size)), step)).square().mean().backward()
+        optimizer.step()
+    return [x.detach() for x in model.parameters()]
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
+async def in_float32(me: Rank) -> None:
+    """cuBLASLt adds biases 16 bytes at a time, wherever they are."""
+    expected = alone_on_the_cpu(me.size)
+    model = odd().to(DEVICE)
+    async with ac.overlap.shard_optimizer(model, fused(model.parameters()), bucket_bytes=64) as optimizer:
+        for step in range(5):
+            optimizer.zero_grad()
+            model(rows_of([me.rank], step).to(DEVICE)).square().mean().backward()
+            await optimizer.step()
+    with me.case("shard_optimizer"):
+        close_to(expected, model.parameters())
+    for reshard in (False, True):
+        model = odd().to(DEVICE)
+        parts = [model[:2], model[2:4], model[4:]]
+        layers = ac.overlap.shard_layers(parts, reshard_after_forward=reshard, lane=f"parts, {reshard}")
+        inner = fused(layers.parameters())
+        for step in range(5):
+            inner.zero_grad()
+            x = rows_of([me.rank], step).to(DEVICE)
+            async for layer in layers:
+                x = layer(x)
+            (x.square().mean() / me.size).backward()
+            inner.step()
+        whole = await layers.full_state_dict()
+        with me.case(f"shard_layers(reshard_after_forward={reshard})"):
+            close_to(expected, [whole[f"{i}.0.{name}"] for i in range(3) for name in ("weight", "bias")])
+
+
+def close_to(expected: list[torch.Tensor], got: Iterable[torch.Tensor]) -> None:
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x.detach().cpu(), y, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_parameters_in_flat_memory_are_aligned(transport: str, alone: World, pair: World) -> None:
+    """A kernel that finds them elsewhere takes the device away from the whole process."""
+    (alone if transport == "nccl" else pair).run(in_float32, timeout=60)
+
+
+async def used_at_once(me: Rank) -> None:
+    model = odd().to(DEVICE)
+    x = rows_of([0], 0).to(DEVICE)
+    expected = model(x)
+    values = await ac.broadcast([parameter.detach() for parameter in model.parameters()], src=0)
+    for value in values:
+        assert value.data_ptr() % 16 == 0
+    for layer, weight, bias in zip((model[0], model[2], model[4]), values[::2], values[1::2], strict=True):
+        layer.weight.data, layer.bias.data = weight, bias
+    torch.testing.assert_close(model(x), expected)
+    halves = await ac.all_reduce([torch.ones(n, device=DEVICE, dtype=torch.half) for n in (3, 5, 7)])
+    for size, half in zip((3, 5, 7), halves, strict=True):
+        assert half.tolist() == [float(me.size)] * size
+        assert half.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_results_of_trees_are_aligned(transport: str, alone: World, pair: World) -> None:
+    """So that whatever kernel may read them."""
+    (alone if transport == "nccl" else pair).run(used_at_once)
 
 
 # The order of streams

@@ -270,9 +270,14 @@ async def dropped(me: Rank, reshard: bool) -> None:
         assert close(shard.grad, expected)
 
 
+def _filled_up(x: Tensor, multiple: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(-x.numel() % multiple)])
+
+
 def _parts_of_gradients(twin: nn.ModuleList, me: Rank) -> list[Tensor]:
-    whole = [torch.cat([x.grad.reshape(-1) for x in layer.parameters()]) for layer in twin]
-    padded = [torch.cat([x, x.new_zeros(-x.numel() % me.size)]) for x in whole]
+    """Of each layer the part of this rank: parameters begin at 16 bytes, and so do parts."""
+    whole = [torch.cat([_filled_up(x.grad.reshape(-1), 4) for x in layer.parameters()]) for layer in twin]
+    padded = [_filled_up(x, 4 * me.size) for x in whole]
     return [x.chunk(me.size)[me.rank] for x in padded]
 
 

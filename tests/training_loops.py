@@ -129,7 +129,9 @@ async def forgotten(run: Run, step: int) -> None:
 
 async def scaled(run: Run, step: int) -> None:
     if run.scaler is None:
-        run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        device = next(run.helper.model.parameters()).device.type
+        kind = device if device == "cuda" else "cpu"  # torch_xla's tensors are scaled by the CPU's
+        run.scaler = torch.amp.GradScaler(kind, init_scale=64.0, growth_interval=2)
     await run.backward(step, blown=step == 1)
     await run.helper.reduced()
     await run.helper.unscale(run.scaler)

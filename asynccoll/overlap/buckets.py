@@ -13,6 +13,7 @@ import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.memory.aliasing import may_overlap
+from asynccoll.memory.aligned import Layout
 
 __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 
@@ -20,17 +21,22 @@ __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 class Bucket:
     """Gradients that are sent together, with ``tail`` further elements behind them.
 
-    ``dtype`` is that of the reduction. Where it is not the parameters' own, each ``.grad`` keeps its own
-    memory, and the result is rounded to it once.
+    Before the tail it divides by ``parts``. ``dtype`` is that of the reduction. Where it is not the
+    parameters' own, each ``.grad`` keeps its own memory, and the result is rounded to it once.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], tail: int = 0, dtype: torch.dtype | None = None
+        self,
+        parameters: Sequence[torch.Tensor],
+        tail: int = 0,
+        dtype: torch.dtype | None = None,
+        parts: int = 1,
     ) -> None:
-        first, count = parameters[0], sum(parameter.numel() for parameter in parameters)
+        first, held = parameters[0], dtype or parameters[0].dtype
         self.parameters = parameters
         self.dtype: torch.dtype = first.dtype
-        self.flat: torch.Tensor = torch.zeros(count + tail, dtype=dtype or first.dtype, device=first.device)
+        self.layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)
+        self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
         #: Gradients that are being sent, and their versions then.
@@ -42,9 +48,8 @@ class Bucket:
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a tensor that is laid out as this one, in their shapes and strides."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        parts = torch.split(flat[: sum(sizes)], sizes)
-        return [shaped(part, like) for part, like in zip(parts, self.parameters, strict=True)]
+        places = self.layout.cut(flat)
+        return [shaped(place, like) for place, like in zip(places, self.parameters, strict=True)]
 
     def _views(self) -> list[torch.Tensor]:
         """The gradients' parts of the bucket, each with a version of its own, which counts writes to it."""

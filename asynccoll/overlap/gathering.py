@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.memory.aligned import Layout
 from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.overlap.turns import Turn, Turns
 from asynccoll.waiting.work import Work
@@ -44,14 +45,16 @@ class Shard:
         self.place = place
         self.names: list[str] = [name for name, _ in named]
         self.shapes: list[torch.Size] = [parameter.shape for _, parameter in named]
-        self.counts: list[int] = [parameter.numel() for _, parameter in named]
+        self.layout = Layout([parameter.numel() for _, parameter in named], first.element_size(), size)
         whole = self.join([parameter.detach() for _, parameter in named])
         self.own: nn.Parameter = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The flat tensor of all ranks' parts that holds ``tensors``, one for each parameter."""
-        padding = tensors[0].new_zeros(-sum(self.counts) % self.size)
-        return torch.cat([*(x.reshape(-1) for x in tensors), padding])
+        flat = tensors[0].new_zeros(self.layout.elements)
+        for place, x in zip(self.layout.cut(flat), tensors, strict=True):
+            place.copy_(x.reshape(-1))
+        return flat
 
     def join_like(self) -> torch.Tensor:
         """A flat tensor of all ranks' parts, of zeros."""
@@ -63,8 +66,8 @@ class Shard:
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter, as a view of all ranks' parts."""
-        parts = torch.split(flat[: sum(self.counts)], self.counts)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        places = self.layout.cut(flat)
+        return [place.view(shape) for place, shape in zip(places, self.shapes, strict=True)]
 
 
 class Layer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,13 +76,13 @@ class ShardBucket(Bucket):
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
-        super().__init__(parameters, tail=-sum(parameter.numel() for parameter in parameters) % size)
+        super().__init__(parameters, parts=size)
         self.rank: int = rank
         self.size: int = size
         self._versions = [view._version for view in self.views]
         self._zeroed = [True] * len(parameters)
-        ends = accumulate(parameter.numel() for parameter in parameters)
-        last = [end - 1 for end, x in zip(ends, parameters, strict=True) if x.numel() > 1]
+        places = zip(self.layout.starts, self.layout.counts, strict=True)
+        last = [start + count - 1 for start, count in places if count > 1]
         self._positive = torch.tensor(last, dtype=torch.int64, device=self.flat.device)
         self.values: torch.Tensor = torch.zeros_like(self.flat)
         for parameter, view in zip(parameters, self.cut(self.values), strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch._C import _nn  # where DDP has them, too: one call for all tensors
 
 from asynccoll.memory.aliasing import has_memory
+from asynccoll.memory.aligned import Layout
 from asynccoll.modes.captured import uncast
 
 __all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]
@@ -71,12 +72,27 @@ def _flat(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor of the elements of ``tensors``, in order."""
+    """One flat tensor of the elements of ``tensors``, in order; on CUDA each is aligned, as results are."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
+    if tensors[0].is_cuda:
+        return uncast(torch.cat, _with_gaps(tensors))
     if _flat(tensors):
         return uncast(torch.cat, list(tensors))
     return uncast(_nn.flatten_dense_tensors, list(tensors))
+
+
+def _layout(tensors: Sequence[torch.Tensor]) -> Layout:
+    return Layout(list(map(_numel, tensors)), tensors[0].element_size())
+
+
+def _with_gaps(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat, and between them what a `Layout` leaves free."""
+    layout = _layout(tensors)
+    free = tensors[0].new_zeros(max(layout.gaps))
+    return [
+        piece for x, gap in zip(tensors, layout.gaps, strict=True) for piece in (x.reshape(-1), free[:gap])
+    ]
 
 
 def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -91,6 +107,9 @@ def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     They share its memory.
     """
     sizes = list(map(_numel, like))
+    if flat.is_cuda and len(like) > 1:
+        layout = _layout(like)
+        return [place.view(x.shape) for place, x in zip(layout.cut(flat), like, strict=True)]
     if flat.numel() != sum(sizes):
         raise ValueError(f"{flat.numel()} elements are not those of {len(like)} tensors")
     if _flat(like) and has_memory(flat):  # lazy ones would be copies
