@@ -29,7 +29,7 @@ class Layout:
     def __init__(self, counts: Sequence[int], itemsize: int, parts: int = 1) -> None:
         """``parts``: into how many equal parts the memory can be cut, each of them aligned as well."""
         step = max(1, ALIGNMENT // itemsize)
-        self.counts = list(counts)
+        self.counts: list[int] = list(counts)
         self.starts: list[int] = [0, *accumulate(count + -count % step for count in counts)]
         end = self.starts.pop()
         self.elements: int = end + -end % (step * parts)

@@ -35,7 +35,7 @@ class Bucket:
         first, held = parameters[0], dtype or parameters[0].dtype
         self.parameters = parameters
         self.dtype: torch.dtype = first.dtype
-        self.layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)
+        self.layout: Layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)
         self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]

@@ -45,7 +45,9 @@ class Shard:
         self.place = place
         self.names: list[str] = [name for name, _ in named]
         self.shapes: list[torch.Size] = [parameter.shape for _, parameter in named]
-        self.layout = Layout([parameter.numel() for _, parameter in named], first.element_size(), size)
+        self.layout: Layout = Layout(
+            [parameter.numel() for _, parameter in named], first.element_size(), size
+        )
         whole = self.join([parameter.detach() for _, parameter in named])
         self.own: nn.Parameter = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
 
