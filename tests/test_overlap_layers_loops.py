@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -339,6 +340,29 @@ async def refused_by_one(me: Rank) -> None:
 def test_layers_that_one_rank_refuses_to_share_out(pair: World) -> None:
     """The others are told by their next call on the lane, where they had waited for this rank."""
     pair.run(refused_by_one)
+
+
+async def graphed_differently(me: Rank, count: int) -> None:
+    """Each rank leaves another layer out: of one set, or of the first and the second of two."""
+    whole = alike(nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
+    sets = [ac.overlap.shard_layers(whole[start : start + 4 // count]) for start in range(0, 4, 4 // count)]
+    for turn in range(3):
+        x = rows(me.rank, turn)
+        for index, layer in enumerate(layer for layers in sets for layer in layers):
+            if turn != 1 or index != 1 + me.rank:
+                x = layer(x)
+        different = raising(ac.CollectiveMismatchError, "every rank has to call each layer", "has called")
+        with different if turn == 1 else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of cycles
+            (x.square().mean() / me.size).backward(create_graph=True)
+        for layers in sets:
+            layers.zero_grad()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_graphs_of_gradients_where_ranks_leave_layers_out(pair: World, count: int) -> None:
+    """Refused at the first layer; ranks had waited for each other in different sets of layers."""
+    pair.run(graphed_differently, count, runner="asyncio")
 
 
 async def left_out_of_the_loss(me: Rank) -> None:

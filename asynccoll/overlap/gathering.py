@@ -136,16 +136,17 @@ class Layer:
             tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat, loop)), strict=True)
         regather = loop.regathering(self)
         saving = nullcontext() if regather is None else Resharding(flats, regather).saving()
-        return GatheredLayer(self.module, tensors, saving, loop)
+        return GatheredLayer(self, tensors, saving, loop)
 
 
 class GatheredLayer:
     """A layer of ``ShardedLayers`` with all of its parameters, for as long as it is held: call it."""
 
     def __init__(
-        self, module: nn.Module, parameters: Tensors, saving: AbstractContextManager[object], loop: Pass
+        self, layer: Layer, parameters: Tensors, saving: AbstractContextManager[object], loop: Pass
     ) -> None:
-        self.module = module
+        self.module: nn.Module = layer.module
+        self._layer = layer
         self._parameters = parameters
         self._saving = saving
         self._loop = loop
@@ -154,7 +155,8 @@ class GatheredLayer:
     @property
     def parameters(self) -> Tensors:
         """All of them by name, for as long as the layer is held."""
-        self._loop.used |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._loop.used.add(self._layer)
         return self._parameters
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -239,13 +241,21 @@ class Scattering:
             if not returning.send():
                 break
 
-    def now(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient that is returned, or that keeps its graph."""
-        places = all_gather(torch.tensor([shard.place], device=gradient.device), **self._call).wait().tolist()
-        if any(place != places[0] for place in places):
-            told = ", ".join(f"rank {rank} layer {layer}" for rank, (layer, _) in enumerate(places))
+    def now(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient that is returned, or that keeps its graph.
+
+        With each the ranks compare which layers they have called. One that left a layer out would otherwise
+        be a layer ahead of the others, or wait in another set of layers than they do.
+        """
+        own = torch.tensor([[*shard.place, *loop.uses()]], device=gradient.device)
+        rows = all_gather(own, **self._call).wait().tolist()
+        if any(row != rows[0] for row in rows):
+            told = ", ".join(
+                f"rank {rank} came to layer {layer} and has called {[i for i, one in enumerate(used) if one]}"
+                for rank, (layer, _, *used) in enumerate(rows)
+            )
             raise CollectiveMismatchError(
-                f"the ranks (of the group) came to different layers in one backward: {told}. Where gradients "
+                f"the ranks (of the group) use different layers in one backward: {told}. Where gradients "
                 "are returned (torch.autograd.grad) or keep their graph (create_graph=True), every rank has "
                 "to call each layer"
             )
@@ -286,7 +296,7 @@ class _Scatter(torch.autograd.Function):
         # With create_graph=True, or in torch.autograd.grad.
         if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
             ctx.loop.turn.is_over = True
-            return ctx.scattering.now(ctx.shard, grads[0]), None, None, None, None
+            return ctx.scattering.now(ctx.shard, ctx.loop, grads[0]), None, None, None, None
         ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
         return None, None, None, None, None
 
@@ -319,8 +329,8 @@ class Pass:
         #: the layers that were gathered, and the shards of them that are to be differentiated, in order
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
-        #: whether a layer was called here whose backward may come
-        self.used = False
+        #: the layers that were called here, and whose backward may come
+        self.used: set[Layer] = set()
         #: its layers that somebody has kept, and may call later
         self.held: WeakSet[GatheredLayer] = WeakSet()
         #: how many are gathered once more, the last first, and those of them that nobody has taken yet
@@ -338,6 +348,11 @@ class Pass:
         self._gathered.append(layer)
         if torch.is_grad_enabled():
             self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
+
+    def uses(self) -> list[bool]:
+        """Of each layer by its number, whether it was called here."""
+        used = {layer.index for layer in self.used}
+        return [index in used for index in range(len(self._layers))]
 
     def check_used(self) -> None:
         """Refuse a loop that is over without a call of any layer, where other ranks may wait in backward.
