@@ -524,9 +524,8 @@ class Prepared(Helper):
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
         super().__init__(model, optimizer, lane)
         ac.overlap.broadcast_parameters(model, lane=lane).wait()
-        self.flat = torch.zeros(
-            sum(x.numel() for x in model.parameters()), dtype=next(model.parameters()).dtype
-        )
+        first, count = next(model.parameters()), sum(x.numel() for x in model.parameters())
+        self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
         self.averaging: Any = ac.prepare("all_reduce", like=self.flat, op="avg", lane=lane)
 
     def _gathered(self) -> list[Tensor]:
