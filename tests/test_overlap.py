@@ -367,6 +367,38 @@ def test_a_second_backward_before_the_await(pair: World, runner: str) -> None:
     pair.run(twice, runner=runner)
 
 
+async def stepped_too_early(me: Rank, by_hook: str) -> None:
+    """Before the await, by forgetting it or in hooks of backward: each rank with gradients of its own."""
+    model, x = network(), batch(me.rank, 0)
+    steps = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        steps[parameter].step()
+        steps[parameter].zero_grad()
+
+    if by_hook == "before":
+        for parameter in steps:
+            parameter.register_post_accumulate_grad_hook(step)
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        if by_hook == "after":
+            for parameter in steps:
+                parameter.register_post_accumulate_grad_hook(step)
+        with raising(ac.InvalidArgumentError, "an optimizer that steps in hooks of backward"):
+            loss_of(model, x).backward()
+            if not by_hook:
+                for parameter in steps:
+                    step(parameter)
+            await gradients
+        if by_hook == "before":
+            await gradients
+
+
+@pytest.mark.parametrize("by_hook", ["", "before", "after"])
+def test_a_step_before_the_await_is_refused(pair: World, by_hook: str) -> None:
+    """The ranks' parameters went apart in silence."""
+    pair.run(stepped_too_early, by_hook)
+
+
 async def cancelled(me: Rank) -> None:
     model = network()
     with ac.overlap_gradients(model, **SMALL) as gradients:

@@ -365,6 +365,32 @@ def test_graphs_of_gradients_where_ranks_leave_layers_out(pair: World, count: in
     pair.run(graphed_differently, count, runner="asyncio")
 
 
+async def backward_raised(me: Rank) -> None:
+    """On one rank, in the middle of the layers, of which the loop's variable keeps the last alive."""
+    layers = ac.overlap.shard_layers(blocks())
+    for turn in range(3):
+        x = rows(me.rank, turn)
+        for index, layer in enumerate(layers):
+            x = layer(x)
+            if turn == 1 and me.rank == 0 and index == 1:
+                x.register_hook(divided)
+        raised: Any = contextlib.nullcontext()
+        if turn == 1:
+            raised = raising(ac.PeerRefusedError, "rank 0") if me.rank else raising(ZeroDivisionError)
+        with raised:
+            (x.square().mean() / me.size).backward()
+        assert await ac.all_reduce(turn, op="max") == turn
+
+
+def divided(_: Tensor) -> None:
+    raise ZeroDivisionError("of this rank alone")
+
+
+def test_a_backward_that_raises_between_layers(several: World) -> None:
+    """The others are told although the rank keeps a layer of that loop, and all go on in step."""
+    several.run(backward_raised, runner="asyncio")
+
+
 async def left_out_of_the_loss(me: Rank) -> None:
     """The last rank's second loss has nothing to do with the layers, which it has called."""
     layers = ac.overlap.shard_layers(blocks())

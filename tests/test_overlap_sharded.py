@@ -321,4 +321,6 @@ def test_refused(name: str) -> None:
     before = [parameter.data_ptr() for parameter in model.parameters()]
     with pytest.raises(ac.InvalidArgumentError, match=says):
         ac.overlap.shard_optimizer(model, make(model))
+    with pytest.raises(ac.InvalidArgumentError, match="takes the module"):
+        ac.overlap.shard_optimizer(list(model.parameters()), make(model))  # type: ignore[arg-type]
     assert [parameter.data_ptr() for parameter in model.parameters()] == before

@@ -39,8 +39,8 @@ class Bucket:
         self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
-        #: Gradients that are being sent, and their versions then.
-        self._sent: dict[int, tuple[torch.Tensor, int]] = {}
+        #: Gradients that are being sent, and their versions and their parameters' then.
+        self._sent: dict[int, tuple[torch.Tensor, int, int]] = {}
         #: Gradients that are the sum of all ranks' already (with op="sum"), and into how many parts they go.
         self._summed: list[torch.Tensor | None] = [None] * len(parameters)
         self.parts = 1
@@ -64,9 +64,7 @@ class Bucket:
     def put(self, index: int, scale: float) -> None:
         """Take the gradient of the parameter at ``index``; from now on it lives here."""
         parameter = self.parameters[index]
-        gradient = parameter.grad
-        assert gradient is not None
-        _check_gradient(parameter, gradient, self.dtype)
+        gradient = _checked_gradient(parameter, self.dtype)
         self.divide(index)
         if self.flat.dtype is self.dtype:
             gradient, view = self._laid_out(index, gradient)
@@ -75,15 +73,13 @@ class Bucket:
         else:
             self._laid_out(index, gradient)[1].copy_(gradient).mul_(scale)
         assert parameter.grad is not None
-        self._sent[index] = parameter.grad, parameter.grad._version
+        self._sent[index] = parameter.grad, parameter.grad._version, parameter._version
         self.has[index] = True
         self.waiting -= 1
 
     def check(self, index: int) -> None:
         """Refuse a gradient of the parameter at ``index`` that could not be sent."""
-        parameter = self.parameters[index]
-        assert parameter.grad is not None
-        _check_gradient(parameter, parameter.grad, self.dtype)
+        _checked_gradient(self.parameters[index], self.dtype)
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient, and its place, laid out as the parameter is now (``model.to(memory_format=...)``)."""
@@ -115,8 +111,14 @@ class Bucket:
         self._sent.pop(index, None)
 
     def check_unwritten(self) -> None:
-        """Refuse gradients that somebody wrote to while they were being sent: ranks would differ in them."""
-        for index, (gradient, version) in self._sent.items():
+        """Refuse gradients, and parameters, that somebody wrote to meanwhile: ranks would differ in them."""
+        for index, (gradient, version, of_parameter) in self._sent.items():
+            if self.parameters[index]._version != of_parameter:
+                raise InvalidArgumentError(
+                    f"a parameter of shape {list(gradient.shape)} was changed between backward and the await "
+                    "of its gradients, as by an optimizer's step with those of this rank alone: await first, "
+                    "then step (an optimizer that steps in hooks of backward always comes too early)"
+                )
             now = self.parameters[index].grad
             if now is not None and (now is not gradient or now._version != version):
                 raise InvalidArgumentError(
@@ -215,8 +217,14 @@ def _dense(x: torch.Tensor) -> bool:
     return x.numel() > 0
 
 
-def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-    shape = list(parameter.shape)
+def _checked_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of ``parameter``, if it can be sent."""
+    shape, gradient = list(parameter.shape), parameter.grad
+    if gradient is None:
+        raise InvalidArgumentError(
+            f"the .grad of a parameter of shape {shape} was gone when backward had just made it: a hook has "
+            "taken it (an optimizer that steps in hooks of backward comes before the gradients are reduced)"
+        )
     if gradient.layout is not torch.strided:
         raise PayloadTypeError(
             f"the gradient of a parameter of shape {shape} is sparse, and buckets are "
@@ -235,6 +243,7 @@ def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, dtype: torc
             f"a parameter of shape {shape} was of {dtype} when its bucket was made, and its gradient is of "
             f"{gradient.dtype}: convert the model first, then make the reducer (or close() it, make another)"
         )
+    return gradient
 
 
 def assign(

@@ -236,6 +236,7 @@ class Scattering:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
         if loop not in running:
             running[loop] = _Returning(loop, self._call)
+            loop.turn.reached(running)
         running[loop].bring(shard, gradient)
         for returning in running.values():  # one loop after the other
             if not returning.send():

@@ -383,6 +383,12 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -
 
 def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Refuse what cannot be shared out; the names of the model's parameters."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            "shard_optimizer takes the module whose forward waits for the parameters, got "
+            f"{type(model).__name__}: pass it also where the optimizer has some of its parameters only (two "
+            "optimizers of one module need a lane each)"
+        )
     check_initialized(model.parameters())
     check_whole(model.parameters())
     check_not_ddp(model, model.parameters())

@@ -5,7 +5,7 @@ comes to none (the loss does not depend on them; backward raised, or was skipped
 nothing that could send them. So each loop has a number, the same on all ranks, and a rank that has waited for
 long in the backward of one says so (``health.unmet``). A rank that can no longer come to it refuses:
 
-- what autograd keeps of that loop is gone, or
+- what autograd keeps of that loop is gone, or its backward has raised, or
 - its thread is in a later loop that the peer cannot begin, since the peer's own thread is in that backward.
 """
 
@@ -43,11 +43,16 @@ class Turn:
         #: backward has come to it and brought everything, or peers were told that it will not
         self.is_over = False
         self._graph = weakref.ref(graph)
+        self._backward: weakref.ref[object] | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether no backward can come to it any more."""
-        return self._graph() is None
+        """Whether no backward can come to it any more: what it would go through is gone, or it has raised."""
+        return self._graph() is None or (self._backward is not None and self._backward() is None)
+
+    def reached(self, backward: object) -> None:
+        """A backward has come to it, and has not raised for as long as ``backward`` lives."""
+        self._backward = weakref.ref(backward)
 
 
 class Turns:
