@@ -97,7 +97,32 @@ def complaints(
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
+    if not faults and not any(call.refusable for call in program.calls):
+        found += late(program, report, lives=2 if options.get("again") else 1)
     return found, report
+
+
+#: What a message takes at most, of the links between simulated ranks; a request at the store takes less.
+_LONGEST_MESSAGE_SECONDS = 2e-3
+#: Longer than the library naps before it looks again (8 ms), and than deadlines in programs (20 ms); shorter
+#: than the waits of those who look again only to be sure (100 ms and more).
+_IN_VAIN_SECONDS = 15 * _LONGEST_MESSAGE_SECONDS
+#: For each call: its messages, one or two lanes to open, and pauses of who asks again and again.
+_CALL_SECONDS = 25 * _LONGEST_MESSAGE_SECONDS
+
+
+def late(program: Program, report: Report, lives: int) -> list[str]:
+    """What took longer than messages do, of a program that nothing goes wrong in: a wake-up was lost.
+
+    Without it each wait is ended by what was waited for; the results are right nonetheless, only late.
+    """
+    most = lives * (len(program.calls) + 1) * _CALL_SECONDS
+    found = []
+    if report.longest_timeout > _IN_VAIN_SECONDS:
+        found.append(f"[late] a thread waited for {report.longest_timeout:.4f} s, in vain")
+    if report.virtual_seconds > most:
+        found.append(f"[late] it took {report.virtual_seconds:.3f} s; at most {most:.3f} s were due")
+    return found
 
 
 def _thrown(args: Any) -> str:

@@ -151,3 +151,14 @@ def test_what_is_moved_through_memory_belongs_to_no_graph() -> None:
     """Ranks that reduce a part each read the caller's own tensor, in the mode of whoever comes by."""
     for seed in range(10):
         simulate(waited_for_in_another_mode, world_size=3, seed=seed, transport="memory", loop="none").check()
+
+
+def test_a_call_behind_on_a_device_is_lost_with_the_rank_that_its_lane_lost() -> None:
+    """It was said of it that the communicator was aborted: by this rank, which knew who was gone."""
+    program = from_json(
+        '{"ranks": 3, "tasks": [{"calls": [{"wait": "gathered", "pauses": 1}, {}]}], "start": "threads", '
+        '"loop": "none"}'
+    )
+    for seed in range(1975, 2175, 4):
+        found, _ = complaints(program, seed, [Kill(1, after_call=2)], transport="nccl", schedule=PCT())
+        assert not found, found

@@ -63,7 +63,7 @@ class Queue:
         assert me is not None
         self._waiting.append(me)
         try:
-            return scheduler.park(until)
+            return scheduler.wait(until)
         finally:
             if me in self._waiting:
                 self._waiting.remove(me)
@@ -336,7 +336,7 @@ class Thread:
         scheduler.point()
         if not thread.ended:
             thread.joiners.append(scheduler.current)
-            scheduler.park(_until(scheduler, timeout))
+            scheduler.wait(_until(scheduler, timeout))
 
 
 #: What ``current_thread`` answers.

@@ -41,6 +41,9 @@ class Report:
     #: by rank: what it did when, as ``ac.trace.recording`` has it; in simulated seconds
     timelines: dict[int, Timeline] = field(default_factory=dict)
     virtual_seconds: float = 0.0
+    #: the longest that a thread waited for another one, on a lock or an event, until its time was up: where
+    #: nothing goes wrong and calls take milliseconds, a tenth of a second means that a wake-up was lost
+    longest_timeout: float = 0.0
     #: switch points, and how often another thread went on
     steps: int = 0
     switches: int = 0

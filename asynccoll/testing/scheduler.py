@@ -40,6 +40,8 @@ class Scheduler:
         self.taken: dict[int, int] = {}
         self.steps: int = 0
         self.switches: int = 0
+        #: of the waits that nobody ended before their time was up, the seconds of the longest
+        self.longest_timeout: float = 0.0
         self.current: SimulatedThread | None = None
         self.threads: dict[SimulatedThread, None] = {}
         self.gone: set[int] = set()  # ranks
@@ -280,6 +282,14 @@ class Scheduler:
         elif me.interrupt is not None:
             self._raise(me)
         return not me.timed_out
+
+    def wait(self, until: float = math.inf) -> bool:
+        """Park for something that another thread is to do, which wakes this one; whether it did in time."""
+        begun = self.now
+        woken = self.park(until)
+        if not woken:
+            self.longest_timeout = max(self.longest_timeout, self.now - begun)
+        return woken
 
     def wake(self, thread: SimulatedThread) -> None:
         """It may go on."""

@@ -123,6 +123,7 @@ class World:
         report.events = scheduler.events
         report.taken = scheduler.taken
         report.virtual_seconds = scheduler.elapsed
+        report.longest_timeout = scheduler.longest_timeout
         report.steps, report.switches = scheduler.steps, scheduler.switches
         scheduler.note(f"{sorted(report.results)} {sorted(report.errors)} {report.deadlock is None}")
         report.digest = scheduler.digest
