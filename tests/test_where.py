@@ -207,8 +207,8 @@ def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str
         ("all_reduce", "float32[4] sum", "finished")
     ]
     assert (zero["calls"][-1]["lane"], zero["calls"][-1]["place"][-13:]) == ("gradients", "program.py:17")
-    assert any("program.py" in frame for frame in zero["stack"])
-    assert bool(one["stack"]) is (how == "sleeping")
+    assert any("program.py" in frame for frame in zero["stacks"][0]["frames"])
+    assert bool(one["stacks"]) is (how == "sleeping")
     assert [(p["lane"], p["kind"], p["agreed"]) for p in asked["partings"]] == [("gradients", "absent", 0)]
     assert "lane 'gradients': not all ranks have called at #1" in shown
     # The ranks are gone: what is left is in the directory that the error has named.

@@ -25,6 +25,8 @@ import trio
 
 import asynccoll as ac
 import oracle
+from asynccoll import flight
+from asynccoll.runtime.process import current
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -237,6 +239,25 @@ async def becomes_done(me: Rank) -> None:
 def test_becomes_done_without_being_awaited(pair: World, runner: str) -> None:
     """done() turns true by itself."""
     pair.run(becomes_done, runner=runner)
+
+
+def looked_at(me: Rank, how: str) -> str:
+    """What the flight recorder has of a call that nobody waits for, once its outcome was had."""
+    x = torch.ones(1)
+    work = ac.all_reduce(x, out=x) if how == "detached" else ac.all_reduce(x)
+    if how == "detached":
+        work.detach()
+    while not work.done():
+        time.sleep(0.001)
+    oracle.same(work.result(), TWO)
+    recorded = flight.read(current().recorder.buffer)
+    assert recorded is not None
+    return recorded.calls[-1].state
+
+
+@pytest.mark.parametrize("how", ["detached", "result"])
+def test_what_nobody_waits_for_is_recorded_as_finished(pair: World, how: str) -> None:
+    assert pair.run(looked_at, how, runner="blocking") == ["finished", "finished"]
 
 
 # ---------------------------------------------------------------- deriving

@@ -66,8 +66,8 @@ def _print(job: Job, calls: int) -> None:
             who = ("", "", "", "")
     print_table(table)
     for one in job.ranks:
-        if one.account.stack:
-            print(f"\nrank {one.rank} stands in")
-            print("\n".join(f"  {frame}" for frame in one.account.stack))
+        for of, frames in one.account.stacks.items():
+            print(f"\nrank {one.rank}{', ' * bool(of)}{of} stands in")
+            print("\n".join(f"  {frame}" for frame in frames))
     print()
     print_partings(job.partings, {one.rank: one for one in job.ranks})

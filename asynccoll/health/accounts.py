@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from asynccoll import flight, host
 from asynccoll.flight import Flight, Recorder, registry
-from asynccoll.host import answering, shared_memory
-from asynccoll.host.call_site import is_users
+from asynccoll.host import answering, shared_memory, standing
 
 __all__ = ["SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
@@ -30,7 +26,6 @@ SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 ASK_SECONDS = 0.3
 #: Ranks of this node whose memory is kept open, so that it can be read after their death.
 _MOST_HELD = 64
-_FRAMES = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +46,9 @@ class Peer:
 class Account:
     """Of one rank. ``state`` is its process's, as the kernel says, where it is on this node.
 
-    ``now`` is its monotonic clock when this was found out. ``stack``: its main thread's frames, innermost
-    first, as "function (file:line)"; ``stands`` is the innermost of the user's. ``answers``: whether it did.
+    ``now`` is its monotonic clock when this was found out. ``stacks``: the frames of its main thread (under
+    ""), or of its tasks while that sleeps in an event loop, innermost first, as "function (file:line)";
+    ``stands`` is the innermost of the user's. ``answers``: whether it did.
     """
 
     rank: int
@@ -62,7 +58,7 @@ class Account:
     near: bool = False
     answers: bool = False
     stands: str = ""
-    stack: tuple[str, ...] = field(default=())
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Accounts:
@@ -150,15 +146,15 @@ class Accounts:
         if question == "peers":
             return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
         found = self.own()
-        stack = _stack(self._main)
+        stacks = standing.stacks(self._main)
         plain = None if found is None else flight.to_plain(found)
         if plain is not None:
             plain["said"] = {key: value for key, value in plain["said"].items() if key != "secret"}
         return {
             "flight": plain,
             "now": host.monotonic(),
-            "stack": [text for text, _ in stack],
-            "stands": next((text for text, users in stack if users), ""),
+            "stacks": [(one.who, one.frames) for one in stacks],
+            "stands": standing.summary(stacks),
         }
 
     def disown(self) -> None:
@@ -204,22 +200,9 @@ def with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
     try:
         found = account.flight or (flight.from_plain(said["flight"]) if said["flight"] else None)
         now = account.now or float(said["now"])
-        stack = tuple(map(str, said["stack"]))
+        stacks = {str(who): tuple(map(str, frames)) for who, frames in said["stacks"]}
         return Account(
-            account.rank, found, now, account.state, account.near, True, str(said["stands"]), stack
+            account.rank, found, now, account.state, account.near, True, str(said["stands"]), stacks
         )
     except (KeyError, TypeError, ValueError):  # another version's
         return account
-
-
-def _stack(thread: int) -> list[tuple[str, bool]]:
-    """The frames of ``thread``, innermost first, and which are the user's."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    found: list[tuple[str, bool]] = []
-    while frame is not None and len(found) < _FRAMES:
-        code = frame.f_code
-        name = getattr(code, "co_qualname", code.co_name)
-        file = code.co_filename
-        found.append((f"{name} ({Path(file).name}:{frame.f_lineno})", is_users(file)))
-        frame = frame.f_back
-    return found

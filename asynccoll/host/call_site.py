@@ -10,7 +10,7 @@ from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_users"]
+__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: torch calls back into this package (autograd, hooks); its frames are not the user's place either
@@ -91,6 +91,11 @@ def caller() -> Spot:
     if kind == _RUNNER:
         frame = inner
     return _new_spot((frame.f_code, frame.f_lasti))
+
+
+def is_ours(file: str) -> bool:
+    """Whether ``file`` is of this package."""
+    return file.startswith(_PACKAGE)
 
 
 def is_users(file: str) -> bool:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from asynccoll.host.standing import awaits
 from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["suspended", "told"]
@@ -36,9 +37,7 @@ def told(
 
 def suspended(coroutine: Any) -> str:
     """The lines at which it, and what it awaits, are suspended."""
-    lines = []
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        code = frame.f_code
-        lines.append(f'    File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
-        coroutine = coroutine.cr_await
+    lines = [
+        f'    File "{code.co_filename}", line {line}, in {code.co_name}\n' for code, line in awaits(coroutine)
+    ]
     return "".join(lines[-8:])

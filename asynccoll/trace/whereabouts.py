@@ -57,7 +57,9 @@ class Whereabouts:
             "state": self.state,
             "calls": [plain_call(call, one.now) for call in self.last(calls)],
             "stands": one.stands,
-            "stack": list(one.stack),
+            "stacks": [
+                {"of": who or "main thread", "frames": list(frames)} for who, frames in one.stacks.items()
+            ],
         }
 
     def last(self, calls: int) -> list[flight.Call]:

@@ -352,12 +352,19 @@ class Work(NotItsResult, Generic[T]):
                 self._state = _DONE  # as in __await__
             else:
                 here = self._settle()
+            self._saw_ends()
         if self._state == _FAILED:
             assert self._error is not None
             raise self._error.with_traceback(None)
         if self._streamed and not here:
             self._order()
         return self._value
+
+    def _saw_ends(self) -> None:
+        """Of the operations that nobody has waited for: who has the outcome has seen that they are over."""
+        for operation in self._operations:
+            if not operation.over and operation.failure is None:
+                operation.saw_end(host.monotonic())
 
     def _order(self) -> None:
         """Order the current stream, which need not be the first waiter's, after what made the result."""

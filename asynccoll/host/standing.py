@@ -1,0 +1,140 @@
+"""Where a program stands: in its main thread, or, while that sleeps in an event loop, in its tasks.
+
+The stack of a sleeping loop says nothing: what the program waits for is at the end of each task's awaits. Any
+thread may ask; nothing that is asked of runs meanwhile. It must not know who asks, nor why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from asynccoll.host.call_site import is_ours, is_users
+
+__all__ = ["Stack", "awaits", "stacks", "summary"]
+
+_FRAMES = 30
+_TASKS = 50
+_TOLD = 3
+_ASYNCIO = f"{Path(asyncio.__file__).parent}/"
+_TRIO_RUN = "trio/_core/_run.py"
+#: Their frames are neither the user's nor of a library that does the user's work.
+_LOOPS = (_ASYNCIO, "/site-packages/anyio/", "/site-packages/trio/")
+
+_Line = tuple[CodeType, int]
+
+
+class Stack(NamedTuple):
+    """Frames of a thread or a task, innermost first, as "function (file:line)"; ``at``: the user's innermost.
+
+    ``who`` is "task 'name'", or "" for the main thread. ``in_call``: it waits in a call of this library, or
+    for the tasks of a group.
+    """
+
+    who: str
+    frames: tuple[str, ...]
+    at: str
+    in_call: bool
+
+
+def stacks(thread: int) -> list[Stack]:
+    """Those of the tasks of ``thread``, if it sleeps in an event loop that has some; else its own."""
+    frames = list(_frames(sys._current_frames().get(thread)))
+    tasks = _tasks(frames) if _asleep(frames) else []
+    return tasks or [_stack("", [(frame.f_code, frame.f_lineno) for frame in frames])]
+
+
+def summary(found: Iterable[Stack]) -> str:
+    """In a few words: "load (data.py:17)"; of several tasks which is where; "" if nobody's code is run."""
+    users = [one for one in found if one.at]
+    told = [one for one in users if not one.in_call] or users  # calls are known, from what was recorded
+    if len(told) <= 1:
+        return "".join(one.at for one in told)
+    more = f", and {len(told) - _TOLD} more tasks" if len(told) > _TOLD else ""
+    return ", ".join(f"{one.at} of {one.who}" for one in told[:_TOLD]) + more
+
+
+def awaits(coroutine: Any) -> list[_Line]:
+    """The lines at which a suspended coroutine is, and what it awaits, innermost last."""
+    lines: list[_Line] = []
+    while (frame := _of(coroutine, "cr_frame", "gi_frame", "ag_frame")) is not None and len(lines) < 1000:
+        lines.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))
+        coroutine = _of(coroutine, "cr_await", "gi_yieldfrom", "ag_await")
+    return lines
+
+
+def _of(one: object, *names: str) -> Any:
+    return next((found for name in names if (found := getattr(one, name, None)) is not None), None)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_loops(file: str) -> bool:
+    return file.startswith(_ASYNCIO) or any(name in file for name in _LOOPS[1:])
+
+
+def _is_programs(file: str) -> bool:
+    return is_users(file) and not _is_loops(file)
+
+
+def _asleep(frames: list[FrameType]) -> bool:
+    """Whether nothing of the program is run from the event loop just now."""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if _is_programs(file) or is_ours(file):
+            return False
+        if _is_loops(file):
+            return True
+    return False
+
+
+def _tasks(frames: Iterable[FrameType]) -> list[Stack]:
+    """Of the loop that ``frames`` run, those that run the program's code; what waits in a call comes last."""
+    named = _asyncio_tasks(frames) or _trio_tasks(frames)
+    found = [_stack(f"task {name!r}", awaits(coroutine)[::-1]) for name, coroutine in named[:_TASKS]]
+    return sorted((one for one in found if one.at), key=lambda one: (one.in_call, len(one.who), one.who))
+
+
+def _asyncio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
+    for frame in frames:
+        if frame.f_code.co_filename.startswith(_ASYNCIO):
+            owner = frame.f_locals.get("self")  # the loop, or the runner of one that has no frames (uvloop)
+            loop = owner if isinstance(owner, asyncio.AbstractEventLoop) else getattr(owner, "_loop", None)
+            if isinstance(loop, asyncio.AbstractEventLoop):
+                return [(task.get_name(), task.get_coro()) for task in asyncio.all_tasks(loop)]
+    return []
+
+
+def _trio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
+    for frame in frames:
+        if frame.f_code.co_filename.endswith(_TRIO_RUN):
+            runner = frame.f_locals.get("runner")
+            return [(task.name, task.coro) for task in list(getattr(runner, "tasks", ()))]
+    return []
+
+
+def _stack(who: str, lines: list[_Line]) -> Stack:
+    """Of ``lines``, innermost first, without what is within this library, and below the program."""
+    at = next((_said(*line) for line in lines if _is_programs(line[0].co_filename)), "")
+    while at and not _is_programs(lines[-1][0].co_filename):  # of a launcher, a loop or a task group
+        lines = lines[:-1]
+    told = [
+        line
+        for line, outer in zip(lines, [*lines[1:], None], strict=True)
+        if not (is_ours(line[0].co_filename) and outer is not None and is_ours(outer[0].co_filename))
+    ]
+    inner = next((file for line in lines if not _is_loops(file := line[0].co_filename)), "")
+    return Stack(who, tuple(_said(*line) for line in told[:_FRAMES]), at, is_ours(inner))
+
+
+def _said(code: CodeType, line: int) -> str:
+    name = getattr(code, "co_qualname", code.co_name)
+    return f"{name} ({Path(code.co_filename).name}:{line})"

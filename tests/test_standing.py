@@ -1,0 +1,117 @@
+"""Where a program stands: in its thread, or in the tasks of a loop that sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import anyio
+import pytest
+import trio
+
+import asynccoll as ac
+from asynccoll.host.standing import Stack, stacks, summary
+from patience import patient
+
+
+def asked(run: Callable[[Callable[[], None]], None]) -> list[Stack]:
+    """Where a thread stands that runs ``run``, once that has said so and nothing else is run there."""
+    there, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (run(there.set), over.set()), daemon=True)
+    thread.start()
+    assert there.wait(patient(10))
+    assert thread.ident is not None
+    found = stacks(thread.ident)
+    while found and not all(one.who for one in found) and not over.wait(0.001):  # it is on its way to sleep
+        found = stacks(thread.ident)
+    return found
+
+
+async def nobody_comes(say: Callable[[], None]) -> None:
+    say()
+    await anyio.sleep(0.5)
+
+
+async def two(say: Callable[[], None]) -> None:
+    async def waits() -> None:
+        await nobody_comes(say)
+
+    async def calls() -> None:
+        await ac.all_reduce(1.0)
+        await anyio.sleep(0.6)
+
+    async with ac.create_task_group() as tasks:
+        tasks.start_soon(calls)
+        tasks.start_soon(waits)
+
+
+RUNNERS = {
+    "asyncio": lambda main: lambda say: asyncio.run(main(say)),
+    "trio": lambda main: lambda say: trio.run(main, say),
+    "anyio": lambda main: lambda say: anyio.run(main, say),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_of_a_loop_that_sleeps_its_tasks_are_told(runner: str) -> None:
+    (only,) = asked(RUNNERS[runner](nobody_comes))
+    assert only.at.startswith("nobody_comes (test_standing.py:")
+    assert only.frames[-1] == only.at  # nothing of the loop, or of who started it, is below
+    assert summary([only]) == only.at
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_task_of_a_group_is_told_by_its_name_and_the_others_after_it(runner: str) -> None:
+    found = asked(RUNNERS[runner](two))
+    named = {one.who.rpartition("/")[2].strip("'"): one for one in found}
+    assert [one.split(" ")[0].rpartition(".")[2] for one in named["waits"].frames[-2:]] == [
+        "nobody_comes",
+        "waits",
+    ]
+    assert found[-1].in_call  # the parent, which waits for them
+    assert "nobody_comes (test_standing.py:" in summary(found)
+    assert "two (test_standing.py:" not in summary(found)
+
+
+def test_of_a_loop_that_runs_something_its_thread_is_told() -> None:
+    here = threading.Event()
+
+    async def holds_the_loop() -> None:
+        here.set()
+        over.wait()
+
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(holds_the_loop()), daemon=True)
+    thread.start()
+    assert here.wait(patient(10))
+    assert thread.ident is not None
+    (only,) = stacks(thread.ident)
+    over.set()
+    thread.join(patient(10))
+    assert only.who == ""
+    assert "holds_the_loop (test_standing.py:" in only.at
+
+
+def test_what_is_within_a_call_is_one_frame() -> None:
+    work = ac.all_reduce(1.0)
+    work.wait()
+    found: list[Stack] = []
+    work.add_done_callback(lambda _: found.extend(stacks(threading.get_ident())))
+    ((_, frames, at, in_call),) = found
+    inner = frames[: 1 + next(n for n, frame in enumerate(frames) if "one_frame (" in frame)]
+    assert [frame.split(" ")[0].rpartition(".")[2] for frame in inner[-3:]] == [
+        "<lambda>",
+        "add_done_callback",
+        "test_what_is_within_a_call_is_one_frame",
+    ]
+    assert (at, in_call) == (frames[1], True)
+
+
+def test_of_many_tasks_three_are_told() -> None:
+    many = [Stack(f"task '{n}'", (), f"load (data.py:{n})", False) for n in range(5)]
+    assert summary(many) == (
+        "load (data.py:0) of task '0', load (data.py:1) of task '1', load (data.py:2) of task '2', "
+        "and 2 more tasks"
+    )
+    assert summary([Stack("", ("select (selectors.py:1)",), "", False)]) == ""
