@@ -199,6 +199,8 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
         one = calls(ranks, start, start == "alone", messages, loop)
         own = draw(st.lists(one, min_size=2 if count == 1 else 1, max_size=most))
         around = draw(st.lists(st.sampled_from(blocks), max_size=2)) if start != "crossed" else []
+        if start != "crossed" and draw(st.integers(0, 2)) == 0:
+            own = _in_a_row(own)
         tasks.append(Task(tuple(own), tuple(around)))
     if start == "crossed":
         tasks = [_on_the_world(task) for task in tasks]
@@ -213,6 +215,20 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
     if program.one_sided:
         program = replace(program, tasks=tuple(map(_calmer, program.tasks)))
     return program
+
+
+def _in_a_row(calls: list[Call]) -> list[Call]:
+    """All on one lane, and nobody waits before the last is made: so they meet in its queue."""
+    return [
+        replace(
+            call,
+            wait=call.wait if call.wait in ("later", "dropped") else "gathered",
+            group=(),
+            around=(),
+            pauses=min(call.pauses, 1),
+        )
+        for call in calls
+    ]
 
 
 def _calmer(task: Task) -> Task:

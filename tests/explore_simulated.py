@@ -43,6 +43,8 @@ STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") 
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 REAL_SECONDS = 60.0
 _TOLD_EVERY_SECONDS = 60.0
+#: Programs of one seed. Of more, most would be made of those before: half as many calls are different ones.
+_EACH_SEED = 12
 #: What the backends that a transport stands for do not carry: messages; and of nccl all that gloo, which is
 #: beside it, does.
 _NOT_CARRIED = {
@@ -140,7 +142,7 @@ class Exploration:
         return int(kept["number"])
 
     def explore(self, ranks: Sequence[int], number: int, state: Path | None = None) -> None:
-        """Programs on these many ranks in turn, 50 from each seed, of which the first is ``number``.
+        """Programs on these many ranks in turn, a dozen from each seed, of which the first is ``number``.
 
         How far it is stands in ``state`` after each seed, if there is such a file to be.
         """
@@ -155,7 +157,7 @@ class Exploration:
                     print(f"{self}; to go on from here: SEED={number}", flush=True)
 
     def round(self, size: int, number: int) -> None:
-        """At most fifty programs on so many ranks, drawn from this seed."""
+        """At most a dozen programs on so many ranks, drawn from this seed."""
         for program in drawn(size, number):
             self.look_at(program)
 
@@ -219,12 +221,12 @@ def _at_once(jobs: int, number: int) -> int:
 
 
 def drawn(size: int, number: int) -> list[Program]:
-    """At most fifty programs on so many ranks, each once, from this seed."""
+    """At most a dozen programs on so many ranks, each once, from this seed."""
     found: dict[Program, None] = {}
 
     @seed(number)
     @settings(
-        max_examples=50,
+        max_examples=_EACH_SEED,
         database=None,
         deadline=None,
         phases=[Phase.generate],

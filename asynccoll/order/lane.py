@@ -856,7 +856,7 @@ class Lane:
         if native is not self.broken and (refusal := self._refusal_before(operation)) is not None:
             return refusal.error(self, operation.sequence)  # its peers have closed the communicator
         if self.broken is not None and not isinstance(native, CollectiveError):
-            return self.broken  # with which the communicator was given up
+            return self.broken.for_waiter()  # with which the communicator was given up
         error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
         error = self.world.diagnose(self, error)
         if isinstance(error, PeerLostError):
