@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,19 @@ def test_finalize_leaves_no_thread_behind(abort: bool) -> None:
     for number in range(20):
         report = simulate(main, world_size=3, seed=number, schedule=SCHEDULES[number % 2])
         assert not any(report.results.values()), (number, report.results)
+
+
+def test_what_many_simulations_leave_is_collected_now_and_then() -> None:
+    """It counted as old, and was never looked at: ten thousand had as many mappings as there may be."""
+    left: list[weakref.ref[Any]] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    async def main(rank: int) -> None:
+        left.append(weakref.ref(Cycle()))
+
+    for seed in range(250):
+        simulate(main, world_size=1, seed=seed)
+    assert sum(one() is not None for one in left) <= 100

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,9 @@ from asynccoll.world.context import Context, Identity
 __all__ = ["Setting", "World"]
 
 _MOST_STEPS = 20_000_000
+#: So many simulations leave some 100 MB, and going through all there is takes as long as five of them.
+_RUNS_UNCOLLECTED = 100
+_runs = count(1)
 
 
 @dataclass(frozen=True)
@@ -285,9 +289,12 @@ class World:
 def _uncollected() -> Iterator[None]:
     """A finalizer runs where the last reference goes, and nowhere else; no thread has a pool of others.
 
-    Where a fault collects garbage after all, that of the simulation: not what there was before.
+    Where a fault collects garbage after all, that of the simulation: not what there was before. What one
+    leaves behind counts as old afterwards, and would be looked at too seldom.
     """
     collected, threads = gc.isenabled(), torch.get_num_threads()
+    if collected and next(_runs) % _RUNS_UNCOLLECTED == 0:
+        gc.collect()
     gc.disable()
     gc.freeze()
     torch.set_num_threads(1)
