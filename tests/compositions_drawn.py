@@ -206,7 +206,7 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
         own = draw(st.lists(one, min_size=2 if count == 1 else 1, max_size=most))
         around = draw(st.lists(st.sampled_from(blocks), max_size=2)) if start != "crossed" else []
         if start != "crossed" and draw(st.integers(0, 2)) == 0:
-            own = _in_a_row(own)
+            own = _in_a_row(own * draw(st.sampled_from([1, 1, 4]) if count == 1 else st.just(1)))
         tasks.append(Task(tuple(own), tuple(around)))
     if start == "crossed":
         tasks = [_on_the_world(task) for task in tasks]
@@ -224,16 +224,17 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
 
 
 def _in_a_row(calls: list[Call]) -> list[Call]:
-    """All on one lane, and nobody waits before the last is made: so they meet in its queue."""
+    """Nobody waits before the last is made, so that they meet in the queue of their lane, or of two."""
     return [
         replace(
             call,
             wait=call.wait if call.wait in ("later", "dropped") else "gathered",
             group=(),
-            around=(),
+            around=tuple(block for block in call.around if block == "lane"),
             pauses=min(call.pauses, 1),
+            seed=(call.seed + number) % 6,
         )
-        for call in calls
+        for number, call in enumerate(calls)
     ]
 
 

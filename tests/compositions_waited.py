@@ -157,7 +157,7 @@ class Looped:
                 case 1:
                     await _all_completed(works, TIMEOUTS[call.seed // 3 % len(TIMEOUTS)])
                 case _:
-                    for work in reversed(works):
+                    for work in _turned(records):
                         with contextlib.suppress(Exception):
                             await work
 
@@ -215,9 +215,15 @@ class Threaded:
         return work.wait()
 
     async def results(self, call: Call, records: Sequence[Record]) -> None:
-        for record in reversed(records):
+        for work in _turned(records):
             with contextlib.suppress(Exception):  # as above
-                record.work.wait()
+                work.wait()
+
+
+def _turned(records: Sequence[Record]) -> list[Any]:
+    """Their works: on even ranks from the last to the first, so that ranks wait on different lanes."""
+    works = [record.work for record in records]
+    return works if records[0].rank % 2 else works[::-1]
 
 
 async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, work: Any) -> None:
