@@ -8,6 +8,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -365,6 +366,35 @@ async def twice(me: Rank) -> None:
 def test_a_second_backward_before_the_await(pair: World, runner: str) -> None:
     """Refused, for it would add to what is being sent; the next step is right again."""
     pair.run(twice, runner=runner)
+
+
+async def kept(me: Rank, used: list[int], op: str) -> None:
+    """The gradients of each step, of which some are not there on every rank."""
+    model, twin = alike(Heads()), alike(Heads())
+    parts = me.size if op == "sum" else 1
+    with ac.overlap_gradients(model, op=op, **SMALL) as gradients:
+        ours, theirs = [], []
+        for step in range(3):
+            model.zero_grad()
+            if step != 1 or me.rank == 0:
+                (model(rows(me.rank, step), used) / parts).backward()
+            await gradients
+            ours += [x.grad for x in model.parameters()]
+            theirs += averages(twin, me.size, partial(one_step, step=step, used=used))
+    wrong = [index for index, (x, y) in enumerate(zip(ours, theirs, strict=True)) if not close(x, y)]
+    assert not wrong, f"gradients {wrong} are not what they were"
+
+
+def one_step(model: nn.Module, rank: int, step: int, used: list[int]) -> None:
+    if step != 1 or rank == 0:
+        model(rows(rank, step), used).backward()
+
+
+@pytest.mark.parametrize("op", ["avg", "sum"])
+@pytest.mark.parametrize("used", [[0, 1, 2], [1]], ids=["all", "some"])
+def test_gradients_that_are_kept(several: World, used: list[int], op: str) -> None:
+    """After zero_grad() they are the caller's, as in torch; the next step's came into the same memory."""
+    several.run(kept, used, op, runner="asyncio")
 
 
 async def stepped_too_early(me: Rank, by_hook: str) -> None:

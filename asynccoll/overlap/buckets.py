@@ -6,6 +6,7 @@ that is ``gradients``.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,6 +17,9 @@ from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.aligned import Layout
 
 __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
+
+#: To a gradient that nobody has: of the list, of who asks, and of asking.
+_REFERENCES = 3
 
 
 class Bucket:
@@ -89,7 +93,16 @@ class Bucket:
                 gradient = gradient.clone()  # it is read in the old layout while the new one is written
             self._strides[index] = strides
             self.views[index] = self._views()[index]
+        if gradient is not self.views[index]:
+            self._vacate(index)
         return gradient, self.views[index]
+
+    def _vacate(self, index: int) -> None:
+        """Another gradient comes to the place of one that was dropped: who has kept that keeps its values."""
+        view = self.views[index]
+        if sys.getrefcount(view) > _REFERENCES:
+            view.data = view.clone()
+            self.views[index] = self._views()[index]
 
     def divide(self, index: int) -> None:
         """Leave this rank its part of what all ranks have summed before: it is about to be summed again."""
@@ -136,6 +149,7 @@ class Bucket:
             if parameter.grad is not None:
                 self.put(index, scale)
             else:
+                self._vacate(index)
                 self.views[index].zero_()
 
     def adopt(self) -> None:
