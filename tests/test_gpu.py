@@ -7,8 +7,11 @@ code takes them for (``standin`` has the same without a GPU). Several GPUs are n
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -66,6 +69,25 @@ def busy(seconds: float = 0.5) -> None:
 def behind() -> bool:
     """Whether the current stream still has something to do."""
     return not torch.cuda.current_stream().query()
+
+
+FORKS = """
+import os, sys, torch
+{first}
+child = os.fork()
+if not child:
+    print(torch.ones(3, device="cuda").sum().item(), flush=True)
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import asynccoll", "import asynccoll.sync, asynccoll.overlap"])
+def test_what_is_imported_leaves_cuda_to_forked_children(first: str) -> None:
+    """Workers of a DataLoader, or ranks of a fork, may be the first to use it."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKS.format(first=first)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
 
 
 # Right results
@@ -143,18 +165,26 @@ def test_gloo_on_cuda_tensors(pair: World) -> None:
 # Training
 
 
-def drawn_programs(transport: str, count: int) -> list[tuple[str, Program]]:
-    return [(f"seed {seed}", drawn(seed, transport)) for seed in range(24001, 24001 + count)]
+def drawn_programs(count: int, moved: bool) -> list[tuple[str, Program]]:
+    """Those that torch can run on CUDA, which has no fused Adagrad; ``moved``: from where `ac.device` is."""
+    chosen = ((f"seed {seed}", drawn(seed)) for seed in itertools.count(24001))
+    there = {"auto_model", "ddp_hook"} if moved else set()  # which move the model back
+    possible = (
+        (name, program)
+        for name, program in chosen
+        if program.optimizer != "Adagrad fused" and program.helper not in there
+    )
+    return list(itertools.islice(possible, count))
 
 
 def test_drawn_trainings_with_nccl(alone: World) -> None:
     """Parameters of one process on the CPU, whatever the loop, the optimizer and who averages."""
-    alone.run(same_as_alone, drawn_programs("gloo", 40), torch.device(DEVICE), timeout=90)
+    alone.run(same_as_alone, drawn_programs(60, moved=False), torch.device(DEVICE), timeout=90)
 
 
 def test_drawn_trainings_on_cuda_tensors_with_gloo(pair: World) -> None:
     """The same of two ranks, which share the GPU."""
-    pair.run(same_as_alone, drawn_programs("no DDP", 40), torch.device(DEVICE), timeout=90)
+    pair.run(same_as_alone, drawn_programs(60, moved=True), torch.device(DEVICE), timeout=90)
 
 
 def odd() -> nn.Sequential:

@@ -65,11 +65,26 @@ def _plain() -> bool:
     )
 
 
+def _built_for() -> tuple[str, ...]:
+    """The types of device that this torch was built for.
+
+    Whether there is one is not asked: that starts CUDA, after which a forked child cannot use it.
+    """
+    built = {
+        "cpu": True,
+        "cuda": torch.backends.cuda.is_built(),  # type: ignore[no-untyped-call]  # torch leaves it so
+        "mps": torch.backends.mps.is_built(),
+        "xpu": torch.xpu._is_compiled(),
+    }
+    return tuple(device for device, is_built in built.items() if is_built)
+
+
+_BUILT_FOR = _built_for()
+
+
 def _dtypes() -> Dtypes:
     """What autocast casts to, by each type of device on which this process could compute."""
-    devices = {"cpu", _C._get_accelerator().type}
-    if "torch_xla" in sys.modules:
-        devices.add("xla")
+    devices = (*_BUILT_FOR, "xla") if "torch_xla" in sys.modules else _BUILT_FOR
     return {device: torch.get_autocast_dtype(device) for device in devices}
 
 
