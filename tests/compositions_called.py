@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 import asynccoll as ac
 import compositions_expected as expected
 from compositions import Call
@@ -23,7 +25,7 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
     function = getattr(ac, call.operation)
     if call.operation == "permute":
         function = partial(_permute, keywords.pop("pairs"))
-    if call.operation == "recv":
+    if call.operation.startswith("recv"):
         function = partial(_ring, call.group or tuple(range(ranks)), record.rank)
     if call.operation == "barrier":
         return ac.barrier(**keywords)
@@ -46,8 +48,12 @@ def _permute(pairs: Any, x: Any, **keywords: Any) -> Any:
 def _ring(members: tuple[int, ...], rank: int, x: Any, **keywords: Any) -> Any:
     """Each rank of the group sends to the next, and hears from the one before."""
     place = members.index(rank)
-    ac.send(x, dst=members[(place + 1) % len(members)], **keywords).detach()
-    return ac.recv(x, src=members[place - 1], **keywords)
+    following, before = members[(place + 1) % len(members)], members[place - 1]
+    if not isinstance(x, torch.Tensor):
+        ac.send_object(x, dst=following, **keywords).detach()
+        return ac.recv_object(src=before, **keywords)
+    ac.send(x, dst=following, **keywords).detach()
+    return ac.recv(x, src=before, **keywords)
 
 
 def _uneven(call: Call, place: int, size: int) -> dict[str, Any]:

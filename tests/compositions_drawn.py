@@ -44,6 +44,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "tree, None elsewhere": ("broadcast",),
     "uneven": ("all_gather", "all_to_all"),
     "message": ("recv",),
+    "message object": ("recv_object",),
     "nothing": ("barrier",),
     "object": ("all_gather_object", "broadcast_object", "gather_object", "scatter_object"),
     "keyed by sets": ("all_reduce", "broadcast", "all_gather"),
@@ -75,7 +76,7 @@ _PREPARED = frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter"
 
 def _forms(payload: str, operation: str, dtype: str) -> list[str]:
     scaled = ["scaled", "compressed"] if operation == "all_reduce" and dtype in (*_FLOATS, "float16") else []
-    if payload in ("object", "message", "nothing"):
+    if payload in ("object", "message", "message object", "nothing"):
         return ["plain"]
     if payload == "tracked tree of tensors":
         return ["plain", "mapped", *scaled]
@@ -156,7 +157,7 @@ def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str)
         call = replace(call, wait="cut short")
     if call.wait.endswith("cancelled") and (size == 1 or call.refusable):
         call = replace(call, wait="later")
-    if size == 1 and payload == "message":
+    if size == 1 and payload.startswith("message"):
         call = replace(call, payload="tensor", operation="permute")
     if size == 1 and payload == "wrong on one":
         call = replace(call, payload="wrong")
@@ -197,7 +198,7 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
     blocks = [block for block in known if block != "closed lane" and (held or block not in MODES)]
     # Half of the programs have nothing that is refused, and so must be over as soon as messages are.
     calm = draw(st.booleans())
-    payloads = [one for one in _PAYLOADS if messages or one != "message"]
+    payloads = [one for one in _PAYLOADS if messages or not one.startswith("message")]
     payloads = [one for one in payloads if not (calm and Call(payload=one).refusable)]
     one = calls(ranks, start, payloads, loop)
     one = one.map(lambda call: replace(call, form="plain") if calm and call.refusable else call)

@@ -152,6 +152,7 @@ _MAKERS: dict[str, Callable[[Call, int, int], Any]] = {
     "no leaf": lambda call, rank, size: [None, {}, {"a": None, "b": []}][call.seed % 3],
     "uneven": _uneven,
     "message": _tensor,
+    "message object": lambda call, rank, size: {"rank": rank, "text": "é" * (rank + 600 * (call.seed % 2))},
     "nothing": lambda call, rank, size: None,
     "object": _object,
     **dict.fromkeys(_KEYS, _keyed),
@@ -223,6 +224,8 @@ def model(call: Call, xs: list[Any]) -> list[Any]:
             return [list(xs)] * size
         if call.operation == "gather_object":
             return [list(xs) if rank == call.root else None for rank in range(size)]
+        if call.operation == "recv_object":
+            return [xs[rank - 1] for rank in range(size)]
         return [xs[call.root]] * size if call.operation == "broadcast_object" else list(xs[call.root])
     if call.operation == "barrier":
         return [None] * size

@@ -48,8 +48,8 @@ _EACH_SEED = 12
 #: What the backends that a transport stands for do not carry: messages; and of nccl all that gloo, which is
 #: beside it, does.
 _NOT_CARRIED = {
-    "horovod": {"message"},
-    "xla": {"message"},
+    "horovod": {"message", "message object"},
+    "xla": {"message", "message object"},
     "nccl": OPERATIONS.keys() - {"tensor", "tracked", "large"},
 }
 
