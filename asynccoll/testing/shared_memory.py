@@ -20,8 +20,9 @@ from asynccoll.testing.scheduler import TICK_SECONDS, running
 
 __all__ = ["Memory", "Parking", "SimulatedRegion"]
 
-#: For at most so long a store is seen by nobody else, and every so many are seen at once.
-_BUFFERED_SECONDS = 10 * TICK_SECONDS
+#: For at most so long a store is seen by nobody else, long enough that another rank looks and falls asleep
+#: meanwhile; and every so many are seen at once.
+_BUFFERED_SECONDS = 30 * TICK_SECONDS
 _SEEN_AT_ONCE = 0.5
 
 
