@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.testing.faults import (
@@ -26,6 +26,13 @@ __all__ = ["drawn_faults"]
 _CALLS = 12
 #: Around what a message takes, and what the library waits for.
 _SHORT_SECONDS = (1e-4, 5.0)
+
+#: What one that stalls has in its name: who waits, what ends calls, and who looks after them.
+_THREADS = (
+    "MainThread",
+    "gloo",
+    *(f"asynccoll-{one}" for one in ("watch", "settle", "open", "progress", "memory")),
+)
 
 _KINDS: dict[str, Callable[[int, int, float], Fault]] = {
     "kill": lambda rank, call, seconds: Kill(rank, after_call=call),
@@ -64,4 +71,5 @@ class drawn_faults:  # noqa: N801  # called as a function is
         least, most = _SHORT_SECONDS
         seconds = least * (most / least) ** chance.random()
         kind = chance.choice(self.kinds)
-        return [_KINDS[kind](chance.randrange(world_size), chance.randint(1, _CALLS), seconds)]
+        fault = _KINDS[kind](chance.randrange(world_size), chance.randint(1, _CALLS), seconds)
+        return [replace(fault, thread=chance.choice(_THREADS)) if isinstance(fault, Stall) else fault]
