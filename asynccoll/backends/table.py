@@ -71,7 +71,8 @@ _TABLE: dict[str, _Entry] = {
     "gloo": _Entry(_C10D, dist.is_gloo_available, "a torch built with gloo"),
     "nccl": _Entry(
         _C10D,
-        lambda: dist.is_nccl_available() and torch.cuda.is_available(),
+        # Not `is_available`, which starts CUDA: a child that is forked later could not use it.
+        lambda: dist.is_nccl_available() and torch.cuda.device_count() > 0,
         "a torch built with CUDA and NCCL, and a GPU: pip install torch on a machine with one",
         device="cuda",
     ),
