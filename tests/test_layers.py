@@ -22,6 +22,7 @@ TAKEN = {
     ("asynccoll.memory.aligned", "Layout"),
     ("asynccoll.host.call_site", "caller"),
     ("asynccoll.waiting.forgotten", "NotItsResult"),
+    ("asynccoll.ops.collectives", "refuse"),
     ("asynccoll.order.lane", "Lane"),
     ("asynccoll.runtime.process", "current"),
     ("asynccoll.world.resolving", "resolve_group"),
