@@ -46,14 +46,19 @@ class Headers:
         """From the next call on all ranks are in step again, whatever each has made before."""
         self._running = epoch & _LOW
 
-    def write(self, checksum: int, text: int, place: int, part: int) -> list[int]:
+    @property
+    def running(self) -> int:
+        """A checksum of the call that was written last, and of all before it."""
+        return self._running
+
+    def write(self, checksum: int, text: int, place: int, part: int) -> list[int] | None:
         """Say what is about to be called; which of the others have called something else there.
 
-        ``text``: of it and its line, as the recorder counts texts. Said again (of a program's next step) it
-        is not asked again.
+        ``text``: of it and its line, as the recorder counts texts. None: it was said before (of a program's
+        earlier step), and is not asked again.
         """
         if (place, part) == self._latest:
-            return []
+            return None
         self._latest = place, part
         which = (place & 0xFFFFF) << 12 | (part & 0xFFF)
         running = self._running = ((self._running ^ checksum) * _MIX + which) & _LOW

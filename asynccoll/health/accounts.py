@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from asynccoll import flight, host
 from asynccoll.flight import Flight, Recorder, registry
 from asynccoll.host import answering, shared_memory, standing
 
-__all__ = ["SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
+__all__ = ["NOTE", "SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
+#: How a question begins that is a note of what another rank calls (``confirming``).
+NOTE = "call "
 #: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
 #: own, which the others find in the store.
 SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
@@ -68,6 +70,8 @@ class Accounts:
         """``secret``: the job's, "" if each rank has one of its own."""
         #: where the others are, as far as this rank has asked
         self.known: Mapping[int, Peer] = {}
+        #: takes the notes of others on what they call (``confirming``)
+        self.hear: Callable[[str], Mapping[str, object]] | None = None
         self._rank = rank
         self._recorder = recorder
         self._secret = secret
@@ -123,6 +127,10 @@ class Accounts:
         """Those of ``peers`` that answer at all."""
         return set(ask(peers, self._secret, "here", seconds)) if peers else set()
 
+    def tell(self, peers: Mapping[int, Peer], question: str, seconds: float) -> dict[int, dict[str, Any]]:
+        """What ``peers`` answer to it."""
+        return ask(peers, self._secret, question, seconds)
+
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:
         """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
         memory = self.held.get(rank)
@@ -140,9 +148,14 @@ class Accounts:
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, object]:
-        """What this rank tells others of itself; where the others are (``peers``); that it is ``here``."""
+        """What this rank tells others of itself; where the others are (``peers``); that it is ``here``.
+
+        A note of what another rank calls is answered by what this one does.
+        """
         if question == "here":
             return {}
+        if question.startswith(NOTE):
+            return {} if self.hear is None else self.hear(question)
         if question == "peers":
             return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
         found = self.own()

@@ -1,8 +1,9 @@
-"""Calls are compared by default: with those of all ranks whose flight recorder can be seen, as they are made.
+"""Calls are compared by default, as they are made: with those of ranks of this node, and of other nodes.
 
-Of a lane among ranks of one host that a library connects by sockets each call's header (``flight.headers``)
+Of a lane among ranks of one node that a library connects by sockets each call's header (``flight.headers``)
 is read by the others before they make theirs. Where ranks share the memory through which they send, what
-carries the calls compares them itself; with ``check="full"`` they are compared ahead.
+carries the calls compares them itself. Ranks of other nodes are told of calls that they cannot expect
+(``confirming``). With ``check="full"`` all are compared ahead.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from asynccoll.errors import CollectiveMismatchError
 from asynccoll.flight import Headers, Recorder
 from asynccoll.flight.layout import TEXT_BYTES
 from asynccoll.health.checks import mismatch
+from asynccoll.health.confirming import Announced
 from asynccoll.plan.texts import shown
 
 if TYPE_CHECKING:
+    from asynccoll.health.confirming import Confirming
     from asynccoll.host.call_site import Spot
     from asynccoll.order.lane import Lane
+    from asynccoll.transport.completion import Promise
 
 __all__ = ["Compared"]
 
@@ -27,24 +31,49 @@ __all__ = ["Compared"]
 class Compared:
     """The calls of one lane. Used with the lane's lock held."""
 
-    def __init__(self, lane: Lane, rank: int, recorder: Recorder, others: Mapping[int, memoryview]) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        rank: int,
+        recorder: Recorder,
+        near: Mapping[int, memoryview],
+        far: Confirming | None = None,
+    ) -> None:
+        """``near``: the recorders' memory of the ranks of this node."""
+        self._far = far
         self._lane = lane
         self._rank = rank
         self._recorder = recorder
-        self._headers = Headers(recorder, lane.number, lane.group.key, lane.key, others)
+        self._headers = Headers(recorder, lane.number, lane.group.key, lane.key, near)
         self._headers.restart(lane.epoch)
 
     def restart(self, epoch: int) -> None:
         """Ranks are in step again, whatever each has called before."""
         self._headers.restart(epoch)
+        if self._far is not None:
+            self._far.restart(epoch)
 
-    def error(self, what: Hashable, spot: Spot, place: int, part: int) -> CollectiveMismatchError | None:
-        """What to raise instead of the call that is about to be made; None if nobody calls another one."""
+    def call(
+        self, what: Hashable, spot: Spot, place: int, part: int
+    ) -> CollectiveMismatchError | Promise | None:
+        """The call that is about to be made. What to raise instead, or to wait for first; None: make it.
+
+        None, too, where it was asked before. A promise ends with the error that is to be raised, or without.
+        """
         key = (what, id(spot.code), spot.instruction)
         known = self._recorder.texts.get(key) or self._learn(key, what, spot)
-        differ = self._headers.write(known & 0xFFFFFFFF, known >> 32, place, part)
-        if not differ:
+        checksum = known & 0xFFFFFFFF
+        differ = self._headers.write(checksum, known >> 32, place, part)
+        if differ is None:
             return None
+        if differ:
+            return self._differing(differ, what, spot)
+        if self._far is None:
+            return None
+        said = Announced(self._headers.running, lambda: _said(what, spot).decode(errors="replace"))
+        return self._far.call(said, checksum, place, part)
+
+    def _differing(self, differ: list[int], what: Hashable, spot: Spot) -> CollectiveMismatchError:
         texts = {rank: self._headers.text(rank) for rank in differ}
         texts[self._rank] = _said(what, spot).decode(errors="replace")
         ranks = sorted(texts)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.health.accounts import Account, Accounts, Peer
@@ -130,6 +131,18 @@ class Liveness:
         self.learn(ranks)
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         return {} if self._accounts is None else self._accounts.of(peers)
+
+    def tell(self, ranks: Collection[int], question: str, seconds: float) -> Mapping[int, Mapping[str, Any]]:
+        """What those of ``ranks`` that are known answer to ``question`` within ``seconds``."""
+        peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+        with contextlib.suppress(OSError):  # no descriptors are left
+            return {} if self._accounts is None else self._accounts.tell(peers, question, seconds)
+        return {}
+
+    def hear_by(self, hear: Callable[[str], Mapping[str, object]]) -> None:
+        """Have ``hear`` take the notes of other ranks on what they call."""
+        if self._accounts is not None:
+            self._accounts.hear = hear
 
     def job(self) -> str:
         """By what all ranks know this world: where its first rank is."""

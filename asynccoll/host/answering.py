@@ -5,7 +5,7 @@ send its digest under the secret with the question; a client that sends anything
 is disconnected, and nothing of it is kept. It must not know what is asked.
 
     nonce, 16 bytes  ->
-                     <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 1 byte; question
+                     <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 2 bytes; question
     length, 4 bytes; JSON  ->
 """
 
@@ -32,7 +32,8 @@ PATIENCE_SECONDS = 2.0
 MOST_CONNECTIONS = 64
 _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
-_QUESTION_BYTES = 255
+_LENGTH_BYTES = 2
+_QUESTION_BYTES = 2048
 #: An answer that is longer is none.
 _ANSWER_BYTES = 1 << 22
 _STOP_SECONDS = 1.0
@@ -59,10 +60,11 @@ class _Asker:
 
     def question(self, secret: bytes) -> bytes | None:
         """What it asks, once all of it has come. Raises ``ValueError`` if it does not know the secret."""
-        if len(self.came) <= _DIGEST_BYTES:
+        begins = _DIGEST_BYTES + _LENGTH_BYTES
+        if len(self.came) < begins:
             return None
-        length = self.came[_DIGEST_BYTES]
-        asked = self.came[_DIGEST_BYTES + 1 :]
+        length = int.from_bytes(self.came[_DIGEST_BYTES:begins], "big")
+        asked = self.came[begins:]
         if len(asked) < length:
             return None
         if len(asked) > length or not hmac.compare_digest(
@@ -149,7 +151,7 @@ class Answers:
     def _receive(self, asker: _Asker) -> bool:
         if asker.answered:
             return False
-        most = _DIGEST_BYTES + 1 + _QUESTION_BYTES
+        most = _DIGEST_BYTES + _LENGTH_BYTES + _QUESTION_BYTES
         try:
             came = asker.line.recv(most + 1)
         except BlockingIOError:
@@ -214,7 +216,7 @@ def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) ->
         came += some
         if before < _NONCE_BYTES <= len(came):
             nonce = bytes(came[:_NONCE_BYTES])
-            line.send(_digest(secret, nonce, asked) + bytes([len(asked)]) + asked)
+            line.send(_digest(secret, nonce, asked) + len(asked).to_bytes(_LENGTH_BYTES, "big") + asked)
     except BlockingIOError:
         return False
     except OSError:

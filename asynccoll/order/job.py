@@ -45,6 +45,7 @@ class Job:
     __slots__ = (
         "called",
         "driven",
+        "gate",
         "generator",
         "part",
         "place",
@@ -66,7 +67,10 @@ class Job:
         what: What = None,
         driven_by: Callable[[], object] | None = None,
         sent: Callable[[], Iterable[Completion]] = tuple,
+        gate: Promise | None = None,
     ) -> None:
+        #: what its first call waits for, and why it is not to be made if that ends with an error
+        self.gate: Promise | None = gate
         self.place: int = 0  # in the lane's order; a message has none
         self.part: int = 1  # of those at its place
         self.ticket: int = 0  # of its record

@@ -39,7 +39,7 @@ from asynccoll.order.ownership import Owner, Owners, Stream
 from asynccoll.order.programs import program_as_called
 from asynccoll.order.stepping import Stepping, waiting
 from asynccoll.order.turns import Turns
-from asynccoll.transport.completion import Completion, Ready
+from asynccoll.transport.completion import Completion, Promise, Ready
 from asynccoll.transport.streams import on_stream
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ _ASK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
 
+#: What speaks against making a call: others make another one; or it is to be known first whether they do.
+Objection = CollectiveMismatchError | Promise | None
 #: An operation that will never end, and what to tell of it.
 Lost = tuple[Operation, CollectiveError]
 
@@ -143,32 +145,30 @@ class Lane:
         spot = caller()
         if self._before is not None:
             self._accept_before()
-        differs = None
+        found: Objection = None
+        completion: Completion | None = None
         with self._lock:
             owner = self._admitted_owner(stream)
-            if self._is_free():
+            if self._is_free() or (stream is not None and self._only_awaits_others()):
                 # First of all the start: what is noted down afterwards costs no latency.
                 try:
                     if stream is None:
-                        differs = self._announce(what or estimate.name, called_at.get() or spot)
-                    if differs is None:
-                        completion = returned(start(self._connection.opened()))
-                    else:
-                        completion = Ready(differs)
+                        found = self._announce(what or estimate.name, called_at.get() or spot)
+                    completion = self._made_unless(found, start)
                 except BaseException:  # refused by the library, which may have sent something
                     if stream is None:
                         self._touched = self.sequence + (not self._together)
                     raise
+            if completion is not None:
                 operation = self._record(estimate, completion, timeout, stream, owner, spot, size_bytes, of)
-                queued = False
             else:
-                job = Job(as_called(start), None, what=self._of_whole(what or estimate.name))
+                whole = self._of_whole(what or estimate.name)
+                job = Job(as_called(start), None, what=whole, gate=_gate(found))
                 operation = self._enqueue(job, estimate, timeout, stream, owner, spot, size_bytes, of)
-                queued = True
-        if queued:
+        if completion is None:
             self._start_queued()
-        elif differs is not None:
-            self.world.refuse(self, differs, operation.sequence, spare=completion, part=operation.part)
+        elif isinstance(found, CollectiveMismatchError):
+            self.world.refuse(self, found, operation.sequence, spare=completion, part=operation.part)
         if self.world.observers or profiler._is_profiler_enabled:
             self._show(operation, size_bytes)
         return operation
@@ -197,25 +197,27 @@ class Lane:
         program = program_as_called(program)
         estimate = self.estimate(name, size_bytes)
         awaited_soon = awaited_soon or waiting.get()
-        differs = None
+        found: Objection = None
         with self._lock:
             owner = self._admitted_owner(None)
-            if awaited_soon and self._is_free():
-                job = Job(None, program, what=self._of_whole(what or name), driven_by=self._drive, sent=sent)
-                differs = self._announce(what or name, called_at.get() or spot)
-                promise: Completion = Ready(differs)
-                if differs is None:
+            whole, free = self._of_whole(what or name), awaited_soon and self._is_free()
+            if free:
+                found = self._announce(what or name, called_at.get() or spot)
+            if free and not isinstance(found, Promise):
+                job = Job(None, program, what=whole, driven_by=self._drive, sent=sent)
+                promise: Completion = Ready(found)
+                if found is None:
                     self._begin(job)
                     promise = job.promise
                 operation = self._record(estimate, promise, timeout, None, owner, spot, size_bytes, of)
                 job.place, job.part, job.called = operation.sequence, operation.part, spot
                 job.shares = self._together
             else:
-                job = Job(None, program, what=self._of_whole(what or name), sent=sent)
+                job = Job(None, program, what=whole, sent=sent, gate=_gate(found))
                 operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of)
                 promise = job.promise
-        if differs is not None:
-            self.world.refuse(self, differs, operation.sequence, spare=promise, part=operation.part)
+        if isinstance(found, CollectiveMismatchError):
+            self.world.refuse(self, found, operation.sequence, spare=promise, part=operation.part)
         elif isinstance(promise, Stepping):
             promise.offer()
         else:
@@ -244,15 +246,35 @@ class Lane:
             and not (self._together and self._given_up() is not None)
         )
 
-    def _announce(self, what: What, spot: Spot) -> CollectiveMismatchError | None:
-        """Announce the call about to be issued; an error if others call another one. With the lock held."""
+    def _only_awaits_others(self) -> bool:
+        """Whether a collective holds up all the rest until it is known what other ranks call.
+
+        A message must not wait for it: its receiver may have to have it before it calls that. With the lock
+        held.
+        """
+        first = self._active or (self._queue[0] if self._queue else None)
+        return (
+            first is not None
+            and first.gate is not None
+            and self._connection.communicator is not None
+            and self._cut is None
+            and not self._out_of_step
+            and all(job.place for job in self._queue)
+        )
+
+    def _made_unless(self, found: Objection, start: Start) -> Completion | None:
+        """Make the call, if nothing is found against it; None if that is not known yet."""
+        if found is None:
+            return returned(start(self._connection.opened()))
+        return Ready(found) if isinstance(found, CollectiveMismatchError) else None
+
+    def _announce(self, what: What, spot: Spot) -> Objection:
+        """Announce the call about to be issued. With the lock held."""
         if self._together:
             return self._tell_what(self._of_whole(what), spot, self.sequence, self._part + 1, True)
         return self._tell_what(what, spot, self.sequence + 1, 1, False)
 
-    def _tell_what(
-        self, what: What, spot: Spot, place: int, part: int, shares: bool
-    ) -> CollectiveMismatchError | None:
+    def _tell_what(self, what: What, spot: Spot, place: int, part: int, shares: bool) -> Objection:
         """Tell a communicator that wants to know, or the comparison of calls."""
         announce = getattr(self._connection.communicator, "announce", None)
         if self.compares_calls:  # what differs is found before, and told all alike
@@ -261,15 +283,25 @@ class Lane:
             return None
         if announce is not None:
             announce(what, spot, place, part, shares)
-        return None if self.compared is None else self.compared.error(what, spot, place, part)
+        return None if self.compared is None else self.compared.call(what, spot, place, part)
 
     def _of_whole(self, what: What) -> What:
         return (self._whole, what) if self._together else what
 
-    def _announce_job(self, job: Job) -> CollectiveMismatchError | None:
+    def _objection(self, job: Job) -> Objection:
         """The same of a queued call, or of the next step of a program."""
-        shares = job.shares or job.program is not None
-        return self._tell_what(job.what, job.called, job.place, job.part, shares)
+        if job.gate is None:
+            shares = job.shares or job.program is not None
+            found = self._tell_what(job.what, job.called, job.place, job.part, shares) if job.place else None
+            if not isinstance(found, Promise):
+                return found
+            job.gate = found
+        if not job.gate.done():
+            job.step = job.gate
+            return job.gate
+        error, job.gate, job.step = job.gate.error(), None, None
+        assert error is None or isinstance(error, CollectiveMismatchError)
+        return error
 
     def _begin(self, job: Job) -> None:
         """Issue the first calls of a program that its waiter may drive. With the lock held."""
@@ -547,10 +579,7 @@ class Lane:
         """Start the job's next call; after its last one the lane is free for the next job."""
         interrupted: KeyboardInterrupt | None = None
         try:
-            differs = self._announce_job(job) if job.place else None
-            if differs is not None:
-                self.world.refuse(self, differs, job.place, spare=job.promise, part=job.part)
-            last = on_stream(job.stream, self._next_call, job) if differs is None else Ready(differs)
+            last = self._next_unless_refused(job)
         except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
             last = Ready(error)
             if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
@@ -591,6 +620,16 @@ class Lane:
             self.world.find_out(self, failure)
         elif not isinstance(failure, PeerLostError):
             self.world.refuse(self, error, job.place, spare=job.promise, part=job.part)
+
+    def _next_unless_refused(self, job: Job) -> Completion | None:
+        """``_next_call``, if nothing is found against it; None also if that is not known yet."""
+        found = self._objection(job)
+        if found is None:
+            return on_stream(job.stream, self._next_call, job)
+        if isinstance(found, Promise):
+            return None
+        self.world.refuse(self, found, job.place, spare=job.promise, part=job.part)
+        return Ready(found)
 
     def _next_call(self, job: Job) -> Completion | None:
         """Make it; what comes back is the completion of the job's last."""
@@ -922,3 +961,7 @@ class Lane:
         self._recorder.forget_lane(self.number)
         self._out.clear()
         self._connection.close(abort=abort)
+
+
+def _gate(found: Objection) -> Promise | None:
+    return found if isinstance(found, Promise) else None

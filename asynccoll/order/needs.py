@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asynccoll.plan.spec import Policy, Topology
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
-    from asynccoll.transport.completion import Completion
+    from asynccoll.transport.completion import Completion, Promise
 
 __all__ = ["Blame", "Compared", "Members", "Subject", "World"]
 
@@ -29,10 +29,15 @@ class Blame(Protocol):
 
 
 class Compared(Protocol):
-    """What compares a lane's calls with those of ranks whose memory can be seen, before they are made."""
+    """What compares a lane's calls with those of other ranks, before they are made."""
 
-    def error(self, what: Hashable, spot: Spot, place: int, part: int) -> CollectiveMismatchError | None:
-        """What to raise instead of the call that is about to be made; None if nobody calls another one."""
+    def call(
+        self, what: Hashable, spot: Spot, place: int, part: int
+    ) -> CollectiveMismatchError | Promise | None:
+        """The call that is about to be made. What to raise instead, or to wait for first; None: make it.
+
+        None, too, where it was asked before. A promise ends with the error that is to be raised, or without.
+        """
 
     def restart(self, epoch: int) -> None:
         """Ranks are in step again, whatever each has called before."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from asynccoll.health.accounts import NOTE
 from asynccoll.testing.links import Link
 from asynccoll.testing.primitives import FIRST_PID, sleep
 from asynccoll.testing.scheduler import running
@@ -46,6 +47,7 @@ class Network:
         self._local = local
         self._beacons: list[Beacon] = []  # by port, from 1
         self.memories: list[Memory] = []  # by descriptor
+        self.answering: list[Answers] = []  # by port, from 1
 
     def link(self, src: int, dst: int) -> Link:
         """What connects the two."""
@@ -124,18 +126,41 @@ current: _Current = _Current()
 
 
 class Answers:
-    """As ``host.answering.Answers``, but that nobody asks: every rank's memory can be read."""
+    """As ``host.answering.Answers``, for notes of calls; else every rank's memory can be read."""
 
-    def __init__(self, address: str, secret: bytes, answer: Callable[[str], object]) -> None:
-        self.port = 0
+    def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, object]]) -> None:
+        scheduler = running()
+        assert scheduler is not None and scheduler.current is not None
+        self.rank: int = scheduler.current.rank
+        self.answer: Callable[[str], Mapping[str, object]] | None = answer
+        current.network.answering.append(self)
+        self.port: int = len(current.network.answering)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        self.answer = None
+
+    disown = close
 
 
-def ask(peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float) -> dict[K, object]:
-    """As ``host.answering.ask``."""
-    return {}
+def ask(
+    peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float
+) -> dict[K, Mapping[str, object]]:
+    """As ``host.answering.ask``: there and back, each of ``peers`` as soon as the link to it has it."""
+    if not question.startswith(NOTE):
+        return {}
+    scheduler = running()
+    assert scheduler is not None and scheduler.current is not None
+    network, rank, began = current.network, scheduler.current.rank, scheduler.now
+    answers: dict[K, Mapping[str, object]] = {}
+    for peer, (_, port) in peers.items():
+        asked = network.answering[port - 1]
+        link = network.link(rank, asked.rank)
+        sleep(max(0.0, began + link.seconds(len(question), scheduler.chance(rank)) - scheduler.now))
+        is_there = asked.rank not in network.dead and not scheduler.stands_still(asked.rank)
+        if asked.answer is not None and is_there:
+            answers[peer] = asked.answer(question)
+    sleep(_PROBE_SECONDS if len(answers) == len(peers) else seconds)
+    return answers
 
 
 def look(pid: int, descriptor: int) -> memoryview | None:

@@ -23,6 +23,7 @@ from asynccoll.flight import Recorder, dumps, lane_id
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.compared import Compared
+from asynccoll.health.confirming import Confirmations, Confirming
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
@@ -119,6 +120,8 @@ class Context:
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
         self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
+        self.confirmations: Confirmations = Confirmations(self.rank, self.liveness.tell)
+        self.liveness.hear_by(self.confirmations.hear)
 
     def __repr__(self) -> str:
         return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
@@ -167,15 +170,24 @@ class Context:
         opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
-        by_itself = self.backend.compares_calls or hasattr(opened, "announce")
-        if lane.compared is None and not by_itself:
-            lane.compared = self._compared(lane)
+        if lane.compared is None and not self.backend.compares_calls:
+            lane.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
         return opened
 
-    def _compared(self, lane: Lane) -> Compared | None:
-        """What compares the lane's calls with those of its ranks on this node; None if none can be seen."""
-        seen = self.liveness.seen(lane.group.ranks)
-        return Compared(lane, self.rank, self.recorder, seen) if seen else None
+    def _compared(self, lane: Lane, *, by_itself: bool) -> Compared | None:
+        """What compares the lane's calls with those of other ranks; None if it would be of none.
+
+        ``by_itself``: what carries the calls compares those of this node.
+        """
+        ranks = lane.group.ranks
+        nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else {}
+        confirms = len(set(nodes.values())) > 1 and self.checks_order and not lane.compares_calls
+        seen = self.liveness.seen(ranks)
+        if not confirms and (by_itself or not seen):
+            return None
+        far = Confirming(lane, self.confirmations, nodes) if confirms else None
+        near = {rank: memory for rank, memory in seen.items() if not nodes or nodes[rank] == nodes[self.rank]}
+        return Compared(lane, self.rank, self.recorder, near, far)
 
     def watch_over(self, operation: Operation) -> None:
         """Somebody waits for it: look from time to time whether it can still end."""
@@ -253,6 +265,7 @@ class Context:
         self.say_ended("finalized", in_a_line(error) if error is not None else "")
         self.watch.stop()
         self.refusals.close()
+        self.confirmations.close()
         if not abort:
             self._say_how_far()
         for thread in list(self._helpers):

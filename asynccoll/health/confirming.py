@@ -1,0 +1,309 @@
+"""Calls are compared with those of ranks on other nodes, whose memory cannot be seen, before they are made.
+
+Ranks that have made the same calls expect the same next one (`Prediction`). A call that was to be expected is
+made at once. One that was not is made only once a rank of every other node is known to call the same: this
+rank tells them what it calls, and holds the call until each has said so, in its answer or in a note of its
+own. So of two ranks that differ about a call one at least calls what was not to be expected, holds it, and
+hears of the other's before it makes it. A rank that has made the call it expected, and then hears of another
+one, refuses it, which ends it on every rank (``cut``).
+
+Ranks of one node compare their calls among themselves (`Compared`) before they tell others, so that one rank
+of each node speaks for all. What is announced lies in a ring: of a call that is longer ago nobody holds its
+counterpart any more.
+
+Lock order: a lane's lock, then ``Confirmations``'. What is settled drives lanes, so it is settled by a thread
+of the world's own, which holds neither, and not by the one that answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from asynccoll import host
+from asynccoll.health.accounts import NOTE
+from asynccoll.health.checks import mismatch
+from asynccoll.health.prediction import Prediction
+from asynccoll.transport.completion import Promise
+
+if TYPE_CHECKING:
+    from asynccoll.errors import CollectiveMismatchError
+    from asynccoll.order.lane import Lane
+
+__all__ = ["Announced", "Confirmations", "Confirming"]
+
+#: How long a rank may take to take a note, and how soon it is sent again to one that has not.
+TELL_SECONDS = 0.5
+AGAIN_SECONDS = 0.05
+#: Calls of a lane of which it is remembered what they were, and notes for calls that are still to come.
+RING = 256
+MOST_NOTES = 1024
+_CLOSE_SECONDS = 1.0
+
+#: Sends a question to ranks: what those answer that take it.
+Ask = Callable[[Collection[int], str, float], Mapping[int, Mapping[str, Any]]]
+
+
+class Where(NamedTuple):
+    """Which call of a lane: ``since`` which restart, at which place, and which part of it."""
+
+    since: int
+    place: int
+    part: int
+
+
+class Announced(NamedTuple):
+    """A call that a rank is about to make: a checksum of it and all before it, and how it is told."""
+
+    word: int
+    text: Callable[[], str]
+
+
+class Note(NamedTuple):
+    """What another rank calls."""
+
+    word: int
+    text: str
+
+
+@dataclass
+class _Held:
+    """A call that was not to be expected, until it is known what the other nodes call."""
+
+    confirming: Confirming
+    where: Where
+    call: Announced
+    #: ranks that are still to be told
+    untold: set[int]
+    #: of each other node its ranks, until one of them has called the same
+    unheard: list[tuple[int, ...]]
+    differ: dict[int, str] = field(default_factory=dict)
+    promise: Promise = field(default_factory=Promise)
+    settled: bool = False
+
+    def learn(self, rank: int, note: Note) -> None:
+        """``rank`` calls that."""
+        if note.word != self.call.word:
+            self.differ[rank] = note.text
+        self.unheard = [ranks for ranks in self.unheard if rank not in ranks]
+
+    def is_of(self, name: str, where: Where) -> bool:
+        """Whether it is that call, and not made yet."""
+        return not self.settled and self.where == where and self.confirming.name == name
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough is known to make the call, or not to."""
+        return bool(self.differ) or not self.unheard
+
+
+class Confirmations:
+    """Those of one rank's world: the thread that tells and settles, and the notes that have come early."""
+
+    def __init__(self, rank: int, ask: Ask) -> None:
+        self.rank: int = rank
+        self.lock: host.Lock = host.Lock()
+        self.notes: dict[tuple[str, Where], dict[int, Note]] = {}
+        self._ask = ask
+        self._lanes: WeakValueDictionary[str, Confirming] = WeakValueDictionary()
+        self._held: list[_Held] = []
+        self._late: list[tuple[Confirming, Where, CollectiveMismatchError]] = []
+        self._wanted = host.Event()
+        self._thread: host.Thread | None = None
+        self._closed = False
+
+    def add(self, confirming: Confirming) -> None:
+        """Notes for its lane are for it."""
+        with self.lock:
+            self._lanes[confirming.name] = confirming
+
+    def hold(self, held: _Held) -> None:
+        """Tell whom it names, and settle its promise once all is known. With the lock held."""
+        self._held.append(held)
+        self._wake()
+
+    def drop(self, confirming: Confirming) -> None:
+        """Nobody waits any more for what that lane has held."""
+        with self.lock:
+            self._held = [held for held in self._held if held.confirming is not confirming]
+            for at in [
+                at for at in self.notes if at[0] == confirming.name and at[1].since < confirming.since
+            ]:
+                del self.notes[at]
+
+    def hear(self, question: str) -> Mapping[str, object]:
+        """A note has come; what this rank calls there, if it has come so far. In the answering thread."""
+        said = json.loads(question.removeprefix(NOTE))
+        name, where = str(said["lane"]), Where(*map(int, said["where"]))
+        rank, note = int(said["rank"]), Note(int(said["word"]), str(said["text"]))
+        with self.lock:
+            held = next((one for one in self._held if one.is_of(name, where)), None)
+            if held is not None:
+                held.learn(rank, note)
+                self._wake()
+                return _plain(held.call)
+            self._note(name, where, rank, note)
+            confirming = self._lanes.get(name)
+            made = None if confirming is None else confirming.made(where)
+            if confirming is None or made is None:
+                return {}
+            del self.notes[name, where]
+            if made.word != note.word:
+                self._late.append((confirming, where, confirming.error(made, {rank: note.text})))
+                self._wake()
+            return _plain(made)
+
+    def _note(self, name: str, where: Where, rank: int, note: Note) -> None:
+        if len(self.notes) >= MOST_NOTES:
+            del self.notes[next(iter(self.notes))]
+        self.notes.setdefault((name, where), {})[rank] = note
+
+    def _wake(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = host.Thread(target=self._run, name="asynccoll-confirming", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+
+    def _run(self) -> None:
+        again = False
+        while not self._closed:
+            self._wanted.wait(AGAIN_SECONDS if again else None)
+            self._wanted.clear()
+            with self.lock:
+                late, self._late = self._late, []
+                self._held = [held for held in self._held if not held.confirming.is_broken]
+                untold = [held for held in self._held if held.untold]
+            for confirming, where, error in late:
+                confirming.refuse(where, error)
+            for held in untold:
+                self._tell(held)
+            self._settle()
+            with self.lock:
+                again = any(held.untold for held in self._held)
+
+    def _tell(self, held: _Held) -> None:
+        question = NOTE + json.dumps(
+            {
+                "lane": held.confirming.name,
+                "where": held.where,
+                "rank": self.rank,
+                **_plain(held.call),
+            }
+        )
+        answers = self._ask(frozenset(held.untold), question, TELL_SECONDS)
+        with self.lock:
+            for rank, answer in answers.items():
+                held.untold.discard(rank)
+                if "word" in answer:
+                    held.learn(rank, Note(int(answer["word"]), str(answer["text"])))
+
+    def _settle(self) -> None:
+        """Let go of which enough is known; what others are still to be told is kept until they are."""
+        with self.lock:
+            over = [held for held in self._held if held.is_over and not held.settled]
+            for held in over:
+                held.settled = True
+            self._held = [held for held in self._held if held.untold or not held.settled]
+        for held in over:
+            error = held.confirming.error(held.call, held.differ) if held.differ else None
+            held.promise.settle(error)
+
+    def close(self) -> None:
+        """Nothing is held any more, nor told."""
+        self._closed = True
+        self._wanted.set()
+        if self._thread is not None and self._thread is not host.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+
+
+class Confirming:
+    """Of one lane. ``call`` is used with the lane's lock held."""
+
+    def __init__(self, lane: Lane, all_of_them: Confirmations, nodes: Mapping[int, int]) -> None:
+        """``nodes``: that of each rank of the lane."""
+        said = f"{lane.group.key}/{lane.key}"
+        self.name: str = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+        self.since: int = lane.epoch
+        self._lane = lane
+        self._all = all_of_them
+        self._prediction = Prediction()
+        self._ring: list[tuple[Where, Announced] | None] = [None] * RING
+        self._calls = 0
+        by_node: dict[int, list[int]] = {}
+        for rank, node in nodes.items():
+            by_node.setdefault(node, []).append(rank)
+        own = by_node.pop(nodes[all_of_them.rank])
+        self._others = [tuple(ranks) for ranks in by_node.values()]
+        place = own.index(all_of_them.rank)
+        self._counterparts = {ranks[place % len(ranks)] for ranks in self._others}
+        all_of_them.add(self)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the lane is given up, and with it whatever it holds."""
+        return self._lane.broken is not None
+
+    def restart(self, since: int) -> None:
+        """Ranks are in step again, whatever each has called before."""
+        self.since = since
+        self._prediction.restart()
+        self._all.drop(self)
+
+    def call(
+        self, call: Announced, checksum: int, place: int, part: int
+    ) -> CollectiveMismatchError | Promise | None:
+        """A call that is about to be made. What to raise instead, or to wait for first; None: make it.
+
+        ``checksum``: of that call alone.
+        """
+        where = Where(self.since, place, part)
+        expected = self._prediction.expects(checksum)
+        if expected:
+            # First said, then looked; a note is first kept, then compared with what was said. So one of the
+            # two threads finds the other's.
+            self._ring[self._calls % RING] = where, call
+            self._calls += 1
+            if not self._all.notes:
+                return None
+        return self._look(call, where, expected)
+
+    def _look(
+        self, call: Announced, where: Where, expected: bool
+    ) -> CollectiveMismatchError | Promise | None:
+        with self._all.lock:
+            notes = self._all.notes.pop((self.name, where), {})
+            if expected and not notes:
+                return None
+            held = _Held(self, where, call, {*self._counterparts, *notes}, list(self._others))
+            for rank, note in notes.items():
+                held.learn(rank, note)
+            if not expected:
+                self._ring[self._calls % RING] = where, call
+                self._calls += 1
+            if held.differ:
+                return self.error(call, held.differ)
+            self._all.hold(held)
+            return held.promise if held.unheard else None
+
+    def made(self, where: Where) -> Announced | None:
+        """What was called there, if it is not too long ago."""
+        return next((one[1] for one in self._ring if one is not None and one[0] == where), None)
+
+    def error(self, call: Announced, others: Mapping[int, str]) -> CollectiveMismatchError:
+        """What this rank calls, and what ``others`` do."""
+        texts = {self._all.rank: call.text(), **others}
+        ranks = sorted(texts)
+        return mismatch(self._lane, ranks, [texts[rank] for rank in ranks])
+
+    def refuse(self, where: Where, error: CollectiveMismatchError) -> None:
+        """The call there was made, and others make another one."""
+        if where.since == self.since:
+            self._lane.world.refuse(self._lane, error, where.place, part=where.part)
+
+
+def _plain(call: Announced) -> dict[str, object]:
+    return {"word": call.word, "text": call.text()}
