@@ -116,15 +116,23 @@ class Confirmations:
         self._thread: host.Thread | None = None
         self._closed = False
 
+    @property
+    def is_telling(self) -> bool:
+        """Whether others are still to be told what this rank has called."""
+        return any(held.untold for held in self._held)
+
     def add(self, confirming: Confirming) -> None:
         """Notes for its lane are for it."""
         with self.lock:
             self._lanes[confirming.name] = confirming
+            if self._thread is None and not self._closed:
+                self._thread = host.Thread(target=self._run, name="asynccoll-confirming", daemon=True)
+                self._thread.start()
 
     def hold(self, held: _Held) -> None:
         """Tell whom it names, and settle its promise once all is known. With the lock held."""
         self._held.append(held)
-        self._wake()
+        self._wanted.set()
 
     def drop(self, confirming: Confirming) -> None:
         """Nobody waits any more for what that lane has held."""
@@ -144,7 +152,7 @@ class Confirmations:
             held = next((one for one in self._held if one.is_of(name, where)), None)
             if held is not None:
                 held.learn(rank, note)
-                self._wake()
+                self._wanted.set()
                 return _plain(held.call)
             self._note(name, where, rank, note)
             confirming = self._lanes.get(name)
@@ -154,19 +162,13 @@ class Confirmations:
             del self.notes[name, where]
             if made.word != note.word:
                 self._late.append((confirming, where, confirming.error(made, {rank: note.text})))
-                self._wake()
+                self._wanted.set()
             return _plain(made)
 
     def _note(self, name: str, where: Where, rank: int, note: Note) -> None:
         if len(self.notes) >= MOST_NOTES:
             del self.notes[next(iter(self.notes))]
         self.notes.setdefault((name, where), {})[rank] = note
-
-    def _wake(self) -> None:
-        if self._thread is None and not self._closed:
-            self._thread = host.Thread(target=self._run, name="asynccoll-confirming", daemon=True)
-            self._thread.start()
-        self._wanted.set()
 
     def _run(self) -> None:
         again = False

@@ -51,6 +51,8 @@ __all__ = ["Context", "Identity"]
 LEAVE_SECONDS = 30.0
 #: The same where something went wrong, so that they may be stuck.
 ABORT_SECONDS = 2.0
+#: How long a rank that leaves tries to tell others what it has called.
+TELL_SECONDS = 2.0
 LEAVE_POLL_SECONDS = 0.005
 #: Failures that come sooner after each other share what was recorded at the first.
 DUMP_SECONDS = 10.0
@@ -250,6 +252,10 @@ class Context:
         # Whom a refusal of ours is still on its way to must not find us gone.
         lanes = [lane for group in self._sorted_groups() for lane in group.lanes()]
         while any(lane.is_settling for lane in lanes) and host.monotonic() < deadline:
+            host.sleep(LAND_POLL_SECONDS)
+        # Nor who holds a call until it knows that ours, which may be over already, was the same.
+        deadline = min(deadline, host.monotonic() + TELL_SECONDS)
+        while self.confirmations.is_telling and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
         return self.outstanding()
 
