@@ -106,7 +106,7 @@ def test_a_replayed_question_is_not_answered(answers: Answers) -> None:
     """The digest is of this connection's nonce."""
     with socket.create_connection(at(answers)) as line:
         nonce = line.recv(16)
-        asked = answering._digest(SECRET, nonce, b"who") + b"\3who"
+        asked = answering._digest(SECRET, nonce, b"who") + b"\0\3who"
         line.sendall(asked)
         assert len(closed(line)) > 300_000
     with socket.create_connection(at(answers)) as line:

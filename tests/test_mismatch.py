@@ -1,4 +1,4 @@
-"""Ranks of one host that call different things, in memory or not: each is told, and the lane goes on."""
+"""Ranks of one host or of several that call different things: each is told, and the lane goes on."""
 
 from __future__ import annotations
 
@@ -53,18 +53,28 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
 }
 
 
-@pytest.fixture(
-    params=[(one, size) for one in ("memory", "gloo") for size in (2, 3, 4)],
-    ids=lambda one: f"{one[0]}-{one[1]}",
-)
+ONE_HOST = [(one, (0,) * size) for one in ("memory", "gloo") for size in (2, 3, 4)]
+#: The nodes of these ranks are what a launcher would say; all are on this machine.
+HOSTS = [
+    ("gloo", (0, 1)),
+    ("gloo", (0, 1, 2)),
+    ("gloo", (0, 0, 1)),
+    ("gloo", (0, 0, 1, 1)),
+    ("memory", (0, 0, 1, 1)),
+]
+
+
+@pytest.fixture(params=[*ONE_HOST, *HOSTS], ids=lambda one: f"{one[0]}-{''.join(map(str, one[1]))}")
 def world(request: pytest.FixtureRequest) -> World:
-    return worlds.world(*request.param)
+    backend, nodes = request.param
+    several = {"nodes": nodes} if any(nodes) else {}
+    return worlds.world(backend, len(nodes), **several)
 
 
 async def differing(me: Rank, name: str, in_memory: bool) -> None:
     one, other, said, told = PAIRS[name]
     # Who sends need not wait for who is not with it: ranks that agree on a root may be through.
-    may_end = name == "root" and not in_memory and me.rank > 0
+    may_end = name == "root" and not in_memory and me.rank > 0  # in_memory: all of them
     for _ in range(3):  # the lane is in step afterwards, each time
         work = one() if me.rank == 0 else other()
         # Of a call in several parts a rank may hear first that a peer gives up the rest of it, and why.
@@ -89,4 +99,5 @@ async def differing(me: Rank, name: str, in_memory: bool) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_rank_is_told_what_both_sides_called(world: World, name: str) -> None:
-    world.run(differing, name, world.backend == "memory", runner="asyncio", timeout=30)
+    in_memory = world.backend == "memory" and "nodes" not in world.options
+    world.run(differing, name, in_memory, runner="asyncio", timeout=30)

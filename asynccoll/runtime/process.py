@@ -172,8 +172,9 @@ def initialize(
             ``HashStore``, which lives in one process, ranks are taken to be threads of it.
         rank, world_size: this process's place; from the environment if not given.
         timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``.
-        check: ``"off"``, ``"local"`` (one lane is not used by concurrent tasks; the default) or
-            ``"full"`` (signatures of all ranks are compared before data moves). The environment variable
+        check: ``"off"``, ``"local"`` (the default: one lane is not used by concurrent tasks, and ranks that
+            call different things are told: docs/faults.md says what that leaves out) or ``"full"``
+            (signatures of all ranks are compared ahead of every call). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
         stall_warning: seconds after which a call that is waited for is warned of, once, on stderr and by the
             logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never. 30, unless the

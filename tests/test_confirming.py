@@ -1,0 +1,185 @@
+"""Calls of ranks on different nodes are compared before they are made: drawn programs, simulated."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll.health.prediction import Prediction
+from asynccoll.testing import Kill, Link, simulate
+
+# What is expected
+
+
+def test_a_loop_is_expected_once_it_has_repeated_itself() -> None:
+    """After the same two calls the same one."""
+    prediction = Prediction()
+    expected = [prediction.expects(call) for call in [1, 2, 3, 4] * 3]
+    assert expected == [False] * 6 + [True] * 6
+
+
+def test_what_is_new_is_expected_the_next_time() -> None:
+    """And what has come instead of another call replaces it."""
+    prediction = Prediction()
+    for call in [1, 1, 1, 1]:
+        prediction.expects(call)
+    assert [prediction.expects(call) for call in (1, 2, 1, 1, 2)] == [True, False, False, False, True]
+    prediction.restart()
+    assert not prediction.expects(1)
+
+
+def test_a_program_that_never_repeats_itself_takes_no_more_memory() -> None:
+    prediction = Prediction()
+    assert not any(prediction.expects(call) for call in range(10_000))
+    assert len(prediction._followed) <= 4096
+
+
+# Drawn programs
+
+
+def of(rank: int, count: int = 3) -> torch.Tensor:
+    return torch.full((count,), float(rank), device="cpu")
+
+
+#: What is called, and what comes of it among so many ranks.
+CALLS: dict[str, tuple[Any, Any]] = {
+    "sum": (lambda rank, size: ac.all_reduce(of(rank)), lambda size: [float(sum(range(size)))] * 3),
+    "max": (lambda rank, size: ac.all_reduce(of(rank), op="max"), lambda size: [size - 1.0] * 3),
+    "longer": (lambda rank, size: ac.all_reduce(of(rank, 8)), lambda size: [float(sum(range(size)))] * 8),
+    "of integers": (lambda rank, size: ac.all_reduce(of(rank).long()), lambda size: [sum(range(size))] * 3),
+    "broadcast": (lambda rank, size: ac.broadcast(of(rank), src=0), lambda size: [0.0] * 3),
+    "gather": (
+        lambda rank, size: ac.all_gather(of(rank, 1)),
+        lambda size: [float(rank) for rank in range(size)],
+    ),
+    "scatter": (
+        lambda rank, size: ac.reduce_scatter(of(rank, size)),
+        lambda size: [float(sum(range(size)))],
+    ),
+    "object": (lambda rank, size: ac.all_gather_object(rank), lambda size: list(range(size))),
+}
+
+
+class Drawn:
+    """A loop with something else in it here and there; in most of them some ranks differ at one call."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        source = random.Random(seed)
+        names = list(CALLS)
+        loop = [source.choice(names) for _ in range(source.randint(1, 4))]
+        self.calls = (loop * 6)[: source.randint(3, 16)]
+        for _ in range(source.randint(0, 2)):
+            self.calls.insert(source.randrange(len(self.calls) + 1), source.choice(names))
+        self.pauses = [[source.choice((0, 0, 0, 1e-4, 3e-3)) for _ in self.calls] for _ in range(size)]
+        self.place = source.randrange(len(self.calls)) if source.random() < 0.8 else -1
+        self.differ = source.sample(range(size), source.randint(1, size - 1))
+        self.other = source.choice([name for name in names if name != self.calls[self.place]])
+        self.loop = source.choice(("asyncio", "trio"))
+        self.size = size
+
+    def name(self, rank: int, place: int) -> str:
+        return self.other if place == self.place and rank in self.differ else self.calls[place]
+
+    async def __call__(self, rank: int) -> list[Any]:
+        got: list[Any] = []
+        for place, pause in enumerate(self.pauses[rank]):
+            await anyio.sleep(pause)
+            try:
+                result = await CALLS[self.name(rank, place)][0](rank, self.size)
+                got.append(result.tolist() if isinstance(result, torch.Tensor) else result)
+            except ac.CollectiveError as error:
+                got.append(error)
+        return got
+
+    def check(self, rank: int, got: list[Any], ends_alone: bool) -> None:
+        """A result is right; who differs, and everybody else, is told there, of both."""
+        for place, result in enumerate(got):
+            name = self.name(rank, place)
+            through = ends_alone and name == "broadcast"  # ranks that agree on a root may be over with it
+            if place != self.place or (through and isinstance(result, list)):
+                assert result == CALLS[name][1](self.size), (rank, place, name, result)
+            else:
+                assert isinstance(result, ac.CollectiveMismatchError), (rank, place, name, result)
+                assert str(result).count("test_confirming.py:") >= 2, result
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "nodes"),
+    [("gloo", 2, 2), ("gloo", 4, 2), ("gloo", 3, 3), ("memory", 4, 2), ("mpi", 3, 3), ("horovod", 2, 2)],
+)
+def test_who_differs_is_told_on_every_rank(transport: str, size: int, nodes: int) -> None:
+    """And nobody else: the lane goes on with results that are right."""
+    for seed in range(30):
+        drawn = Drawn(seed, size)
+        report = simulate(
+            drawn, world_size=size, nodes=nodes, seed=seed, transport=transport, loop=drawn.loop,
+            link=Link((20e-6, 2e-3), 1e9),
+        )  # fmt: skip
+        report.check()
+        for rank, got in report.results.items():
+            drawn.check(rank, got, ends_alone=transport == "mpi")
+
+
+def test_a_held_call_has_its_deadline_and_names_who_has_not_made_it() -> None:
+    """As one in flight has."""
+
+    async def main(rank: int) -> str:
+        await ac.all_reduce(of(rank))
+        if rank == 1:
+            await anyio.sleep(30)
+            await ac.all_gather(of(rank))
+            return ""
+        work = ac.all_gather(of(rank), timeout=2.0)
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await work
+        await anyio.sleep(40)
+        assert (await work).tolist() == [0.0] * 3 + [1.0] * 3
+        return str(caught.value)
+
+    report = simulate(main, world_size=2, nodes=2, timeout=100)
+    report.check()
+    assert "rank 1" in report.results[0]
+    assert "has not called all_gather" in report.results[0]
+
+
+def test_a_rank_that_dies_is_named_while_a_call_is_held_for_it() -> None:
+    """Nobody confirms for it."""
+
+    async def main(rank: int) -> str:
+        await ac.all_reduce(of(rank))
+        if rank == 1:
+            await anyio.sleep(30)
+        try:
+            await ac.all_gather(of(rank))
+        except ac.PeerLostError as error:
+            return str(error)
+        return ""
+
+    report = simulate(main, world_size=2, nodes=2, faults=[Kill(1, at=1.0)], timeout=100)
+    assert 0 not in report.errors, report.errors
+    assert "rank 1" in report.results[0]
+
+
+def test_messages_pass_a_call_that_is_held() -> None:
+    """The other rank needs the message before it makes that call."""
+
+    async def main(rank: int) -> float:
+        await ac.all_reduce(of(rank))
+        if rank == 0:
+            held = ac.all_gather(of(rank))
+            await ac.send(of(7), dst=1)
+            await held
+            return 7.0
+        got = await ac.recv(of(0), src=0)
+        await ac.all_gather(of(rank))
+        return float(got[0])
+
+    for seed in range(20):
+        report = simulate(main, world_size=2, nodes=2, seed=seed, transport="gloo")
+        report.check()
+        assert report.results == {0: 7.0, 1: 7.0}
