@@ -207,6 +207,8 @@ def test_a_run_as_a_table(start):
         (["-f", "1"], "factor of at least 2"),
         (["--ranks", "0"], "--ranks 0 is not possible"),
         (["--peers", "nccl"], "peer 'nccl' is none of asynccoll"),
+        (["--plot", "/dev/null/x.svg"], "cannot write to '/dev/null'"),
+        (["--plot", "bench.txt"], "'bench.txt' has to end in one of"),
     ],
 )
 def test_a_wrong_command_line_is_told(capsys, arguments, said):

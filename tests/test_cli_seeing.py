@@ -55,6 +55,12 @@ TABLE = output.Table(
 )
 
 
+def test_files_below_the_working_directory_are_called_from_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output.print_table(output.Table(("line",), [(f"{tmp_path}/a/train.py:3",), ("/elsewhere.py:1",)]))
+    assert capsys.readouterr().out.split() == ["line", "a/train.py:3", "/elsewhere.py:1"]
+
+
 def test_a_table_in_a_pipe_is_aligned_text(capsys):
     output.print_table(TABLE)
     assert capsys.readouterr().out == "times\nname       us\na         1.5\n[bold]  10.25\n"

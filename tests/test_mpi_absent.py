@@ -13,7 +13,7 @@ import pytest
 import asynccoll as ac
 from asynccoll.launch import mpiexec
 
-INSTALL = r"pip install asynccoll\[mpi\]"
+INSTALL = "pip install mpi4py mpich"
 
 
 @pytest.fixture

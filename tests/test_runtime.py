@@ -431,3 +431,13 @@ def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, ran
         f"rank 1 of 2 found no store at 127.0.0.1:{meeting['MASTER_PORT']}",
     )
     assert ended.out.startswith(f"True {wanted[rank]}"), ended.err
+
+
+def test_a_port_that_another_program_has_is_told_by_rank_0(tmp_path: Path) -> None:
+    """At once, with what to change, and not as a wait that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        meeting = {"MASTER_PORT": str(taken.getsockname()[1])}
+        (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
+    assert "LaunchEnvironmentError: rank 0 of 2 cannot serve the ranks' meeting" in ended.err
+    assert "choose another MASTER_PORT" in ended.err

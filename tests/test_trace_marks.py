@@ -215,7 +215,7 @@ def test_opentelemetry_gets_a_span_and_metrics_of_each_operation():
 
 def test_opentelemetry_that_is_missing_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ac.BackendNotFoundError, match=r"pip install 'asynccoll\[otel\]'"):
+    with pytest.raises(ac.BackendNotFoundError, match="pip install opentelemetry-api"):
         ac.trace.opentelemetry()
 
 

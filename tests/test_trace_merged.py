@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.cli.trace import advice
 from asynccoll.runtime.process import current
 from asynccoll.trace.clocks import Clock, align
 from asynccoll.trace.findings import find
@@ -127,6 +129,31 @@ def test_the_slow_rank_is_named_and_what_it_was_in():
     late = find(parts).lateness[0]
     assert (late.rank, late.last, late.of, late.doing) == (1, 1, 1, "load")
     assert late.total == pytest.approx(0.6)
+    assert find(parts).late is None  # once is not again and again
+
+
+def test_the_rank_that_holds_the_others_up_is_named_and_else_the_line():
+    """And no advice where the others are late as well, or communication is hidden."""
+
+    def found(*late, marked=True):
+        work = [compute("forward", n, n + 0.01) for n in range(5)] if marked else []
+        return find(
+            [
+                part(rank, [*(call(n + by, n + 0.9, n) for n in range(5)), *work])
+                for rank, by in enumerate(late)
+            ]
+        )
+
+    one = found(0.1, 0.8)
+    assert one.late is not None
+    assert one.late.rank == 1
+    assert advice(one).startswith(
+        "rank 1 is late: last in 5 of 5 operations, the others waited 3.50 s for it"
+    )
+    alike = found(0.1, 0.1)
+    assert alike.late is None
+    assert re.match(r"most is waited for in all_reduce at .*: start it earlier", advice(alike))
+    assert advice(found(0.1, 0.1, marked=False)) == ""
 
 
 def test_what_hangs_names_who_has_not_called():

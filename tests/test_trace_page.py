@@ -132,7 +132,7 @@ TRAIN = """
 
 
 @pytest.mark.slow
-def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path):
+def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys):
     """All ranks in one page and one file for Perfetto, and a table with the lines."""
     script(TRAIN)
     job = start("trace", "run", "-o", "out", "-n", 2, "program.py")
@@ -141,6 +141,8 @@ def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path):
     assert re.search(r"^2 ranks, .* 92 operations: \d+% of the communication is hidden", output)
     assert re.search(r"^all_reduce +default +92 .*program.py:11$", output, re.MULTILINE)
     assert re.search(r"steps, means over ranks \(the first 20 of 23\)\nstep .*\n +0 .*\n +1 .*\n +2 ", output)
+    assert main(["trace", "stragglers", str(tmp_path / "out"), "--json"]) == 0
+    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 46
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     browser.open(tmp_path / "out" / "trace.html")

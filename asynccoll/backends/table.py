@@ -79,7 +79,7 @@ _TABLE: dict[str, _Entry] = {
     "mpi": _Entry(
         "asynccoll.backends.mpi.backend:create",
         _has("mpi4py"),
-        "mpi4py and an MPI library: pip install asynccoll[mpi]",
+        "mpi4py and an MPI library: pip install mpi4py mpich",
         MPI_LAUNCHERS,
         started="mpiexec",
     ),
@@ -93,7 +93,7 @@ _TABLE: dict[str, _Entry] = {
     "xla-tpu": _Entry(
         "asynccoll.backends.xla.backend:create",
         _has("torch_xla"),
-        "torch_xla and the torch it is made for: pip install asynccoll[xla]",
+        "torch_xla and the torch it is made for: pip install torch_xla",
         frozenset({"tpu"}),
         started="replicas",
         device="xla",

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.trace import words
 
-__all__ = ["draw"]
+__all__ = ["check_drawable", "draw"]
 
 #: Of Okabe and Ito, as in timelines, which stay apart for colour-blind readers.
 COLOURS = {
@@ -19,7 +20,20 @@ COLOURS = {
     "horovod": "#009E73",
     "mpi4py": "#222222",
 }
+_NEEDS = ("asynccoll bench --plot", "--json needs nothing")
 _GRID = "#e4e4e4"
+
+
+def check_drawable(path: Path) -> None:
+    """Before anything is measured.
+
+    Raises:
+        BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
+        InvalidArgumentError: it cannot write such a file.
+    """
+    kinds = words.figure_type(*_NEEDS)().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise InvalidArgumentError(f"{str(path)!r} has to end in one of .{', .'.join(sorted(kinds))}")
 
 
 def draw(header: dict[str, object], rows: Sequence[dict[str, object]], path: Path) -> Path:
@@ -28,7 +42,7 @@ def draw(header: dict[str, object], rows: Sequence[dict[str, object]], path: Pat
     Raises:
         BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
     """
-    figure_type = words.figure_type("asynccoll bench --plot", "--json needs nothing")
+    figure_type = words.figure_type(*_NEEDS)
     import matplotlib as mpl
 
     operations = list(dict.fromkeys(row["operation"] for row in rows))

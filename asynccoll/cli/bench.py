@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, Table, add_json, print_json, print_table
+from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, print_table
 
 if TYPE_CHECKING:
     from asynccoll.bench.request import BenchRequest
@@ -81,6 +81,11 @@ def add(commands: Commands) -> None:
 def _bench(given: argparse.Namespace) -> int:
     from asynccoll.bench.starting import bench
 
+    if given.plot is not None:
+        from asynccoll.bench.picture import check_drawable
+
+        check_writable(given.plot.parent)
+        check_drawable(given.plot)
     shown = _Shown(as_json=given.json)
     code = bench(_request(given), shown.report, ranks=_at_least(given.ranks, 1, "--ranks"))
     if code == 0 and shown.header:

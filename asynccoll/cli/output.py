@@ -1,6 +1,6 @@
 """What a command prints: tables (drawn by rich on a terminal, plain text elsewhere), JSON, and bars.
 
-rich is an extra (``pip install 'asynccoll[cli]'``); without it, or in a pipe, everything is plain text in the
+rich is an extra (``pip install rich``); without it, or in a pipe, everything is plain text in the
 same order. What a table says is the command's affair.
 """
 
@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Bar", "Table", "add_json", "console", "print_json", "print_table"]
+__all__ = [
+    "Bar",
+    "Table",
+    "add_json",
+    "check_writable",
+    "console",
+    "from_here",
+    "print_json",
+    "print_table",
+]
 
 
 @dataclass(slots=True)
@@ -43,8 +57,28 @@ def console(file: TextIO | None = None) -> Console | None:
     return Console(file=file, highlight=False)
 
 
+def from_here(text: str) -> str:
+    """``text`` with files below the working directory as they are called from there."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
+
+
+def check_writable(directory: Path) -> None:
+    """Make it if it is not there: before what is to be written takes minutes.
+
+    Raises:
+        InvalidArgumentError: nothing can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write to {str(directory)!r}: {error.strerror}") from error
+
+
 def print_table(table: Table) -> None:
     """To standard output."""
+    table.rows = [tuple(map(from_here, row)) for row in table.rows]
     screen = console()
     if screen is None:
         print("\n".join(plain_lines(table)), flush=True)

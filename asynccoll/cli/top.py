@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, print_json, print_table
+from asynccoll.cli.output import Table, add_json, from_here, print_json, print_table
 
 if TYPE_CHECKING:
     from asynccoll.trace.live import RankNow
@@ -65,7 +65,7 @@ def _print(ranks: list[RankNow]) -> None:
         return
     print_table(_table(ranks))
     for line in remarks(ranks):
-        print(line, flush=True)
+        print(from_here(line), flush=True)
 
 
 _LEFT = frozenset({"state", "operation", "lane", "line"})

@@ -6,14 +6,15 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, print_json, print_table
+from asynccoll.cli.output import Table, add_json, check_writable, from_here, print_json, print_table
 
 if TYPE_CHECKING:
     from asynccoll.trace import Trace
@@ -29,6 +30,8 @@ browser) and trace.json (for ui.perfetto.dev).
   asynccoll trace run -n 2 train.py --epochs 1
   asynccoll trace run -o traces -n 2 train.py
 """
+#: With more than this share hidden nobody is told what to do about the rest.
+_WELL_HIDDEN = 0.5
 _RUN_NOTES = """\
 The program calls ac.initialize(); it needs no changes. Calls of modules, backward passes and optimizer steps
 are marked by themselves. A job that hangs is shown as far as it came: stop it with Ctrl-C. Under another
@@ -83,7 +86,9 @@ def _add_stragglers(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "stragglers", help="of each operation, who called it last, and how long the others waited"
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE named, or dumps")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE or `trace run -o` named, or dumps"
+    )
     parser.add_argument("-n", "--most", type=int, default=20, metavar="N", help="so many lines, default 20")
     add_json(parser)
     parser.set_defaults(carry_out=_stragglers)
@@ -100,21 +105,37 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _run(given: argparse.Namespace) -> int:
     from asynccoll.launch.engines import run as start
-    from asynccoll.trace.spooling import VARIABLE
+    from asynccoll.trace.spooling import VARIABLE, recordings
 
     if (wrong := run.missing_program(given)) is not None:
         return wrong
-    with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as directory:
-        os.environ[VARIABLE] = directory
+    with _recording_in(given.output) as directory:
+        os.environ[VARIABLE] = str(directory)
         try:
             code = start(run.request(given))
         finally:
             del os.environ[VARIABLE]
-        if not any(Path(directory).iterdir()):
+        if not recordings(directory):
             print("asynccoll trace: no rank called ac.initialize(), so nothing was recorded", file=sys.stderr)
             return code or 1
-        _show(Path(directory), given)
+        _show(directory, given)
     return code
+
+
+@contextmanager
+def _recording_in(output: Path | None) -> Iterator[Path]:
+    """Where ranks record: ``output``, where it stays for ``merge`` and ``stragglers``; else for now only."""
+    if output is None:
+        check_writable(Path())
+        with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as directory:
+            yield Path(directory)
+        return
+    from asynccoll.trace.spooling import recordings
+
+    check_writable(output)
+    for earlier in recordings(output):
+        earlier.unlink()
+    yield output.resolve()
 
 
 def _merge(given: argparse.Namespace) -> int:
@@ -164,7 +185,7 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
 
     trace = load(directory)
     to = given.output or Path()
-    to.mkdir(parents=True, exist_ok=True)
+    check_writable(to)
     written = [trace.to_html(to / "trace.html"), trace.to_perfetto(to / "trace.json")]
     if given.json:
         print_json({**trace.to_dict(), "files": [str(path) for path in written]})
@@ -178,6 +199,8 @@ def _print(trace: Trace) -> None:
 
     found = trace.findings
     print(f"{found.ranks} ranks, {duration(found.seconds)}, {found.operations} operations: {summary(found)}")
+    if said := advice(found):
+        print(from_here(said))
     for table in tables(found):
         if table.rows:
             print()
@@ -197,6 +220,25 @@ def summary(found: Findings) -> str:
         )
     times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
     return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times})"
+
+
+def advice(found: Findings) -> str:
+    """What to look at first: the rank that holds the others up, or the line that is waited for; or ""."""
+    from asynccoll.trace.words import duration
+
+    if (late := found.late) is not None:
+        doing = late.doing or "what is not marked: ac.trace.span(name) around it tells"
+        return (
+            f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
+            f"{duration(late.total)} for it, which no overlap hides. It was in {doing}"
+        )
+    if found.hidden is None or found.hidden > _WELL_HIDDEN or not found.waits:
+        return ""
+    most = found.waits[0]
+    return (
+        f"most is waited for in {most.operation} at {most.place}: start it earlier, compute before the "
+        "await, or let backward send gradients (ac.overlap_gradients)"
+    )
 
 
 def tables(found: Findings) -> list[Table]:

@@ -57,7 +57,7 @@ def find() -> Mpiexec:
     found = next(filter(None, (_beside_python(), *map(_of_wheel, _WHEELS), shutil.which("mpiexec"))), None)
     if found is None:
         raise BackendNotFoundError(
-            "there is no mpiexec in this Python environment or on the path; pip install asynccoll[mpi]"
+            "there is no mpiexec in this Python environment or on the path; pip install mpi4py mpich"
         )
     told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
     said = (told.stdout + told.stderr).lower()

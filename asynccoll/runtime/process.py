@@ -105,7 +105,7 @@ def _implicit() -> Context:
     info = detect(os.environ)
     if info.world_size > 1:
         raise NotInitializedError(
-            f"this is rank {info.rank} of {info.world_size} ({info.launcher} started it), but "
+            f"this is rank {info.rank} of {info.world_size} (by {info.launcher}'s variables), but "
             "ac.initialize() was not called; call it at the start of the program"
         )
     with process.lock:

@@ -17,6 +17,10 @@ from asynccoll.trace.spans import Span, covered, intersection, length
 __all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction"]
 
 Interval = tuple[float, float]
+#: A rank is late if the others wait for it again and again, for such a share of the time, and so many times
+#: as long as for the next one.
+_LATE_SHARE = 0.05
+_LATE_TIMES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,10 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All of it. ``hidden`` is None where nothing was sent, or nothing is ``marked``."""
+    """All of it. ``hidden`` is None where nothing was sent, or nothing is ``marked``.
+
+    ``late`` is the rank that holds the others up, if one does.
+    """
 
     ranks: int
     seconds: float
@@ -94,6 +101,7 @@ class Findings:
     steps: tuple[Step, ...]
     waits: tuple[Wait, ...]
     lateness: tuple[Lateness, ...]
+    late: Lateness | None
     unfinished: tuple[Unfinished, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -105,6 +113,7 @@ def find(parts: Sequence[Part]) -> Findings:
     seconds = max((part.seconds for part in parts), default=0.0)
     marked = any(not span.is_operation for part in parts for span in part.spans)
     whole = _share(parts, 0.0, seconds)
+    lateness = tuple(_lateness(parts))
     return Findings(
         ranks=len(parts),
         seconds=seconds,
@@ -115,9 +124,19 @@ def find(parts: Sequence[Part]) -> Findings:
         waited=whole[1],
         steps=tuple(_steps(parts)),
         waits=tuple(_waits(parts)),
-        lateness=tuple(_lateness(parts)),
+        lateness=lateness,
+        late=_late(lateness, seconds) if len(parts) > 1 else None,
         unfinished=tuple(_unfinished(parts)),
     )
+
+
+def _late(lateness: Sequence[Lateness], seconds: float) -> Lateness | None:
+    first, next_total = next(iter(lateness), None), lateness[1].total if len(lateness) > 1 else 0.0
+    if first is None:
+        return None
+    again_and_again = first.total - first.longest  # whatever happened once
+    held_up = again_and_again > _LATE_SHARE * seconds and first.total > _LATE_TIMES * next_total
+    return first if held_up else None
 
 
 def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:

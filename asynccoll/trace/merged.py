@@ -15,6 +15,7 @@ from asynccoll.trace.clocks import align
 from asynccoll.trace.page import write_page
 from asynccoll.trace.parts import Part, part_of, read_part
 from asynccoll.trace.perfetto import write_events
+from asynccoll.trace.spooling import recordings
 
 if TYPE_CHECKING:
     from asynccoll.trace.timeline import Timeline
@@ -80,7 +81,7 @@ def load(where: str | os.PathLike[str]) -> Trace:
     Raises:
         InvalidArgumentError: there is none.
     """
-    files = sorted(Path(where).glob("rank-*.jsonl"))
+    files = recordings(Path(where))
     if not files:
         raise InvalidArgumentError(
             f"there is no recording in {str(where)!r}: expected files rank-*.jsonl, which ranks leave there "

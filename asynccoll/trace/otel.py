@@ -29,7 +29,7 @@ def opentelemetry() -> Callable[[], None]:
         from opentelemetry import metrics, trace
     except ImportError as error:
         raise BackendNotFoundError(
-            "ac.trace.opentelemetry needs its API, which is not installed: pip install 'asynccoll[otel]'"
+            "ac.trace.opentelemetry needs its API, which is not installed: pip install opentelemetry-api"
         ) from error
     tracer = trace.get_tracer(_NAME)
     meter = metrics.get_meter(_NAME)

@@ -18,10 +18,15 @@ from asynccoll.trace.timeline import Timeline, start
 if TYPE_CHECKING:
     from asynccoll.world.context import Context
 
-__all__ = ["VARIABLE", "file_name", "install"]
+__all__ = ["VARIABLE", "file_name", "install", "recordings"]
 
 VARIABLE = "ASYNCCOLL_TRACE"
 _EVERY_SECONDS = 0.5
+
+
+def recordings(directory: Path) -> list[Path]:
+    """What ranks have left there, in their order."""
+    return sorted(directory.glob("rank-[0-9][0-9][0-9][0-9][0-9].jsonl"))
 
 
 def install() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asynccoll.flight.dumps import read_dumps
 from asynccoll.trace.merged import load
+from asynccoll.trace.spooling import recordings
 
 __all__ = ["Arrival", "Straggling", "by_line", "load_arrivals"]
 
@@ -65,7 +66,7 @@ def load_arrivals(directory: Path) -> list[Arrival]:
         InvalidArgumentError: there is neither a recording nor a dump.
     """
     calls: dict[_Known, list[_Call]] = {}
-    if any(directory.glob("rank-*.jsonl")):
+    if recordings(directory):
         for part in load(directory).parts:
             for span in part.spans:
                 if span.key is not None:

@@ -135,6 +135,11 @@ def _meet_at(
             return own, rank, world_size
         store = connect(host, port, serve=rank == 0 and not agent, timeout=timeout, knock=not agent)
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
+        if rank == 0 and not agent:
+            raise LaunchEnvironmentError(
+                f"rank 0 of {world_size} cannot serve the ranks' meeting at {host}:{port}; if another "
+                f"program listens there, choose another MASTER_PORT on all ranks: {error}"
+            ) from error
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} found no store at {host}:{port} within "
             f"{timeout.total_seconds():g} s: {error}"

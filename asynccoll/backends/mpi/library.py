@@ -30,7 +30,7 @@ __all__ = ["INSTALL", "Library", "load"]
 
 T = TypeVar("T")
 
-INSTALL = "pip install asynccoll[mpi]"
+INSTALL = "pip install mpi4py mpich"
 _INT_MAX = 2**31 - 1
 _COUNT_MAX = 2**63 - 1
 

@@ -17,7 +17,7 @@ __all__ = ["LIBRARY"]
 
 def _missing() -> str:
     if importlib.util.find_spec("mpi4py") is None:
-        return "not installed: pip install 'asynccoll[mpi]'"
+        return "not installed: pip install mpi4py mpich"
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.size != ac.get_world_size():
