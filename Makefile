@@ -25,7 +25,7 @@ JOBS    ?= 2
 AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpt test tests memory system mpi horovod xla gpu soak compositions explore determined planted training faults kills nightly quick lint types docs coverage bench \
+.PHONY: help demo gpt test tests memory system mpi horovod xla inside gpu soak compositions explore determined planted training faults kills nightly quick lint types docs coverage bench \
 	overlap pictures fix lock clean clean-envs
 
 help: ## list the targets
@@ -128,6 +128,9 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 		$(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS)) $(ARGS))
 	@$(call TWICE,$(XLA) env $(XLA_TWO) $(PYTEST) $(AT_ONCE) -m "not slow" $(call TESTS_OF,$(OLD_TORCH)) $(ARGS))
 
+inside: ## the programs of docs/inside.md: in accelerate, Fabric, Lightning and Ray
+	@$(ENVS) exec inside -- $(PYTEST) $(call TESTS_OF,inside) $(ARGS)
+
 gpu: ## on a machine with a GPU: nccl in a world of one, gloo on CUDA tensors, the order of streams, figures
 	@$(PYTHON) $(CURDIR)/tools/gpu.py look
 	@$(ENVS) exec gpu --wheel -- python $(CURDIR)/tools/gpu.py run $(ARGS)
@@ -175,7 +178,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@env $(HVD_RUN) ASYNCCOLL_TEST_BACKENDS=horovod ASYNCCOLL_TEST_WORLD_SIZES=1,3 ASYNCCOLL_TEST_RUNNERS=asyncio \
 		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS)
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
-	@$(MAKE) --no-print-directory explore determined training soak
+	@$(MAKE) --no-print-directory explore determined training soak inside
 	@for one in gloo:test mpi:mpich; do \
 		$(MAKE) --no-print-directory faults BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 1000

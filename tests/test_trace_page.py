@@ -23,19 +23,29 @@ def browser():
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory):
-    """Two ranks: the first computes beside its call, the second comes late, and does not call the last."""
+    """Two ranks: the first computes beside its call, the second is late twice, and does not call the last."""
     parts = [
         part(
             0,
             [
                 call(0.1, 0.9, 0, "train.py:14", size_bytes=1 << 20),
+                call(1.1, 1.6, 5, "train.py:14"),
                 compute("backward", 0.0, 0.5),
                 call(1.0, None, 1, "</script><b>train.py:20"),
             ],
             steps=(0.95,),
             seconds=2.0,
         ),
-        part(1, [compute("load", 0.0, 0.8), call(0.8, 0.9, 0, "train.py:14")], steps=(0.95,), seconds=2.0),
+        part(
+            1,
+            [
+                compute("load", 0.0, 0.8),
+                call(0.8, 0.9, 0, "train.py:14"),
+                call(1.5, 1.6, 5, "train.py:14"),
+            ],
+            steps=(0.95,),
+            seconds=2.0,
+        ),
     ]
     return Trace(parts).to_html(tmp_path_factory.mktemp("page") / "trace.html")
 
@@ -47,7 +57,7 @@ def text(browser, selector):
 def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     browser.open(html)
     cards = text(browser, "#cards")
-    assert "21 % hidden" in cards  # 0.4 s of 1.8 on one rank, none of 0.1 on the other
+    assert "20 % hidden" in cards  # 0.4 s of 1.8 on one rank, none of 0.2 on the other
     assert "rank 1 is late" in cards
     assert "it was in load" in cards
     assert "1 operation not over" in cards
@@ -57,10 +67,16 @@ def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     assert "</script><b>train.py:20" in hang
     assert "train.py:14" in text(browser, "#waits")
     stragglers = text(browser, "#stragglers")
-    assert "1 of 1" in stragglers and "0 of 1" in stragglers
+    assert "2 of 2" in stragglers and "0 of 2" in stragglers
     assert "backward" in text(browser, "#keys")
     rows = browser.run("trace.bars.map(bar => [bar.rank.rank, bar.row.name, bar.spans.length])")
-    assert rows == [[0, "MainThread", 1], [0, "default", 2], [1, "MainThread", 1], [1, "default", 1]]
+    assert rows == [
+        [0, "MainThread", 1],
+        [0, "default", 2],
+        [0, "default", 1],  # beside the one that hangs
+        [1, "MainThread", 1],
+        [1, "default", 2],
+    ]
     assert browser.errors == []
     assert browser.shot(tmp_path / "page.png").stat().st_size > 10_000
 

@@ -60,6 +60,12 @@ ENVIRONMENTS = {
         ),
         # torch as PyPI ships it: with CUDA and nccl.
         Environment("gpu", groups=("torch", "runtime", "build", "test"), download="about 3 GB"),
+        # accelerate, Lightning and Ray, in which docs/inside.md runs.
+        Environment(
+            "inside",
+            groups=("torch", "runtime", "build", "test", "inside"),
+            download=f"{_CPU_TORCH} and 0.2 GB",
+        ),
         # torch_xla loads beside the one torch it was built for, the oldest that is supported.
         Environment(
             "xla",
