@@ -17,6 +17,7 @@ from asynccoll.auto import (
     auto_model,
     auto_optim,
     gather_for_metrics,
+    manual_seed,
 )
 from asynccoll.errors import (
     AbortedError,
@@ -180,6 +181,7 @@ __all__ = (
     "join",
     "lane",
     "main_first",
+    "manual_seed",
     "may_overlap",
     "new_group",
     "new_lane",

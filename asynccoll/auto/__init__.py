@@ -6,6 +6,7 @@ Knows overlap and how the backend wants to be trained on; must not know which ba
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.metrics import gather_for_metrics
 from asynccoll.auto.models import AsyncOptimizer, async_optim, auto_model, auto_optim
+from asynccoll.auto.seeds import manual_seed
 
 __all__ = [
     "AsyncOptimizer",
@@ -15,4 +16,5 @@ __all__ = [
     "auto_model",
     "auto_optim",
     "gather_for_metrics",
+    "manual_seed",
 ]
