@@ -454,7 +454,7 @@ WRONG = {
         "--node-rank RANK is missing",
     ),
     "word-for-restarts": (["run", "--max-restarts", "x", __file__], "--max-restarts"),
-    "no-command": ([], "required: COMMAND"),
+    "no-command": ([], "what each has in flight"),
     "unknown-command": (["walk"], "invalid choice: 'walk'"),
     "unknown-operation": (["explain", "all_reduse"], "'all_reduse'.*all_reduce"),
     "unknown-dtype": (["explain", "all_reduce", "--dtype", "float31"], "'float31'"),

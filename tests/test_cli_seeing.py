@@ -154,3 +154,15 @@ def test_ranks_outside_of_a_group_are_not_behind():
     alone = Flight(1, 2, 101, 0.0, 0.0, "running", 0.0, (), (Progress("1", "default", 9),))
     found = survey(moment(2.0, inside, alone), moment(1.0))
     assert [one.behind for one in found] == [0, 0]
+
+
+# --- what is typed without knowing ----------------------------------------------------------------
+
+
+def test_explain_says_when_the_backend_that_was_asked_for_has_the_call(capsys):
+    assert main(["explain", "all_reduce", "--backend", "gloo"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("all_reduce on memory")
+    assert "gloo has it between hosts (--nodes 2) and without memory (--no-memory)" in told
+    assert main(["explain", "all_reduce", "--backend", "gloo", "--no-memory"]) == 0
+    assert "--no-memory" not in capsys.readouterr().out

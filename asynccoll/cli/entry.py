@@ -20,7 +20,11 @@ COMMANDS = (run, info, top, where, trace, bench, explain, explore)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out one command line and return the exit code."""
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    given = parser.parse_args(argv)
     try:
         code: int = given.carry_out(given)
     except AsyncCollError as error:

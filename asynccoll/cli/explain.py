@@ -59,8 +59,10 @@ def _explain(given: argparse.Namespace) -> int:
                 "why": list(plan.why),
             }
         )
-    else:
-        print(plan)
+        return 0
+    print(plan)
+    if plan.backend == "memory":
+        print(f"  - {given.backend} has it between hosts (--nodes 2) and without memory (--no-memory)")
     return 0
 
 
