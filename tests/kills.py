@@ -153,7 +153,7 @@ def _be_rank(rank: int, size: int, meet: str, seed: int, pipe: int) -> None:
 
 
 async def _work(rng: random.Random, ready: Any) -> None:
-    """Collectives without end, the same on all ranks: several in flight, some with nobody who waits yet."""
+    """Calls without end, the same on all ranks: several in flight, some with nobody who waits yet."""
     await ac.barrier()
     ready()
     while True:
@@ -163,8 +163,19 @@ async def _work(rng: random.Random, ready: Any) -> None:
             for _ in range(rng.randrange(1, 5))
         ]
         flying.append(ac.all_gather_object(x.numel()))
+        flying += _around(torch.ones(rng.choice(_SIZES)), rng.randrange(3))
+        rng.shuffle(flying)
         for work in flying:
             await work
+
+
+def _around(x: torch.Tensor, tag: int) -> list[Any]:
+    """A message to the next rank, and one from the rank before."""
+    rank, size = ac.get_rank(), ac.get_world_size()
+    return [
+        ac.send(x, dst=(rank + 1) % size, tag=tag),
+        ac.recv(torch.empty_like(x), src=(rank - 1) % size, tag=tag),
+    ]
 
 
 def _in_dev_shm() -> set[str]:

@@ -20,6 +20,9 @@ LIBRARY = Path(_SPEC.origin).parent
 #: Where concurrency is: what is mistaken elsewhere, other tests find.
 FILES = (
     "backends/memory/engine.py",
+    "backends/memory/messages.py",
+    "backends/memory/moving.py",
+    "backends/memory/pair.py",
     "health/liveness.py",
     "health/refusals.py",
     "health/watchdog.py",
@@ -61,6 +64,8 @@ def _replaced(file: str, right: str, wrong: str, *more: str) -> Mistake:
 
 
 _ENGINE = "backends/memory/engine.py"
+_MOVING = "backends/memory/moving.py"
+_PAIR = "backends/memory/pair.py"
 #: What each replaces, in which file.
 _SEEDED = (
     ("order/lane.py", "            and not self._queue\n", ""),
@@ -91,17 +96,17 @@ _SEEDED = (
     ("health/watchdog.py", "            self._wake.notify()\n", "            pass\n"),
     # Ranks of one host through memory: the second look, fences, room, order of words, bells
     (
-        _ENGINE,
+        _MOVING,
         "        with self._lock:\n            moved = self._move()\n        if moved",
         "        moved = False\n        if moved",
     ),
     (
-        _ENGINE,
+        _MOVING,
         "        with self._lock:\n            moved = self._move()\n        if moved",
         "        moved = self._move_on()\n        if moved",
     ),
     (
-        _ENGINE,
+        _MOVING,
         (
             '        """Wake who sleeps until something is written."""\n        self._fence.acquire()\n'
             "        self._fence.release()\n"
@@ -128,11 +133,11 @@ _SEEDED = (
         "        if all(one == said for one in found):\n            return self._agree(exchange)\n",
         "",
     ),
-    (_ENGINE, "                self._bells.ring(rank)\n", "                pass\n"),
-    (_ENGINE, "                self._bells.wake(rank)\n", "                pass\n"),
-    (_ENGINE, "            self._words[self._mine + ASLEEP] = 0\n", ""),
-    (_ENGINE, "            self._bells.wake(self.region.index)\n", "            pass\n"),
-    (_ENGINE, "            said = next(self._naps) % _STEP_BITS + 1\n", "            said = 1\n"),
+    (_MOVING, "                self._bells.ring(rank)\n", "                pass\n"),
+    (_MOVING, "                self._bells.wake(rank)\n", "                pass\n"),
+    (_MOVING, "            self._words[self._mine + ASLEEP] = 0\n", ""),
+    (_MOVING, "            self._bells.wake(self.region.index)\n", "            pass\n"),
+    (_MOVING, "            said = next(self._naps) % _MOST_NAPS + 1\n", "            said = 1\n"),
     (_ENGINE, "else step == first or self._all_posted(step, exchange.checksum)", "else True"),
     (
         _ENGINE,
@@ -151,6 +156,21 @@ _SEEDED = (
     ),
     (_ENGINE, "            self._words[self._mine + READ] = exchange.first\n", "            pass\n"),
     (_ENGINE, "            self._be_known()\n        try:", "            pass\n        try:"),
+    (_PAIR, "            self._be_known()\n        try:", "            pass\n        try:"),
+    (_PAIR, "self._readers or self._taking or self._answers)", "self._readers or self._taking)"),
+    (_PAIR, "            self._knock()\n", ""),
+    (_PAIR, "        if unread > SLOTS:\n            self._knock()\n            return None\n", ""),
+    (_PAIR, "            letter.data = letter.data.clone()\n", "            pass\n"),
+    (_PAIR, "            self._record = record\n", ""),
+    (
+        _PAIR,
+        "            if number in self._taking or (_TAKEN, number) in self._answers:\n                return",
+        "            if number in self._taking:\n                return",
+    ),
+    (_PAIR, "        for one in islice(line.values(), _MOST_ANNOUNCED):\n", "        for one in ():\n"),
+    (_PAIR, "            or len(self._sent) > len(self._lying)\n", ""),
+    (_PAIR, "        self._unmatched[message.tag] = None\n", ""),
+    ("backends/memory/messages.py", "                pair.flush(_FLUSH_SECONDS)\n", "                pass\n"),
 )
 
 

@@ -11,7 +11,9 @@ import torch
 import asynccoll as ac
 from asynccoll.testing import PCT, RandomWalk, Report, simulate
 
-ENGINE = ("asynccoll.backends.memory.engine", "asynccoll.backends.memory.exchanges")
+ENGINE = tuple(
+    f"asynccoll.backends.memory.{name}" for name in ("moving", "engine", "exchanges", "pair", "messages")
+)
 
 
 def run(main: Callable[[int], Any], seed: int, **options: Any) -> Report:

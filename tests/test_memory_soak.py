@@ -1,4 +1,4 @@
-"""Many collectives of all kinds through memory: right values, whatever size, dtype and number in flight."""
+"""Many calls of all kinds through memory: right values, whatever size, dtype and number in flight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import asynccoll as ac
 import worlds
 from ranks import Rank
 from soaking import KINDS, begin, check
@@ -28,7 +29,7 @@ def mixed(me: Rank, turns: int, seed: int) -> int:
     flying: list[tuple[str, Any, Any]] = []
     most = 1
     for turn in range(turns):
-        kind, lane = order.choice(KINDS), order.choice(["default", "other", "third"])
+        kind, lane = order.choice((*KINDS, "message")), order.choice(["default", "other", "third"])
         size, root = (
             order.choice(SIZES if order.random() < 0.97 else LARGE) * me.size,
             order.randrange(me.size),
@@ -37,12 +38,25 @@ def mixed(me: Rank, turns: int, seed: int) -> int:
         if kind == "avg" and not dtype.is_floating_point:
             dtype = torch.float32
         base = torch.arange(size).remainder(5).to(dtype)  # exact in each of them
-        flying.append((f"{turn}: {kind} of {size} {dtype}", *begin(me, kind, base, root, lane, "cpu")))
+        what = f"{turn}: {kind} of {size} {dtype}"
+        if kind == "message":
+            flying += around(me, what, base, lane, order.randrange(3))
+        else:
+            flying.append((what, *begin(me, kind, base, root, lane, "cpu")))
         if len(flying) >= most:
             check(me, flying)
             most = order.choice([1, 1, 2, 8, 24])
     check(me, flying)
     return turns
+
+
+def around(me: Rank, what: str, base: torch.Tensor, lane: str, tag: int) -> list[tuple[str, Any, Any]]:
+    """A message to the next rank, and one from the rank before."""
+    after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    return [
+        (what, ac.recv(torch.empty_like(base), src=before, tag=tag, lane=lane), base + before),
+        (what, ac.send(base + me.rank, dst=after, tag=tag, lane=lane), None),
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

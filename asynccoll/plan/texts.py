@@ -1,12 +1,13 @@
-"""What a call is, as a line of text that is the same in every process."""
+"""What a call is, as a line of text that is the same in every process; and what does not fit together."""
 
 from __future__ import annotations
 
 import torch
 
+from asynccoll.errors import CollectiveMismatchError
 from asynccoll.plan.spec import dtype_name
 
-__all__ = ["shown"]
+__all__ = ["shown", "unlike"]
 
 
 def shown(what: object) -> str:
@@ -18,3 +19,14 @@ def shown(what: object) -> str:
     if isinstance(what, tuple):
         return " ".join(text for text in map(shown, what) if text)
     return "" if what is None else str(getattr(what, "value", what))
+
+
+def unlike(
+    tag: int, count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype
+) -> CollectiveMismatchError:
+    """The error for a message of ``count`` elements that came to a receive of another size or dtype."""
+    sent, fits = f"{count} elements of {dtype_name(dtype)}", f"{wanted} of {dtype_name(wanted_dtype)}"
+    return CollectiveMismatchError(
+        f"recv with tag {tag}: the sender's message has {sent}, but `like` has {fits} (the message was taken "
+        "and dropped; the channel is still usable)"
+    )

@@ -24,8 +24,8 @@ from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.modes.captured import as_called, uncast
-from asynccoll.plan.spec import Capabilities, Op, ReduceOp, dtype_name
-from asynccoll.plan.texts import shown
+from asynccoll.plan.spec import DTYPES_BY_NAME, Capabilities, Op, ReduceOp, dtype_name
+from asynccoll.plan.texts import shown, unlike
 from asynccoll.plan.trees import flatten
 from asynccoll.transport.backend import Backend
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
@@ -42,6 +42,7 @@ from asynccoll.waiting.suspending import Signal
 from asynccoll.world.context import Context, Identity
 
 __all__ = [
+    "DTYPES_BY_NAME",
     "GRACE_SECONDS",
     "LONGEST_NAP_SECONDS",
     "LOOPBACK",
@@ -92,6 +93,7 @@ __all__ = [
     "reduce_chunks",
     "shown",
     "uncast",
+    "unlike",
     "usable_cores",
     "values",
 ]

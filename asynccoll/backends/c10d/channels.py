@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, dtype_name
+from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, unlike
 from asynccoll.backends.c10d.completion import NEVER
-from asynccoll.errors import CollectiveMismatchError, PeerRefusedError
+from asynccoll.errors import PeerRefusedError
 
 __all__ = ["Channels"]
 
@@ -53,11 +53,7 @@ class Channels:
         def take(pair: object, peer: int) -> None:
             got = _take(pair, peer, tag, x)
             if got is not x:
-                raise CollectiveMismatchError(
-                    f"recv with tag {tag}: the sender's message has {got.numel()} elements of "
-                    f"{dtype_name(got.dtype)}, but `like` has {x.numel()} of {dtype_name(x.dtype)} (the "
-                    "message was taken and dropped; the channel is still usable)"
-                )
+                raise unlike(tag, got.numel(), got.dtype, x.numel(), x.dtype)
 
         return self._start(("recv", src, tag), src, take)
 

@@ -60,7 +60,7 @@ class _Lent(NamedTuple):
 
     def is_left(self) -> bool:
         """Whether all ranks have left it."""
-        words = memoryview(self.mapping)[: self.layout.splits].cast("Q")
+        words = memoryview(self.mapping)[: self.layout.notes].cast("Q")
         return all(words[rank * BLOCK_WORDS + LEFT] for rank in range(self.layout.size))
 
 

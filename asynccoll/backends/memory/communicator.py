@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp, shown
+from asynccoll.backends.api import Completion, ReduceOp, shown
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call
 from asynccoll.backends.memory.exchanges import (
@@ -30,25 +30,27 @@ from asynccoll.backends.memory.exchanges import (
     Scatter,
 )
 from asynccoll.backends.memory.layout import ABORTED, CLOSED, TEXT_BYTES
+from asynccoll.backends.memory.messages import Messages
 from asynccoll.errors import AbortedError, CollectiveError, PeerLostError
 
 __all__ = ["MemoryCommunicator"]
 
 #: How many kinds of calls are remembered.
 _MOST_KINDS = 4096
+_GIVEN_UP = "its lane was given up"
 
 
 class MemoryCommunicator:
-    """One of a lane, in one epoch. ``rest`` carries messages between two."""
+    """One of a lane, in one epoch, and its messages in all of them."""
 
     parts = None
 
     def __init__(
-        self, engine: Engine, rest: Communicator, disagreed: Callable[[int, CollectiveError], object]
+        self, engine: Engine, messages: Messages, disagreed: Callable[[int, CollectiveError], object]
     ) -> None:
         """``disagreed`` is told of a place in the order that parts share, where ranks differ about one."""
         self._engine = engine
-        self._rest = rest
+        self._messages = messages
         self._disagreed = disagreed
         self._size = engine.region.size
         #: the checksum of a kind of call from one line, and what is shown of it
@@ -132,36 +134,32 @@ class MemoryCommunicator:
     # Messages between two
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        return self._rest.send(x, dst, tag)
+        return self._messages.send(_flat(x), dst, tag)
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        return self._rest.recv(x, src, tag)
+        return self._messages.recv(_flat(x), src, tag)
 
     def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        self._rest.refuse(role, peer, tag, why)
+        self._messages.refuse(role, peer, tag, why)
 
     # Ends
 
     def retire(self) -> bool:
-        self._leave(ABORTED)
+        self._engine.stop(ABORTED, PeerLostError(_GIVEN_UP))
         return True
 
     def inherit(self, previous: MemoryCommunicator) -> None:
-        self._rest.inherit(previous._rest)
+        self._messages = previous._messages
 
     def close(self) -> None:
-        self._leave(CLOSED)
-        self._rest.close()
+        self._leave(CLOSED, AbortedError("its lane was closed"))
 
     def abort(self) -> None:
-        self._leave(ABORTED)
-        self._rest.abort()
+        self._leave(ABORTED, PeerLostError(_GIVEN_UP))
 
-    def _leave(self, state: int) -> None:
-        why = (
-            AbortedError("its lane was closed") if state == CLOSED else PeerLostError("its lane was given up")
-        )
+    def _leave(self, state: int, why: CollectiveError) -> None:
         self._engine.stop(state, why)
+        self._messages.stop(state, why)
 
 
 def _line(text: str, spot: Any) -> bytes:

@@ -1,117 +1,51 @@
 """What carries the calls of one lane through shared memory, on one of its ranks.
 
-Every thread that passes moves what can be moved: the caller when it issues, a waiter, the watcher. They
-take turns under a lock that is held for one step at a time. A rank posts a step once all have read what was
-in that slot before; it takes a step once all have posted it. So nobody ever waits for a rank that is ahead,
-and what nobody awaits is posted all the same.
+A rank posts a step once all have read what was in that slot before; it takes a step once all have posted it.
+So nobody ever waits for a rank that is ahead, and what nobody awaits is posted all the same. Which threads do
+so, and how they wake each other, is ``moving``'s.
 
 **What makes it sound.** Every word has one writer, and says what has been done, never what will be; data is
 written before the word that tells of it, which x86 keeps in order. A step is committed by one store, of a
 word or of an attribute, and whatever is done before that store can be done once more: an interrupt (Ctrl-C)
 may strike anywhere. Steps after a call's first are posted only once all ranks are known to have made that
 call; so ranks that differ about a call have used one step for it, all of them, and go on with the next.
-
-**Nobody sleeps through a word that was written.** Who is about to sleep says so in a word of its own, then
-looks once more; who has written looks at that word afterwards. Between a store and a look at another word
-stands a fence.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Callback, host, mismatch
-from asynccoll.backends.memory.layout import (
-    ABORTED,
-    ASLEEP,
-    CLOSED,
-    COMBINED,
-    LEFT,
-    LENGTHS,
-    PLACES,
-    POSTED,
-    READ,
-    SLOTS,
-    STATE,
-    WATCHING,
-)
-from asynccoll.backends.memory.region import Region
-from asynccoll.errors import CollectiveError, PeerLostError, collective_error
+from asynccoll.backends.api import mismatch
+from asynccoll.backends.memory.layout import COMBINED, LENGTHS, PLACES, POSTED, READ, SLOTS
+from asynccoll.backends.memory.moving import Bells, Mover
+from asynccoll.errors import CollectiveError
 
 if TYPE_CHECKING:
     from asynccoll.backends.memory.exchange import Exchange
+    from asynccoll.backends.memory.region import Region
 
-__all__ = ["Bells", "Engine"]
+__all__ = ["Engine"]
 
 #: How far a rank puts data into slots before the others' has been taken: further, it leaves the cache.
 _AHEAD = 3
-#: Looks in a row before the processor is offered to others, and turns given before sleeping: some 20 us, and
-#: some 200. Where ranks share cores, the rank that is waited for needs this one.
-_LOOKS, _TURNS = 20, 200
-_LOOKS_WHERE_CROWDED, _TURNS_WHERE_CROWDED = 2, 4
 _STEP_BITS = 0xFFFFFFFF
 
 
-class Bells(Protocol):
-    """How the ranks of a region wake each other. Ranks are indices there."""
-
-    #: more ranks than cores
-    crowded: bool
-
-    def sleep(self, said: int, seconds: float) -> None:
-        """Until this rank is woken, or something else than ``said`` stands in its word, or time is up."""
-
-    def wake(self, index: int) -> None:
-        """Wake the sleeping threads of a rank."""
-
-    def ring(self, index: int) -> None:
-        """Have the watcher of a rank look at the region."""
-
-    def watch(self, engine: Engine) -> None:
-        """From now on this rank's watcher looks at the region when it is rung."""
-
-    def later(self, job: Callable[[], object]) -> None:
-        """Run ``job``, which may wait, on a thread of its own."""
-
-    def gone(self) -> Sequence[int]:
-        """The ranks whose processes have ended."""
-
-
-class Engine:
+class Engine(Mover):
     """The calls of one rank on one region, in the order in which they were made."""
 
     def __init__(self, region: Region, bells: Bells, where: str, ranks: Sequence[int]) -> None:
         """``where`` and ``ranks``: what errors call the lane, and its members."""
-        self.region = region
-        self._bells = bells
-        self._where = where
-        self._ranks = ranks
-        self._words = region.words
-        self._mine = region.mine
-        self._lock = host.Lock()
-        self._fence = host.Lock()
+        super().__init__(region, bells, where, ranks)
         self._queue: deque[Exchange] = deque()  # not over
         self._entering: deque[Exchange] = deque()  # those of which not all steps are posted
         self._posted = 0  # the latest step
         self._room = SLOTS  # up to here every slot was seen to be free
-        self._sleepers = 0
         self._halted = False
-        self._left = False
-        self._naps = count(1)  # each has a number of its own
-        self._watched = False
-        self._listened: dict[Exchange, None] = {}  # calls that are not over and have callbacks
         self._combining: dict[Exchange, None] = {}  # calls that are not over, of which each reduces a part
-        self._attended_until = 0.0  # until then somebody waits in place, and moves what there is
-        self._broken: CollectiveError | None = None
-        self._untold: deque[Exchange] = deque()  # over, with callbacks
-        self._looks = range(_LOOKS_WHERE_CROWDED if bells.crowded else _LOOKS)
-        self._turns = _TURNS_WHERE_CROWDED if bells.crowded else _TURNS
-        others = [rank for rank in range(region.size) if rank != region.index]
-        self._bases = list(zip(others, region.others, strict=True))
 
     # Issuing
 
@@ -144,56 +78,29 @@ class Engine:
 
     # Moving
 
-    def poke(self) -> None:
-        """Move what can be moved, unless somebody is at it. Callbacks are left to the watcher."""
-        try:
-            self._move_on()
-            if self._untold:
-                self._bells.ring(self.region.index)
-        except BaseException:
-            self._leave_to_watcher()
-            raise
-
-    def _leave_to_watcher(self) -> None:
-        """The moving thread was interrupted: what it has written is told, and the watcher goes on."""
-        self._tell_others()
-        self._watch()
-
-    def _move_on(self) -> bool:
-        """One turn under the lock; whether anything moved."""
-        if not self._lock.acquire(False):
-            return False
-        try:
-            moved = self._move()
-        finally:
-            self._lock.release()
-        if moved:
-            self._tell_others()
-        return moved
-
-    def _look_again(self) -> bool:
-        """Move what can be moved, now that this rank has said that it looks no more; whether anything moved.
-
-        The holder of the lock may have looked before that was said: this waits for it.
-        """
-        self._fence.acquire()
-        self._fence.release()
-        with self._lock:
-            moved = self._move()
-        if moved:
-            self._tell_others()
-        return moved
-
-    def _move(self) -> bool:
+    def _step(self) -> bool:
         """Take a step of the oldest call, and post what there is room for; whether anything moved."""
         if self._halted or not self._queue:
             return False
-        try:
-            taken = self._take(self._queue[0])
-            return (bool(self._entering) and self._post()) or taken
-        except Exception as error:  # no one knows whose call that was: a waiter, or the watcher, came by
-            self._fail(error)
+        taken = self._take(self._queue[0])
+        return (bool(self._entering) and self._post()) or taken
+
+    def _is_busy(self) -> bool:
+        return bool(self._queue)
+
+    def _goes_on_by_itself(self) -> bool:
+        """Whether there is something to move that somebody listens to, or others wait for.
+
+        What has been posted whole moves nobody but who waits for it: all ranks do their part when they issue.
+        """
+        if self._listened or self._combining:
             return True
+        return any(exchange.is_long or not exchange.first for exchange in tuple(self._entering))
+
+    def _has_more(self) -> bool:
+        """Not where a step was posted here for others alone: its waiter takes it, and rings."""
+        posted = self._posted
+        return self._look_again() and (posted == self._posted or bool(self._listened))
 
     def _post(self) -> bool:
         """Post steps, in order, as far as there is room; whether there were any."""
@@ -356,214 +263,15 @@ class Engine:
 
     def _end(self, exchange: Exchange, error: BaseException | None) -> None:
         """The oldest call is over."""
-        if not exchange.finished:
-            exchange.end(error)
+        self._over(exchange, error)
         if exchange.first and not exchange.verified:
             self._words[self._mine + READ] = exchange.first
-        if exchange.callbacks is not None:
-            self._untold.append(exchange)
-            self._listened.pop(exchange, None)
         if self._combining:
             self._combining.pop(exchange, None)
-        if self._sleepers:
-            self._words[self._mine + ASLEEP] = 0
-            self._bells.wake(self.region.index)
         self._queue.popleft()
 
-    # Waking, and being woken
-
-    def _tell_others(self) -> None:
-        """Wake who sleeps until something is written."""
-        self._fence.acquire()
-        self._fence.release()
-        words = self._words
-        for rank, base in self._bases:
-            if words[base + ASLEEP]:
-                words[base + ASLEEP] = 0
-                self._bells.wake(rank)
-            if words[base + WATCHING]:
-                words[base + WATCHING] = 0
-                self._bells.ring(rank)
-
-    def wait(self, exchange: Exchange, seconds: float) -> bool:
-        """Move until that call is over, or so many seconds have passed; whether it is over."""
-        words = self._words
-        if words[self._mine + WATCHING] and not self._listened:
-            words[self._mine + WATCHING] = 0  # a waiter looks for itself
-        try:
-            for _ in self._looks:
-                if self._move_on() and exchange.finished:
-                    break
-            else:
-                self._wait(exchange, host.monotonic() + seconds)
-            if self._untold:
-                self.tell()
-            if self._queue:
-                self._watch_if_needed()
-        except BaseException:
-            self._leave_to_watcher()
-            raise
-        return exchange.finished
-
-    def _goes_on_by_itself(self) -> bool:
-        """Whether there is something to move that somebody listens to, or others wait for.
-
-        What has been posted whole moves nobody but who waits for it: all ranks do their part when they issue.
-        """
-        if self._listened or self._combining:
-            return True
-        return any(exchange.is_long or not exchange.first for exchange in tuple(self._entering))
-
-    def _watch_if_needed(self) -> None:
-        if self._goes_on_by_itself():
-            self._watch()
-
-    def _wait(self, exchange: Exchange, deadline: float) -> None:
-        self._attended_until = deadline
-        try:
-            self._wait_until(exchange, deadline)
-        finally:
-            self._attended_until = 0.0
-
-    def _wait_until(self, exchange: Exchange, deadline: float) -> None:
-        turns = self._turns
-        while not exchange.finished:
-            if self._move_on():
-                turns = self._turns
-                if self._untold:
-                    self.tell()
-                continue
-            left = deadline - host.monotonic()
-            if left <= 0:
-                return
-            if turns:
-                turns -= 1
-                host.give_way()
-            else:
-                self._sleep(exchange, left)
-
-    def _sleep(self, exchange: Exchange, seconds: float) -> None:
-        self._sleepers += 1
-        try:
-            # Each says something else: who is about to sleep is not kept from seeing that the word was
-            # cleared.
-            said = next(self._naps) % _STEP_BITS + 1
-            self._words[self._mine + ASLEEP] = said
-            if not self._look_again() and not exchange.finished and not self._lost():
-                self._bells.sleep(said, seconds)
-        finally:
-            self._sleepers -= 1
-
-    def listen(self, exchange: Exchange, callback: Callback) -> None:
-        """Call ``callback`` when that call is over: here if it is already, else on the watcher's thread."""
-        with self._lock:  # or it may be over between the look and the appending
-            over = exchange.finished
-            if not over:
-                if exchange.callbacks is None:
-                    exchange.callbacks = []
-                    self._listened[exchange] = None
-                exchange.callbacks.append(callback)
-        if over:
-            callback()
-        else:
-            self._watch()
-
-    def _be_known(self) -> None:
-        """From now on the watcher looks at this lane when it is rung, or when a process has ended."""
-        self._bells.watch(self)
-        self._watched = True
-
-    def _watch(self) -> None:
-        """Have the watcher look from now on, first of all at once if there is something to do.
-
-        Not where a step was posted here for others alone: its waiter takes it, and rings.
-        """
-        words = self._words
-        words[self._mine + WATCHING] = 1
-        posted = self._posted
-        more = self._look_again() and (posted == self._posted or bool(self._listened))
-        if (more and self._goes_on_by_itself()) or self._untold or self._lost():
-            words[self._mine + WATCHING] = 0
-            self._bells.ring(self.region.index)
-
-    def attend(self) -> None:
-        """On the watcher's thread, which was rung: move what can be moved, and tell who listens."""
-        while True:
-            while not self._is_attended() and self._move_on():
-                host.give_way()
-            self.tell()
-            self._lost()
-            if self._is_attended() or not self._goes_on_by_itself():
-                return  # who waits has the watcher look again, if that is needed
-            self._words[self._mine + WATCHING] = 1
-            if not (self._look_again() or self._untold):
-                return
-
-    def _is_attended(self) -> bool:
-        """Whether somebody waits in place, and so moves what there is."""
-        return host.monotonic() < self._attended_until
-
-    def tell(self) -> None:
-        """Call the callbacks of what is over, each once."""
-        untold = self._untold
-        while untold:
-            try:
-                exchange = untold.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
-            callbacks, exchange.callbacks = exchange.callbacks or [], None
-            for callback in callbacks:
-                callback()
-
-    # Ends
-
-    def _lost(self) -> bool:
-        """End what waits for a rank that has gone; whether there was anything."""
-        if not self._queue:
-            return False
-        gone = self._gone()
-        if not gone:
-            return False
-        with self._lock:
-            while self._move():
-                pass
-            if not self._queue:
-                return True
-            who = ", ".join(str(self._ranks[rank]) for rank in gone)
-            lost = PeerLostError(f"the shared memory of {self._where} was left by rank {who}")
-            self._end_all(lost)
-        self._tell_others()
-        if self._untold:
-            self._bells.ring(self.region.index)
-        return True
-
-    def _gone(self) -> list[int]:
-        """The ranks that will write nothing more."""
-        words = self._words
-        gone = {rank for rank, base in self._bases if words[base + STATE] in (CLOSED, ABORTED)}
-        return sorted(gone | (set(self._bells.gone()) - {self.region.index}))
-
-    def _end_all(self, error: CollectiveError) -> None:
-        self._broken = error
+    def _drop(self, error: CollectiveError) -> None:
         queue = self._queue
         self._entering.clear()
         while queue:
             self._end(queue[0], error)
-
-    def _fail(self, error: Exception) -> None:
-        """A step could not be done: all calls in flight end with that, and the other ranks lose this one."""
-        self._words[self._mine + STATE] = ABORTED
-        self._end_all(collective_error(error, f"moving data through the memory of {self._where}"))
-
-    def stop(self, state: int, error: CollectiveError) -> None:
-        """Leave: end what is in flight here, and soon on the others that wait for this rank. Once."""
-        with self._lock:
-            if self._left:
-                return  # and the memory may be another lane's by now
-            self._left = True
-            self._words[self._mine + STATE] = state
-            self._end_all(error)
-        self._tell_others()
-        if self._untold:
-            self._bells.ring(self.region.index)
-        self._words[self._mine + LEFT] = 1

@@ -1,4 +1,4 @@
-"""One call in flight, as its waiter sees it: a ``Completion`` that its engine carries through the slots.
+"""One collective in flight, which its engine carries through the slots.
 
 What a step puts into a slot and takes from the others' is a subclass's (``exchanges``). Every method that the
 engine calls may be called again for the same step, after an interrupt, and must come to the same.
@@ -7,9 +7,8 @@ engine calls may be called again for the same step, after an interrupt, and must
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from asynccoll.backends.api import Callback, Completion
+from asynccoll.backends.memory.flight import Carrier, InFlight
 from asynccoll.errors import CollectiveError
 
 __all__ = ["Call", "Exchange"]
@@ -21,32 +20,13 @@ __all__ = ["Call", "Exchange"]
 Call = tuple[int, bytes, int, Callable[[CollectiveError], object] | None]
 
 
-class Mover(Protocol):
-    """What carries calls, as one of them needs it (``engine``)."""
-
-    def poke(self) -> None:
-        """Move what can be moved now."""
-
-    def wait(self, exchange: Exchange, seconds: float) -> bool:
-        """Move until that call is over, or so many seconds have passed; whether it is over."""
-        ...
-
-    def listen(self, exchange: Exchange, callback: Callback) -> None:
-        """Call ``callback`` when that call is over."""
-
-
-class Exchange(Completion):
+class Exchange(InFlight):
     """A call that takes ``steps`` steps; None: as many as the rank needs that needs most, which all tell."""
 
     __slots__ = (
-        "_engine",
-        "_error",
-        "callbacks",
         "checksum",
         "combined",
         "disagreed",
-        "fine",
-        "finished",
         "first",
         "is_long",
         "place",
@@ -60,9 +40,8 @@ class Exchange(Completion):
     #: the ranks must tell each other how much there is
     has_length = False
 
-    def __init__(self, engine: Mover, call: Call, steps: int | None) -> None:
-        self._engine = engine
-        self._error: BaseException | None = None
+    def __init__(self, engine: Carrier, call: Call, steps: int | None) -> None:
+        super().__init__(engine)
         self.checksum: int
         self.text: bytes
         self.place: int
@@ -76,9 +55,6 @@ class Exchange(Completion):
         self.combined: int = 0
         #: all ranks have made this very call
         self.verified: bool = False
-        self.finished: bool = False
-        self.fine = False
-        self.callbacks: list[Callback] | None = None
 
     # What the engine asks for
 
@@ -100,34 +76,3 @@ class Exchange(Completion):
 
     def take(self, step: int, slot: int) -> None:
         """Read what belongs to that step from the others' slots; every rank has put, and combined, it."""
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It is over. Callbacks are called where that is allowed."""
-        self._error = error
-        self.fine: bool = error is None
-        self.finished = True
-
-    # What waiters ask for
-
-    def done(self) -> bool:
-        # A callback may take locks that the caller holds: with any, only a waiter or the watcher ends it.
-        if not self.finished and self.callbacks is None:
-            self._engine.poke()
-        return self.finished
-
-    def wait(self, seconds: float) -> bool:
-        if self.finished:
-            return True
-        return self._engine.wait(self, seconds)
-
-    def add_callback(self, callback: Callback) -> None:
-        if not self.finished:
-            self._engine.listen(self, callback)
-        else:
-            callback()
-
-    def error(self) -> BaseException | None:
-        return self._error
-
-    def writing(self) -> bool:
-        return not self.finished

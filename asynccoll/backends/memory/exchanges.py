@@ -330,7 +330,7 @@ class AllToAll(_Split):
 
     def put(self, step: int, slot: int) -> None:
         if step == 0:
-            self._region.write_splits(slot, *self._splits)
+            self._region.write_note(slot, (*self._splits[0], *self._splits[1]))
         for of, part in enumerate(self._in):
             mine = self._region.index
             if of != mine and (here := self._here(part.numel(), step)):

@@ -32,7 +32,7 @@ from asynccoll.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from asynccoll.backends.api import Clients, Opening
-    from asynccoll.backends.memory.engine import Engine
+    from asynccoll.backends.memory.moving import Mover
 
 __all__ = ["Bells", "Hub"]
 
@@ -207,7 +207,7 @@ def _written(arenas: Sequence[int], index: int) -> str:
 
 
 class Bells:
-    """How the ranks of one region wake each other (``engine.Bells``)."""
+    """How the ranks of one region wake each other (``moving.Bells``)."""
 
     def __init__(self, hub: Hub, parking: Parking, ranks: Sequence[int], index: int) -> None:
         self.crowded: bool = hub.crowded
@@ -227,8 +227,8 @@ class Bells:
     def ring(self, index: int) -> None:
         self._hub.ring(self._ranks[index])
 
-    def watch(self, engine: Engine) -> None:
-        self._hub.watcher.add(engine)
+    def watch(self, mover: Mover) -> None:
+        self._hub.watcher.add(mover)
 
     def later(self, job: Callable[[], object]) -> None:
         self._hub.later(job)

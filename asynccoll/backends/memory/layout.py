@@ -1,8 +1,8 @@
 """Where everything is in the memory that the ranks of one lane share.
 
-A region begins with the control block of each rank. Then come, for each slot, the lengths of the parts that
-ranks exchange, and a line of text for each call that a rank has posted; then the slots, in which data lies
-for the others to read. Each word has one rank that writes it, but for ``ASLEEP`` and
+A region begins with the control block of each rank. Then come, for each slot, a note of each rank (of the
+lengths of parts, or of a message), and a line of text for each call that a rank has posted; then the slots,
+in which data lies for the others to read. Each word has one rank that writes it, but for ``ASLEEP`` and
 ``WATCHING``, which the rank that rings clears; words that different ranks write never share a cache line.
 
 A *step* is one use of a slot: step ``s`` uses slot ``s % SLOTS`` of every rank.
@@ -86,19 +86,19 @@ class Layout:
         return int(self.slot_bytes * _BY_PARTS)
 
     @property
-    def splits(self) -> int:
-        """Where the lengths of parts begin, in bytes: by slot, by rank, of what it takes and gives."""
+    def notes(self) -> int:
+        """Where the notes begin, in bytes: by slot, by rank, two words for each rank."""
         return self.size * BLOCK_WORDS * 8
 
     @property
-    def splits_words(self) -> int:
+    def notes_words(self) -> int:
         """How many words they have for each slot."""
         return self.size * 2 * self.size
 
     @property
     def texts(self) -> int:
         """Where the texts begin, in bytes."""
-        return self.splits + SLOTS * self.splits_words * 8
+        return self.notes + SLOTS * self.notes_words * 8
 
     @property
     def slots(self) -> int:

@@ -66,20 +66,29 @@ class Region:
         with torch.inference_mode(False):  # or no other thread could write to it
             return self._memory[start : start + count * dtype.itemsize].view(dtype)
 
-    def write_splits(self, slot: int, takes: Sequence[int], gives: Sequence[int]) -> None:
-        """Say how long the parts are that this rank takes from each, and gives to each."""
-        start = self._splits(slot) + self.index * 2 * self.size
-        self.words[start : start + 2 * self.size] = memoryview(array("Q", (*takes, *gives)))
+    def write_note(self, slot: int, note: Sequence[int]) -> None:
+        """Say more of what this rank has in that slot, in two words for each rank of the region.
+
+        Of parts for all ranks, how long those are that this one takes from each, then those it gives to each;
+        of a message, what it is.
+        """
+        start = self._notes(slot) + self.index * 2 * self.size
+        self.words[start : start + 2 * self.size] = memoryview(array("Q", note))
+
+    def note(self, rank: int, slot: int) -> list[int]:
+        """What ``rank`` says of that slot."""
+        start = self._notes(slot) + rank * 2 * self.size
+        return self.words[start : start + 2 * self.size].tolist()
 
     def splits_fit(self, slot: int) -> bool:
         """Whether every rank takes as much from each other as that one gives."""
-        start, size = self._splits(slot), self.size
-        told = self.words[start : start + self.layout.splits_words].tolist()
+        start, size = self._notes(slot), self.size
+        told = self.words[start : start + self.layout.notes_words].tolist()
         row = 2 * size  # of a rank: what it takes from each, then what it gives to each
         return all(told[rank * row : rank * row + size] == told[size + rank :: row] for rank in range(size))
 
-    def _splits(self, slot: int) -> int:
-        return self.layout.splits // 8 + slot * self.layout.splits_words
+    def _notes(self, slot: int) -> int:
+        return self.layout.notes // 8 + slot * self.layout.notes_words
 
     def write_text(self, slot: int, text: bytes) -> None:
         """Say what this rank's call in that slot is; nearly always what was said there last."""

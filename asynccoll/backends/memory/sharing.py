@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening
+from asynccoll.backends.memory.beside import Beside
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.hub import Bells, Hub
+from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.memory.neighbours import Failed
+from asynccoll.backends.memory.pair import Pair
 from asynccoll.backends.memory.parking import supported
 from asynccoll.backends.memory.tables import MEMORY, NEAR
 from asynccoll.errors import PeerLostError
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from asynccoll.backends.api import Clients, Training
+    from asynccoll.backends.memory.region import Region
 
 __all__ = ["Sharing", "share"]
 
@@ -88,13 +94,21 @@ class Sharing(Backend):
             opening = replace(opening, within=partial(self._open_within, opening))
         return self._inner.open(opening)
 
-    def _open_near(self, opening: Opening) -> MemoryCommunicator:
-        """One whose ranks are all on this host; a rank whose process has ended is not waited for."""
+    def _open_near(self, opening: Opening) -> Communicator:
+        """One whose ranks are all on this host."""
+        with self._noticing_ends(opening) as watching:
+            near = self._in_memory(watching)
+            if self.device.type in _CPU:
+                return near
+            return Beside(near, self._inner.open(replace(watching, carried=_CPU)))
+
+    @contextmanager
+    def _noticing_ends(self, opening: Opening) -> Iterator[Opening]:
+        """Open what nobody waits for once the process of a rank has ended."""
         assert self._hub is not None
         gone = self._hub.watcher.gone
-        watching = replace(opening, given_up=lambda: opening.given_up() or not gone.isdisjoint(opening.ranks))
         try:
-            return self._in_memory(watching, self._inner.open(replace(watching, carried=_CPU)))
+            yield replace(opening, given_up=lambda: opening.given_up() or not gone.isdisjoint(opening.ranks))
         except Exception as error:
             ended = [rank for rank in opening.ranks if rank in gone]
             if opening.given_up() or not ended:
@@ -114,18 +128,41 @@ class Sharing(Backend):
             group=f"{opening.group}/node/{node}",
             nodes=1,
             place=(0, index),
-            carried=_CPU | {self.device.type},
         )
-        return self._in_memory(here, self._inner.open(here))
+        return self._in_memory(here)
 
-    def _in_memory(self, opening: Opening, rest: Communicator) -> MemoryCommunicator:
+    def _in_memory(self, opening: Opening) -> MemoryCommunicator:
         assert self._hub is not None
-        region, parking = self._hub.region(opening)
         where = f"lane {opening.lane!r} of " + (
             "the world" if opening.is_world else f"ranks {list(opening.ranks)}"
         )
-        bells = Bells(self._hub, parking, opening.ranks, opening.rank)
-        return MemoryCommunicator(Engine(region, bells, where, opening.ranks), rest, opening.disagreed)
+        region, bells = self._region(opening)
+        messages = Messages(partial(self._open_pair, opening), self._hub.later)
+        return MemoryCommunicator(Engine(region, bells, where, opening.ranks), messages, opening.disagreed)
+
+    def _region(self, opening: Opening) -> tuple[Region, Bells]:
+        assert self._hub is not None
+        region, parking = self._hub.region(opening)
+        return region, Bells(self._hub, parking, opening.ranks, opening.rank)
+
+    def _open_pair(self, opening: Opening, peer: int, given_up: Callable[[], bool]) -> Pair:
+        """The messages of this rank and another one of a lane, whatever epoch each of them is in."""
+        low, high = sorted((opening.rank, peer))
+        ranks = opening.ranks[low], opening.ranks[high]
+        between = replace(
+            opening,
+            ranks=ranks,
+            rank=int(opening.rank == high),
+            is_world=False,
+            group=f"{opening.lasting}/p2p/{low}-{high}",
+            epoch=0,
+            meeting=math.inf,
+            given_up=lambda: given_up() or opening.given_up(),
+        )
+        with self._noticing_ends(between) as watching:
+            region, bells = self._region(watching)
+        where = f"lane {opening.lane!r} between ranks {ranks[0]} and {ranks[1]}"
+        return Pair(region, bells, where, ranks)
 
     def close(self, *, abort: bool) -> None:
         self._inner.close(abort=abort)

@@ -1,0 +1,83 @@
+"""Messages between ranks of one host through memory: right values, whatever their size, tags and order."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+import worlds
+from letters import Letter, begun, check, drawn
+from ranks import Rank
+
+#: How many worlds' worth of messages, and which ones.
+TURNS = int(os.environ.get("ASYNCCOLL_TEST_TURNS", "12"))
+SEED = int(os.environ.get("ASYNCCOLL_TEST_SEED", "1"))
+#: Elements: none, in one slot, just beyond one, several MiB.
+SIZES = (0, 1, 3, 1000, 40_000, 131_072, 131_073, 700_001)
+
+
+async def exchanged(me: Rank, turns: int, seed: int) -> None:
+    for turn in range(seed, seed + turns):
+        letters = drawn(turn, me.size, 20, SIZES)
+        works = begun(letters, me.rank, turn)
+        random.Random(f"{me.rank} {turn}").shuffle(works)
+        for letter, work in works:
+            with me.case(f"turn {turn}, {letter}"):
+                check(letter, me.rank, await me.get(work))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("runner", ["asyncio", "trio", "blocking"])
+def test_messages_of_any_size_in_any_order(size: int, runner: str) -> None:
+    worlds.world("memory", size).run(exchanged, TURNS, SEED, runner=runner, timeout=60 + TURNS)
+
+
+async def unasked(me: Rank) -> int:
+    """Many messages that nobody asks for yet; how much memory the receiver has more meanwhile, in KiB."""
+    peer, before, works = 1 - me.rank, resident_kib(), []
+    if me.rank == 0:
+        works = [ac.send(torch.ones(100_000), dst=peer, tag=1) for _ in range(300)]
+        await me.get(ac.send(torch.ones(1), dst=peer, tag=2))
+    else:
+        await me.get(ac.recv(torch.empty(1), src=peer, tag=2))
+    more = resident_kib() - before
+    for _ in range(300 if me.rank else 0):
+        got = await me.get(ac.recv(torch.empty(100_000), src=peer, tag=1))
+        assert torch.equal(got, torch.ones(100_000))
+    for work in works:
+        await me.get(work)
+    return more
+
+
+def resident_kib() -> int:
+    with open(f"/proc/{os.getpid()}/status") as status:
+        said: dict[str, Any] = dict(line.split(":", 1) for line in status)
+    return int(said["RssAnon"].split()[0])
+
+
+def test_what_nobody_asks_for_takes_bounded_memory() -> None:
+    """Of 120 MB that are sent sixteen messages lie with the receiver, of 400 kB each; none is in the way."""
+    _, received = worlds.world("memory", 2).run(unasked, runner="asyncio", timeout=60)
+    assert received < 20_000
+
+
+async def in_turn(me: Rank) -> None:
+    """A message behind which nobody of the sender comes by, between computations."""
+    letter = Letter(5, 0, 1, 0, 300_001)
+    if me.rank == 0:
+        work = ac.send(letter.value(), dst=1)
+        await me.get(ac.recv(torch.empty(1), src=1, tag=9))
+        check(letter, 0, await me.get(work))
+    else:
+        check(letter, 1, await me.get(ac.recv(torch.empty(letter.count), src=0)))
+        await me.get(ac.send(torch.ones(1), dst=0, tag=9))
+
+
+def test_a_message_that_its_sender_does_not_await(runner: str) -> None:
+    """In many parts, each of which the sender has to put."""
+    worlds.world("memory", 2).run(in_turn, runner=runner)

@@ -1,0 +1,245 @@
+"""Messages between ranks of one host through memory, in simulated worlds: each look at a word a switch point.
+
+TIMES as many orders as usual are tried where that is set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll import host
+from asynccoll.testing import PCT, Interrupt, Kill, Report
+from letters import Letter, begun, check, drawn, started
+from simulated_memory import ENGINE, flat, run
+
+TIMES = int(os.environ.get("TIMES", "1"))
+#: Whatever needs nobody's time is over within this: opening a region asks the store. Who sleeps through a
+#: word looks again after 0.1 s.
+QUICK_SECONDS = 0.06
+
+
+def waited(work: Any, tries: int = 1) -> Any:
+    for _ in range(tries):
+        try:
+            return work.wait()
+        except KeyboardInterrupt:
+            continue
+    raise AssertionError("it was interrupted too often")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_any_order_of_tags_and_sizes(size: int) -> None:
+    """All begun at once, in an order of each rank's own, and waited for in another one."""
+    for seed in range(60 * TIMES):
+        letters = drawn(seed, size)
+
+        def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+            works = begun(letters, rank, seed)
+            random.Random(f"{rank} {seed}").shuffle(works)
+            for letter, work in works:
+                check(letter, rank, waited(work))
+            ac.barrier().wait()  # or who has no messages may be gone before the others open their lane
+
+        report = run(main, seed, world_size=size, loop="none", statements=ENGINE if seed % 3 == 0 else ())
+        report.check()
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_tasks_await_them(loop: str) -> None:
+    """Between collectives, with which they have no order."""
+    for seed in range(30 * TIMES):
+        letters = drawn(seed, 3)
+
+        async def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+            works = begun(letters[: len(letters) // 2], rank, seed)
+            total = ac.all_reduce(torch.ones(30))
+            works += begun(letters[len(letters) // 2 :], rank, seed)
+            random.Random(f"{rank} {seed}").shuffle(works)
+            for letter, work in works:
+                check(letter, rank, await work)
+            assert flat(await total) == [3.0] * 30
+
+        report = run(main, seed, world_size=3, loop=loop)
+        report.check()
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
+
+
+def test_what_nobody_awaits_arrives() -> None:
+    """Rank 0 begins what it sends and receives, and sleeps; the others wait for theirs meanwhile."""
+    for seed in range(40 * TIMES):
+        letters = drawn(seed, 3)
+
+        async def main(rank: int, letters: Any = letters, seed: int = seed) -> float:
+            await ac.barrier()  # the lane is open
+            works = begun(letters, rank, seed)
+            since = host.monotonic()
+            if rank == 0:
+                await anyio.sleep(15.0)
+            for letter, work in works:
+                check(letter, rank, await work)
+            return host.monotonic() - since
+
+        report = run(main, seed, world_size=3, statements=ENGINE if seed % 4 == 0 else ())
+        report.check()
+        assert all(seconds < QUICK_SECONDS for rank, seconds in report.results.items() if rank), (
+            seed,
+            report.results,
+        )
+
+
+def test_what_was_not_asked_for_holds_nothing_up() -> None:
+    """Far more messages of one tag than may lie with the receiver; those of another one pass them.
+
+    Their sender is told of each, whatever the receiver does once it has them all.
+    """
+    for seed in range(20 * TIMES):
+        early = [Letter(number, 0, 1, 0, (1, 40, 300)[number % 3]) for number in range(50)]
+        late = [Letter(50 + number, 0, 1, 1, (300, 1)[number % 2]) for number in range(3)]
+
+        async def main(rank: int, early: Any = early, late: Any = late, seed: int = seed) -> float:
+            since = host.monotonic()
+            if rank == 0:
+                works = [(letter, started(letter, rank)) for letter in (*early, *late)]
+            else:
+                for letter in late:
+                    check(letter, rank, await started(letter, rank))
+                works = [(letter, started(letter, rank)) for letter in early]
+            for letter, work in works:
+                check(letter, rank, waited(work) if seed % 2 else await work)
+            seconds = host.monotonic() - since
+            if rank and seed % 4 < 2:
+                await anyio.sleep(15.0)
+            return seconds
+
+        report = run(main, seed, world_size=2, schedule=PCT(depth=6))
+        report.check()
+        assert max(report.results.values()) < QUICK_SECONDS, (seed, report.results)
+
+
+def test_several_threads_of_a_rank_wait() -> None:
+    """Each for a message of its own."""
+    for seed in range(30 * TIMES):
+        letters = drawn(seed, 2)
+
+        def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+            got: dict[int, Any] = {}
+
+            def wait(number: int, work: Any) -> None:
+                got[number] = waited(work)
+
+            works = begun(letters, rank, seed)
+            threads = [host.Thread(target=wait, args=(one.number, work)) for one, work in works]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for letter, _ in works:
+                check(letter, rank, got[letter.number])
+
+        report = run(main, seed, world_size=2, loop="none", statements=ENGINE if seed % 3 == 0 else ())
+        report.check()
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
+
+
+def test_an_interrupted_wait_can_be_begun_again() -> None:
+    """Ctrl-C before any statement of what carries messages."""
+    struck = 0
+    for seed in range(80 * TIMES):
+        letters = drawn(seed, 2, most=8)
+
+        def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+            works = begun(letters, rank, seed)
+            random.Random(f"{rank} {seed}").shuffle(works)
+            for letter, work in works:
+                check(letter, rank, waited(work, 3))
+
+        at = random.Random(seed).uniform(1e-3, 8e-3)
+        report = run(main, seed, world_size=2, loop="none", statements=ENGINE, faults=[Interrupt(0, at=at)])
+        if isinstance(dict(report.errors.items()).get(0), KeyboardInterrupt):
+            continue  # while it joined, issued or left
+        struck += 1
+        report.check()
+        assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
+    assert struck > 15
+
+
+def test_who_waits_for_a_killed_rank_is_told_soon() -> None:
+    """Wherever it died; messages between the others may come or not."""
+    for seed in range(60 * TIMES):
+        letters = drawn(seed, 3)
+
+        def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+            for letter, work in begun(letters, rank, seed):
+                check(letter, rank, waited(work))
+            ac.barrier().wait()
+
+        report = run(main, seed, world_size=3, loop="none", faults=[Kill(1, after_call=1 + seed % 6)])
+        judge(report)
+
+
+def judge(report: Report) -> None:
+    """Survivors came to their end, well or with an error that says why, and soon."""
+    assert report.deadlock is None, report.deadlock
+    for error in report.errors.values():
+        assert isinstance(error, ac.CollectiveError), error
+    assert report.virtual_seconds < QUICK_SECONDS, report.virtual_seconds
+
+
+def test_what_does_not_fit_is_dropped_and_said() -> None:
+    """Long messages and short ones, between such as fit; a refused send and a refused receive."""
+    for seed in range(30 * TIMES):
+        counts = [random.Random(seed).choice((1, 40, 700)) for _ in range(4)]
+
+        def main(rank: int, counts: Any = counts) -> None:
+            peer = 1 - rank
+            if rank == 0:
+                works: list[Any] = [ac.send(torch.ones(count), dst=peer) for count in counts]
+                with pytest.raises(ac.PayloadTypeError):
+                    ac.send(object(), dst=peer)
+                works.append(ac.send(torch.full((30,), 2.0), dst=peer))
+                for work in works:
+                    waited(work)
+                return
+            good = ac.recv(torch.empty(counts[0]), src=peer)
+            short = ac.recv(torch.empty(counts[1] + 1), src=peer)
+            other = ac.recv(torch.empty(counts[2], dtype=torch.int32), src=peer)
+            with pytest.raises(ac.InvalidArgumentError):
+                ac.recv(torch.empty(counts[3]), src=peer, out=torch.empty(counts[3] + 1))
+            refused, last = ac.recv(torch.empty(1), src=peer), ac.recv(torch.empty(30), src=peer)
+            assert flat(waited(good)) == [1.0] * counts[0]
+            for work in (short, other):
+                with pytest.raises(ac.CollectiveMismatchError, match="tag 0"):
+                    waited(work)
+            with pytest.raises(ac.PeerRefusedError, match="rank 0 refused"):
+                waited(refused)
+            assert flat(waited(last)) == [2.0] * 30
+
+        run(main, seed, world_size=2, loop="none").check()
+
+
+def test_messages_outlive_a_refused_call() -> None:
+    """Of which the lane begins a new epoch, with other memory for its collectives."""
+    for seed in range(40 * TIMES):
+        letters = drawn(seed, 2)
+
+        def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+            half = len(letters) // 2
+            works = begun(letters[:half], rank, seed)
+            try:
+                ac.all_gather(object() if rank else "text").wait()
+            except (ac.PayloadTypeError, ac.PeerRefusedError):
+                works += begun(letters[half:], rank, seed)
+            random.Random(f"{rank} {seed}").shuffle(works)
+            for letter, work in works:
+                check(letter, rank, waited(work))
+            assert ac.all_reduce(1).wait() == 2
+
+        run(main, seed, world_size=2, loop="none").check()
