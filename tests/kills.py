@@ -100,7 +100,7 @@ def _judge(said: Any, victim: int, start: float, kills: Kills, name: str) -> Non
     if said["left"]:
         kills.wrong.append(f"{name} has open descriptors afterwards: {said['left']}")
     if kills.seconds[-1] > patient(1.0):
-        kills.wrong.append(f"{name} was told after {kills.seconds[-1]:.2f} s")
+        kills.wrong.append(f"{name} was told after {kills.seconds[-1]:.2f} s: {said['text']}")
 
 
 def _read(pipe: int) -> Any:

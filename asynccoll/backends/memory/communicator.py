@@ -153,6 +153,7 @@ class MemoryCommunicator:
 
     def close(self) -> None:
         self._leave(CLOSED, AbortedError("its lane was closed"))
+        self._messages.join()
 
     def abort(self) -> None:
         self._leave(ABORTED, PeerLostError(_GIVEN_UP))

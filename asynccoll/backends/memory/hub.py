@@ -83,7 +83,7 @@ class Hub:
 
     def later(self, job: Callable[[], object]) -> None:
         """Run ``job``, which may wait, on a thread of its own."""
-        _helpers.submit(job, job)
+        _helpers.submit(object(), job)  # not the job itself: an idle thread keeps the last key
 
     def ring(self, rank: int) -> None:
         """Have the watcher of ``rank`` look."""
@@ -209,12 +209,15 @@ def _written(arenas: Sequence[int], index: int) -> str:
 class Bells:
     """How the ranks of one region wake each other (``moving.Bells``)."""
 
-    def __init__(self, hub: Hub, parking: Parking, ranks: Sequence[int], index: int) -> None:
+    def __init__(
+        self, hub: Hub, parking: Parking, ranks: Sequence[int], index: int, lane: Sequence[int]
+    ) -> None:
+        """``lane``: the ranks of its lane, which are those of the region, or more."""
         self.crowded: bool = hub.crowded
         self._hub = hub
         self._parking = parking
         self._ranks = ranks
-        self._indices = {rank: place for place, rank in enumerate(ranks)}
+        self._lane = frozenset(lane)
         self._mine = _asleep(index)
         self._gone = hub.watcher.gone
 
@@ -236,7 +239,7 @@ class Bells:
     def gone(self) -> Sequence[int]:
         if not self._gone:
             return ()
-        return [self._indices[rank] for rank in tuple(self._gone) if rank in self._indices]
+        return [rank for rank in tuple(self._gone) if rank in self._lane]
 
 
 def _asleep(index: int) -> int:

@@ -100,11 +100,13 @@ class Messages:
             waiting = self._waiting.pop(peer, ())
             self._openers.discard(peer)
             self._asked.discard(peer)
+            if self._closed is not None:  # that is why
+                error = self._closed[1]
         for _, promise in waiting:
             promise.settle(error)
 
     def stop(self, state: int, error: CollectiveError) -> None:
-        """Leave: what is in flight ends, here and soon on the others."""
+        """Leave: what is in flight ends, here and soon on the others. No region is opened any more."""
         with self._lock:
             self._closed = self._closed or (state, error)
             pairs = list(self._pairs.values())
@@ -112,4 +114,7 @@ class Messages:
             if state == CLOSED:
                 pair.flush(_FLUSH_SECONDS)
             pair.stop(state, error)
+
+    def join(self) -> None:
+        """Wait for the threads that open regions: they ask the store."""
         self._opening.wait(_GIVE_UP_SECONDS)

@@ -55,7 +55,7 @@ class Bells(Protocol):
         """Run ``job``, which may wait, on a thread of its own."""
 
     def gone(self) -> Sequence[int]:
-        """The ranks whose processes have ended."""
+        """The ranks, as errors call them, whose processes have ended: with any of them the lane is lost."""
 
 
 class Mover:
@@ -312,7 +312,7 @@ class Mover:
                 pass
             if not self._is_busy():
                 return True
-            who = ", ".join(str(self._ranks[rank]) for rank in gone)
+            who = ", ".join(map(str, gone))
             self._end_all(PeerLostError(f"the shared memory of {self._where} was left by rank {who}"))
         self._tell_others()
         if self._untold:
@@ -322,8 +322,8 @@ class Mover:
     def _gone(self) -> list[int]:
         """The ranks that will write nothing more."""
         words = self._words
-        gone = {rank for rank, base in self._bases if words[base + STATE] in (CLOSED, ABORTED)}
-        return sorted(gone | (set(self._bells.gone()) - {self.region.index}))
+        left = {self._ranks[rank] for rank, base in self._bases if words[base + STATE] in (CLOSED, ABORTED)}
+        return sorted(left.union(self._bells.gone()))
 
     def _end_all(self, error: CollectiveError) -> None:
         self._broken = error

@@ -111,7 +111,7 @@ class Sharing(Backend):
             yield replace(opening, given_up=lambda: opening.given_up() or not gone.isdisjoint(opening.ranks))
         except Exception as error:
             ended = [rank for rank in opening.ranks if rank in gone]
-            if opening.given_up() or not ended:
+            if not ended:
                 raise
             who = ", ".join(map(str, ended))
             raise PeerLostError(f"rank {who} ended before it had opened lane {opening.lane!r}") from error
@@ -136,31 +136,30 @@ class Sharing(Backend):
         where = f"lane {opening.lane!r} of " + (
             "the world" if opening.is_world else f"ranks {list(opening.ranks)}"
         )
-        region, bells = self._region(opening)
+        region, bells = self._region(opening, opening.ranks)
         messages = Messages(partial(self._open_pair, opening), self._hub.later)
         return MemoryCommunicator(Engine(region, bells, where, opening.ranks), messages, opening.disagreed)
 
-    def _region(self, opening: Opening) -> tuple[Region, Bells]:
+    def _region(self, opening: Opening, lane: Sequence[int]) -> tuple[Region, Bells]:
         assert self._hub is not None
         region, parking = self._hub.region(opening)
-        return region, Bells(self._hub, parking, opening.ranks, opening.rank)
+        return region, Bells(self._hub, parking, opening.ranks, opening.rank, lane)
 
     def _open_pair(self, opening: Opening, peer: int, given_up: Callable[[], bool]) -> Pair:
         """The messages of this rank and another one of a lane, whatever epoch each of them is in."""
         low, high = sorted((opening.rank, peer))
         ranks = opening.ranks[low], opening.ranks[high]
-        between = replace(
-            opening,
-            ranks=ranks,
-            rank=int(opening.rank == high),
-            is_world=False,
-            group=f"{opening.lasting}/p2p/{low}-{high}",
-            epoch=0,
-            meeting=math.inf,
-            given_up=lambda: given_up() or opening.given_up(),
-        )
-        with self._noticing_ends(between) as watching:
-            region, bells = self._region(watching)
+        with self._noticing_ends(replace(opening, given_up=given_up)) as watching:
+            between = replace(
+                watching,
+                ranks=ranks,
+                rank=int(opening.rank == high),
+                is_world=False,
+                group=f"{opening.lasting}/p2p/{low}-{high}",
+                epoch=0,
+                meeting=math.inf,
+            )
+            region, bells = self._region(between, opening.ranks)
         where = f"lane {opening.lane!r} between ranks {ranks[0]} and {ranks[1]}"
         return Pair(region, bells, where, ranks)
 
