@@ -150,6 +150,7 @@ class MemoryCommunicator:
 
     def inherit(self, previous: MemoryCommunicator) -> None:
         self._messages = previous._messages
+        self._messages.follow(self._engine)
 
     def close(self) -> None:
         self._leave(CLOSED, AbortedError("its lane was closed"))

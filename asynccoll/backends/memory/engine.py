@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import mismatch
-from asynccoll.backends.memory.layout import COMBINED, LENGTHS, PLACES, POSTED, READ, SLOTS
+from asynccoll.backends.memory.layout import COMBINED, LENGTHS, PLACES, POSTED, READ, SLOTS, STATE
 from asynccoll.backends.memory.moving import Bells, Mover
 from asynccoll.errors import CollectiveError
 
@@ -84,6 +84,18 @@ class Engine(Mover):
             return False
         taken = self._take(self._queue[0])
         return (bool(self._entering) and self._post()) or taken
+
+    def died(self) -> list[int]:
+        """The ranks that have ended without leaving the lane."""
+        gone = self._bells.gone()
+        if not gone or self._left:
+            return []
+        words = self._words
+        return [
+            self._ranks[rank]
+            for rank, base in self._bases
+            if self._ranks[rank] in gone and not words[base + STATE]
+        ]
 
     def _is_busy(self) -> bool:
         return bool(self._queue)

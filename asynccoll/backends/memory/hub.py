@@ -209,15 +209,11 @@ def _written(arenas: Sequence[int], index: int) -> str:
 class Bells:
     """How the ranks of one region wake each other (``moving.Bells``)."""
 
-    def __init__(
-        self, hub: Hub, parking: Parking, ranks: Sequence[int], index: int, lane: Sequence[int]
-    ) -> None:
-        """``lane``: the ranks of its lane, which are those of the region, or more."""
+    def __init__(self, hub: Hub, parking: Parking, ranks: Sequence[int], index: int) -> None:
         self.crowded: bool = hub.crowded
         self._hub = hub
         self._parking = parking
         self._ranks = ranks
-        self._lane = frozenset(lane)
         self._mine = _asleep(index)
         self._gone = hub.watcher.gone
 
@@ -239,7 +235,7 @@ class Bells:
     def gone(self) -> Sequence[int]:
         if not self._gone:
             return ()
-        return [rank for rank in tuple(self._gone) if rank in self._lane]
+        return [rank for rank in tuple(self._gone) if rank in self._ranks]
 
 
 def _asleep(index: int) -> int:

@@ -7,15 +7,16 @@ their order. Who opens it may have to wait, so that is done on a thread of its o
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from asynccoll.backends.api import Completion, InProgress, Promise, host
 from asynccoll.backends.memory.layout import CLOSED
 from asynccoll.backends.memory.pair import Pair
-from asynccoll.errors import CollectiveError
+from asynccoll.errors import CollectiveError, PeerLostError
 
 __all__ = ["Messages"]
 
@@ -24,17 +25,29 @@ _GIVE_UP_SECONDS = 5.0
 #: How long a rank that is alive may take to read what there is.
 _FLUSH_SECONDS = 1.0
 
-#: Opens the region of this rank and another; asks whether that is wanted no more.
-Open = Callable[[int, Callable[[], bool]], Pair]
 Begin = Callable[[Pair], Completion]
+
+
+class Lane(Protocol):
+    """What the messages belong to (``engine.Engine``)."""
+
+    def died(self) -> Sequence[int]:
+        """The ranks that have ended without leaving it."""
+        ...
 
 
 class Messages:
     """Ranks are indices in the lane's group."""
 
-    def __init__(self, open_pair: Open, later: Callable[[Callable[[], object]], object]) -> None:
-        """``later`` runs what may wait, on a thread of its own."""
+    def __init__(
+        self,
+        open_pair: Callable[[int, Messages], Pair],
+        later: Callable[[Callable[[], object]], object],
+        lane: Lane,
+    ) -> None:
+        """``open_pair`` opens the region of two ranks; ``later`` runs what may wait, on a thread of its own."""
         self._open_pair = open_pair
+        self._lane = lane
         self._later = later
         self._lock = host.Lock()
         self._pairs: dict[int, Pair] = {}
@@ -79,9 +92,9 @@ class Messages:
             self._openers.add(peer)
         with self._opening:
             try:
-                pair = self._open_pair(peer, lambda: self._closed is not None)
+                pair = self._open_pair(peer, self)
             except BaseException as error:  # raised in the waiters of its messages, not in this thread
-                self._give_up(peer, error)
+                self._give_up(peer, self.ended() or error)
             else:
                 self._opened(peer, pair)
 
@@ -100,10 +113,23 @@ class Messages:
             waiting = self._waiting.pop(peer, ())
             self._openers.discard(peer)
             self._asked.discard(peer)
-            if self._closed is not None:  # that is why
-                error = self._closed[1]
         for _, promise in waiting:
             promise.settle(error)
+
+    def follow(self, lane: Lane) -> None:
+        """From now on the lane's collectives go by this."""
+        self._lane = lane
+
+    def died(self) -> Sequence[int]:
+        """The ranks with which the lane is lost."""
+        return self._lane.died()
+
+    def ended(self) -> CollectiveError | None:
+        """Why no region is opened any more; None while they are."""
+        if self._closed is not None:
+            return self._closed[1]
+        died = self.died()
+        return PeerLostError(f"rank {', '.join(map(str, died))} ended") if died else None
 
     def stop(self, state: int, error: CollectiveError) -> None:
         """Leave: what is in flight ends, here and soon on the others. No region is opened any more."""

@@ -55,7 +55,7 @@ class Bells(Protocol):
         """Run ``job``, which may wait, on a thread of its own."""
 
     def gone(self) -> Sequence[int]:
-        """The ranks, as errors call them, whose processes have ended: with any of them the lane is lost."""
+        """The ranks of the region, as errors call them, whose processes have ended."""
 
 
 class Mover:
@@ -320,7 +320,7 @@ class Mover:
         return True
 
     def _gone(self) -> list[int]:
-        """The ranks that will write nothing more."""
+        """The ranks, as errors call them, without which nothing goes on here."""
         words = self._words
         left = {self._ranks[rank] for rank, base in self._bases if words[base + STATE] in (CLOSED, ABORTED)}
         return sorted(left.union(self._bells.gone()))

@@ -107,8 +107,17 @@ class _Record(NamedTuple):
 class Pair(Mover):
     """The messages of one rank with one other."""
 
-    def __init__(self, region: Region, bells: Bells, where: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        region: Region,
+        bells: Bells,
+        where: str,
+        ranks: Sequence[int],
+        died: Callable[[], Sequence[int]],
+    ) -> None:
+        """``died``: the ranks of the lane with which it is lost, whosever messages these are."""
         super().__init__(region, bells, where, ranks)
+        self._died = died
         self._theirs = region.others[0]
         self._other = 1 - region.index
         self._posted: int = 0
@@ -414,6 +423,9 @@ class Pair(Mover):
         while self._answers and not self._gone() and host.monotonic() < deadline:
             if not self._move_on():
                 host.sleep(SHORTEST_NAP_SECONDS)
+
+    def _gone(self) -> list[int]:
+        return sorted({*super()._gone(), *self._died()})
 
     def _drop(self, error: CollectiveError) -> None:
         readers = [one for line in self._readers.values() for one in line.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -136,32 +136,34 @@ class Sharing(Backend):
         where = f"lane {opening.lane!r} of " + (
             "the world" if opening.is_world else f"ranks {list(opening.ranks)}"
         )
-        region, bells = self._region(opening, opening.ranks)
-        messages = Messages(partial(self._open_pair, opening), self._hub.later)
-        return MemoryCommunicator(Engine(region, bells, where, opening.ranks), messages, opening.disagreed)
+        region, bells = self._region(opening)
+        engine = Engine(region, bells, where, opening.ranks)
+        messages = Messages(partial(self._open_pair, opening), self._hub.later, engine)
+        return MemoryCommunicator(engine, messages, opening.disagreed)
 
-    def _region(self, opening: Opening, lane: Sequence[int]) -> tuple[Region, Bells]:
+    def _region(self, opening: Opening) -> tuple[Region, Bells]:
         assert self._hub is not None
         region, parking = self._hub.region(opening)
-        return region, Bells(self._hub, parking, opening.ranks, opening.rank, lane)
+        return region, Bells(self._hub, parking, opening.ranks, opening.rank)
 
-    def _open_pair(self, opening: Opening, peer: int, given_up: Callable[[], bool]) -> Pair:
+    def _open_pair(self, opening: Opening, peer: int, messages: Messages) -> Pair:
         """The messages of this rank and another one of a lane, whatever epoch each of them is in."""
         low, high = sorted((opening.rank, peer))
         ranks = opening.ranks[low], opening.ranks[high]
-        with self._noticing_ends(replace(opening, given_up=given_up)) as watching:
-            between = replace(
-                watching,
-                ranks=ranks,
-                rank=int(opening.rank == high),
-                is_world=False,
-                group=f"{opening.lasting}/p2p/{low}-{high}",
-                epoch=0,
-                meeting=math.inf,
-            )
-            region, bells = self._region(between, opening.ranks)
+        between = replace(
+            opening,
+            ranks=ranks,
+            rank=int(opening.rank == high),
+            is_world=False,
+            group=f"{opening.lasting}/p2p/{low}-{high}",
+            epoch=0,
+            meeting=math.inf,
+            given_up=lambda: messages.ended() is not None,
+        )
+        with self._noticing_ends(between) as watching:
+            region, bells = self._region(watching)
         where = f"lane {opening.lane!r} between ranks {ranks[0]} and {ranks[1]}"
-        return Pair(region, bells, where, ranks)
+        return Pair(region, bells, where, ranks, messages.died)
 
     def close(self, *, abort: bool) -> None:
         self._inner.close(abort=abort)
