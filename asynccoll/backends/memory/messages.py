@@ -45,7 +45,7 @@ class Messages:
         later: Callable[[Callable[[], object]], object],
         lane: Lane,
     ) -> None:
-        """``open_pair`` opens the region of two ranks; ``later`` runs what may wait on a thread of its own."""
+        """``open_pair`` opens the region of two ranks; ``later`` runs what may wait on a thread."""
         self._open_pair = open_pair
         self._lane = lane
         self._later = later
