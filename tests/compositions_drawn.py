@@ -207,7 +207,7 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
         own = draw(st.lists(one, min_size=2 if count == 1 else 1, max_size=most))
         around = draw(st.lists(st.sampled_from(blocks), max_size=2)) if start != "crossed" else []
         if start != "crossed" and draw(st.integers(0, 2)) == 0:
-            own = _in_a_row(own * draw(st.sampled_from([1, 1, 4]) if count == 1 else st.just(1)))
+            own = _in_a_row(own * draw(st.sampled_from([1, 4]) if count == 1 else st.just(1)))
         tasks.append(Task(tuple(own), tuple(around)))
     if start == "crossed":
         tasks = [_on_the_world(task) for task in tasks]
