@@ -339,7 +339,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         repr("if step - words[self._mine + READ] > _AHEAD:\n                    break") + " -> ''",
     ): "how far ahead data is put is a matter of the cache; that there is room is asked afterwards",
     (
-        _ENGINE,
+        _MOVING,
         "forgotten note in _sleep: 'self._sleepers -= 1' -> 'pass'",
     ): "who ends a call then wakes threads of its rank that do not sleep",
     (
