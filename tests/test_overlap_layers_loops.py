@@ -391,6 +391,34 @@ def test_a_backward_that_raises_between_layers(several: World) -> None:
     several.run(backward_raised, runner="asyncio")
 
 
+async def backwards_raised(me: Rank, reshard: bool) -> None:
+    """On all ranks, each at another layer, so that each has sent so many gradients."""
+    twin = blocks()
+    layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+    for turn in range(3):
+        x = rows(me.rank, turn)
+        for index, layer in enumerate(layers):
+            x = layer(x)
+            if turn == 1 and index == me.rank % 3:
+                x.register_hook(divided)
+        refused = (ZeroDivisionError, ac.PeerRefusedError)
+        with raising(refused) if turn == 1 else contextlib.nullcontext():
+            (x.square().mean() / me.size).backward()
+        if turn == 1:
+            layers.zero_grad()
+            twin.zero_grad()
+        else:
+            whole_backward(twin, me.size, turn)
+    for part, whole in zip(layers.parameters(), _parts_of_gradients(twin, me), strict=True):
+        assert close(part.grad, whole)
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+def test_backwards_that_raise_at_different_layers(several: World, reshard: bool) -> None:
+    """Gradients of the next backward were added to those that one rank had sent in this."""
+    several.run(backwards_raised, reshard, runner="asyncio")
+
+
 async def left_out_of_the_loss(me: Rank) -> None:
     """The last rank's second loss has nothing to do with the layers, which it has called."""
     layers = ac.overlap.shard_layers(blocks())

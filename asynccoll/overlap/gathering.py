@@ -134,7 +134,7 @@ class Layer:
         tensors: Tensors = {}
         for shard, flat in zip(self.shards, flats, strict=True):
             tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat, loop)), strict=True)
-        regather = loop.regathering(self)
+        regather = loop.regathering(self, scattering)
         saving = nullcontext() if regather is None else Resharding(flats, regather).saving()
         return GatheredLayer(self, tensors, saving, loop)
 
@@ -201,10 +201,21 @@ class _Returning:
         work = reduce_scatter(gradient.contiguous(), **self._call)
         work.detach()  # should backward raise
         self.sent.append((shard, work))
+        self.loop.turn.owes[self._call["lane"]] -= 1
 
 
 class _Running(dict["Pass", _Returning]):
-    """The loops that one backward has come to, in which order."""
+    """The loops that one backward has come to, in which order, and those that it gathers again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[Turn] = []
+
+    def reached(self, loop: Pass, lane: str) -> None:
+        """It has come to this loop, whose gradients go back on ``lane``."""
+        if loop.turn not in self.turns:
+            loop.turn.reached(self, {lane: len(loop.expected), **loop.left_to_gather()})
+            self.turns.append(loop.turn)
 
 
 class Scattering:
@@ -229,18 +240,23 @@ class Scattering:
 
     def send(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> None:
         """Send the gradient of a whole flat tensor in its turn; the shard gets its part at the end."""
+        running = self.reached(loop)
+        if loop not in running:
+            running[loop] = _Returning(loop, self._call)
+        running[loop].bring(shard, gradient)
+        for returning in running.values():  # one loop after the other
+            if not returning.send():
+                break
+
+    def reached(self, loop: Pass) -> _Running:
+        """The backward in which this is called, which has come to ``loop``."""
         backward = torch._C._current_graph_task_id()
         running = self._running.get(backward)
         if running is None:
             running = self._running[backward] = _Running()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
-        if loop not in running:
-            running[loop] = _Returning(loop, self._call)
-            loop.turn.reached(running)
-        running[loop].bring(shard, gradient)
-        for returning in running.values():  # one loop after the other
-            if not returning.send():
-                break
+        running.reached(loop, self._call["lane"])
+        return running
 
     def now(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gradient that is returned, or that keeps its graph.
@@ -269,6 +285,8 @@ class Scattering:
                 returning.send_all()
                 returning.loop.gather_rest()
                 returning.loop.turn.is_over = True
+            for turn in running.turns:
+                turn.ended()
             for loop, returning in running.items():
                 with self._turns.waiting(loop.turn, self._call["lane"]):
                     for shard, work in returning.sent:
@@ -369,20 +387,25 @@ class Pass:
                 "backward, loop under torch.no_grad()"
             )
 
-    def regathering(self, layer: Layer) -> Callable[[], list[torch.Tensor]] | None:
+    def regathering(self, layer: Layer, scattering: Scattering) -> Callable[[], list[torch.Tensor]] | None:
         """What gathers the parameters of ``layer`` once more, if that is to be done."""
-        return None if self._call is None else partial(self._regather, layer, self._call)
+        return None if self._call is None else partial(self._regather, layer, self._call, scattering)
 
-    def _regather(self, layer: Layer, call: dict[str, Any]) -> list[torch.Tensor]:
+    def _regather(self, layer: Layer, call: dict[str, Any], scattering: Scattering) -> list[torch.Tensor]:
         """The parameters of ``layer`` once more, for its backward; that of the layer before comes next.
 
         Those after it that this rank has not needed are gathered as well, as other ranks may need them.
         """
+        scattering.reached(self)
         self._gather_down_to(self._gathered.index(layer) - 1, call)
         # Not there: a second backward of the same graph.
         work = self._under_way.pop(layer) if layer in self._under_way else layer.gathered(**call)
         with self._turns.waiting(self.turn, call["lane"]):
             return work.wait()
+
+    def left_to_gather(self) -> dict[str, int]:
+        """How many layers backward has yet to gather again, by lane."""
+        return {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
 
     def gather_rest(self) -> None:
         """Backward is over: gather, in step with ranks that needed them, what was not needed here."""
@@ -390,11 +413,12 @@ class Pass:
             self._gather_down_to(0, self._call)
             self._under_way.clear()
 
-    def _gather_down_to(self, index: int, call: dict[str, object]) -> None:
+    def _gather_down_to(self, index: int, call: dict[str, Any]) -> None:
         for wanted in self._gathered[::-1][self._again : len(self._gathered) - max(0, index)]:
             self._under_way[wanted] = wanted.gathered(**call)
             self._under_way[wanted].detach()
             self._again += 1
+            self.turn.owes[call["lane"]] -= 1
 
 
 #: Index of a flat tensor, and shape, strides and offset there.

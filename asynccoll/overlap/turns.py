@@ -12,7 +12,7 @@ long in the backward of one says so (``health.unmet``). A rank that can no longe
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,18 +41,34 @@ class Turn:
         self.number = number
         self.thread: int = host.get_ident()
         #: backward has come to it and brought everything, or peers were told that it will not
-        self.is_over = False
+        self.is_over: bool = False
+        #: the calls that its backward has yet to make, by their lanes
+        self.owes: Counter[str] = Counter()
         self._graph = weakref.ref(graph)
         self._backward: weakref.ref[object] | None = None
 
     @property
     def is_lost(self) -> bool:
         """Whether no backward can come to it any more: what it would go through is gone, or it has raised."""
-        return self._graph() is None or (self._backward is not None and self._backward() is None)
+        return self._graph() is None or self.has_raised
 
-    def reached(self, backward: object) -> None:
-        """A backward has come to it, and has not raised for as long as ``backward`` lives."""
+    @property
+    def has_raised(self) -> bool:
+        """Whether a backward has come to it, and raised."""
+        return self._backward is not None and self._backward() is None
+
+    def reached(self, backward: object, owes: Mapping[str, int]) -> None:
+        """A backward has come to it, and has not raised as long as ``backward`` lives, or has ended.
+
+        ``owes``: how many calls it makes on which lanes.
+        """
         self._backward = weakref.ref(backward)
+        self.owes = Counter(owes)
+        self.is_over = False
+
+    def ended(self) -> None:
+        """That backward has made all of its calls."""
+        self._backward = None
 
 
 class Turns:
@@ -64,6 +80,7 @@ class Turns:
         self._group = resolve_group(context, group)
         self._lane = lane
         self._unmet = context.unmet
+        self._refuse = context.refusals.refuse
         self._rank = context.rank
         self._count = 0
         self._turns: deque[Turn] = deque(maxlen=_REMEMBERED)
@@ -78,6 +95,11 @@ class Turns:
 
     def begin(self, graph: object) -> Turn:
         """A loop gathers its first layer."""
+        for earlier in list(self._turns):
+            if earlier.has_raised and not earlier.is_over:
+                earlier.is_over = True
+                for lane, reason in self._rest(earlier):
+                    self._refuse(lane, reason)
         self._count += 1
         turn = Turn(self._count, graph)
         self._turns.append(turn)
@@ -114,17 +136,29 @@ class Turns:
         if not (turn.is_lost or both_wait):
             return []
         turn.is_over = True
-        backward = self._group.lane(awaited["lane"])
+        waits_on = awaited["lane"]
         # All calls that the peer has made there: a rank that recovers from the error is in step again.
-        missing = max(1, awaited["reached"] - backward.sequence)
+        behind = awaited["reached"] - self._group.lane(waits_on).sequence
+        turn.owes[waits_on] = max(1, behind, turn.owes[waits_on])
         refused: list[tuple[Lane, int | None, Exception]]
-        refused = [(backward, None, self._error(turn)) for _ in range(missing)]
+        refused = [(lane, None, reason) for lane, reason in self._rest(turn)]
         gathers = self._group.lane(self._lane)
         if both_wait and (first := min((one.sequence for one in gathers.outstanding()), default=0)):
             refused.append((gathers, first, self._error(turn)))
         return refused
 
+    def _rest(self, turn: Turn) -> Iterator[tuple[Lane, Exception]]:
+        """Every call that backward of this loop makes on the other ranks, and will not make here."""
+        for name, count in turn.owes.items():
+            lane = self._group.lane(name)
+            yield from ((lane, self._error(turn)) for _ in range(count))
+
     def _error(self, turn: Turn) -> InvalidArgumentError:
+        if turn.has_raised:
+            return InvalidArgumentError(
+                f"backward on rank {self._rank} has raised in its loop {turn.number} over the layers: catch "
+                "that there, agree on all ranks that the step is left out, and go on"
+            )
         return InvalidArgumentError(
             f"backward on rank {self._rank} has come to no layer of its loop {turn.number} over the layers, "
             "and other ranks wait in theirs: let the loss depend on one layer of each loop on every rank (on "
