@@ -391,10 +391,10 @@ def test_a_backward_that_raises_between_layers(several: World) -> None:
     several.run(backward_raised, runner="asyncio")
 
 
-async def backwards_raised(me: Rank, reshard: bool) -> None:
+async def backwards_raised(me: Rank) -> None:
     """On all ranks, each at another layer, so that each has sent so many gradients."""
     twin = blocks()
-    layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+    layers = ac.overlap.shard_layers(blocks())
     for turn in range(3):
         x = rows(me.rank, turn)
         for index, layer in enumerate(layers):
@@ -413,10 +413,9 @@ async def backwards_raised(me: Rank, reshard: bool) -> None:
         assert close(part.grad, whole)
 
 
-@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
-def test_backwards_that_raise_at_different_layers(several: World, reshard: bool) -> None:
+def test_backwards_that_raise_at_different_layers(several: World) -> None:
     """Gradients of the next backward were added to those that one rank had sent in this."""
-    several.run(backwards_raised, reshard, runner="asyncio")
+    several.run(backwards_raised, runner="asyncio")
 
 
 async def left_out_of_the_loss(me: Rank) -> None:
