@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 #: Of a call that is waited for until its time is over, again and again.
 TIMEOUTS = (1e-4, 1e-3, 2e-2)
+#: For so long, in all, it is waited for in turns: less than an operation's own time limit.
+_LONGEST_SECONDS = 10.0
 #: So often it is looked again at once; then after pauses, from the shortest to the longest.
 _LOOKS = 5
 _PAUSES = (1e-4, 2e-2)
@@ -249,8 +251,11 @@ async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, wor
 
 
 async def _all_completed(works: Sequence[Any], seconds: float) -> None:
-    """One by one; where that takes longer than so many seconds, all of them again, for twice as long."""
-    while True:
+    """One by one; where that takes longer than so many seconds, all of them again, for twice as long.
+
+    Not for ever: who has no store left is told by deadlines alone that a peer has given up.
+    """
+    while seconds < _LONGEST_SECONDS:
         try:
             async for work in ac.as_completed(works, timeout=seconds):
                 work.exception()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.testing import PCT, Fail, Interrupt, Kill, Stop, StoreLost, explore, simulate
+from asynccoll.testing import PCT, Fail, Interrupt, Kill, RandomWalk, Stop, StoreLost, explore, simulate
 from compositions import from_json
 from simulated import complaints
 
@@ -162,3 +162,18 @@ def test_a_call_behind_on_a_device_is_lost_with_the_rank_that_its_lane_lost() ->
     for seed in range(1975, 2175, 4):
         found, _ = complaints(program, seed, [Kill(1, after_call=2)], transport="nccl", schedule=PCT())
         assert not found, found
+
+
+def test_works_taken_as_completed_end_by_their_deadline_where_the_store_is_lost() -> None:
+    """The program asked again and again, and each time the operation was given as long again."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "number, None elsewhere", '
+        '"wait": "gathered"}, {"operation": "reduce", "payload": "tree", "form": "mapped", "around": '
+        '["lane"], "wait": "gathered", "pauses": 1, "seed": 4}]}, {"calls": [{"operation": '
+        '"all_gather", "payload": "tree", "form": "mapped", "around": ["shared scope"], "pauses": 1}]}, '
+        '{"calls": [{"payload": "tree of tensors", "form": "in place", "wait": "both"}], "around": ["shared '
+        'scope"]}], "start": "lanes", "loop": "trio"}'
+    )
+    options = {"transport": "memory", "schedule": RandomWalk(), "check": "local"}
+    found, _ = complaints(program, 3454, [StoreLost(after_call=4, rank=1)], **options)
+    assert not found, found
