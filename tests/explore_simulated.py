@@ -76,9 +76,16 @@ class Order:
         return tuple(drawn_faults(*kinds)(random.Random(self.number), self.program.ranks)) if kinds else ()
 
     @property
+    def nodes(self) -> int:
+        """Each rank on a node of its own, two on each, or all on one."""
+        every = self.program.ranks
+        return {2: every, 5: every // 2 if every % 2 == 0 else every}.get(self.number % 7, 1)
+
+    @property
     def options(self) -> dict[str, Any]:
         return {
             "transport": self.transport,
+            "nodes": self.nodes,
             "faults": self.faults,
             "schedule": PCT() if self.number % 2 else RandomWalk(),
             "again": self.number % 4 == 2,
