@@ -37,6 +37,29 @@ def test_send_and_recv_every_dtype(several: World, runner: str) -> None:
     several.run(dtypes, runner=runner)
 
 
+async def in_inference_mode(me: Rank) -> None:
+    for size in (5, 400_000):
+        x = torch.arange(float(size))
+        if me.rank == 0:
+            with torch.inference_mode():
+                sent = [ac.send(x + 1, dst=1), ac.send_object({"of": size}, dst=1)]
+                for work in sent:
+                    await me.get(work)
+            await me.get(ac.send(x, dst=1))
+        else:
+            with torch.inference_mode():
+                first, second = ac.recv(torch.zeros(size), src=0), ac.recv_object(src=0)
+                assert torch.equal(await me.get(first), x + 1)
+                assert await me.get(second) == {"of": size}
+                third = ac.recv(torch.zeros(size), src=0)
+            assert torch.equal(await me.get(third), x)
+
+
+def test_messages_in_inference_mode(pair: World, runner: str) -> None:
+    """Whichever thread carries them, in whatever mode that is."""
+    pair.run(in_inference_mode, runner=runner)
+
+
 async def to_oneself(me: Rank) -> None:
     x = torch.ones(2)
     says = (f"={me.rank}", "itself")

@@ -139,11 +139,11 @@ class Pair(Mover):
 
     def send(self, x: torch.Tensor, tag: int) -> Completion:
         """``x``, flat; over when the other rank has taken it."""
-        return self._send(x.view(torch.uint8), _CODES[x.dtype], tag)
+        return self._send(_bytes_of(x), _CODES[x.dtype], tag)
 
     def recv(self, x: torch.Tensor, tag: int) -> Completion:
         """Into ``x``, flat."""
-        return self._recv(x.view(torch.uint8), _CODES[x.dtype], tag)
+        return self._recv(_bytes_of(x), _CODES[x.dtype], tag)
 
     def refuse(self, role: str, tag: int, why: str) -> Completion:
         """In place of a send: tell the receiver so. In place of a recv: take the message and drop it."""
@@ -445,3 +445,10 @@ class Pair(Mover):
         ):
             held.clear()
         self._record = None
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The flat ``x`` as bytes, which any thread may fill, whatever mode this one is in."""
+    # Inference mode makes a view in another dtype an inference tensor, which it alone may write to.
+    with torch.inference_mode(False):
+        return x.view(torch.uint8)
