@@ -11,6 +11,8 @@ import torch
 
 import asynccoll as ac
 import worlds
+from asynccoll.backends.memory.messages import Messages
+from asynccoll.backends.memory.pair import Pair
 from letters import Letter, begun, check, drawn
 from ranks import Rank
 
@@ -81,3 +83,23 @@ async def in_turn(me: Rank) -> None:
 def test_a_message_that_its_sender_does_not_await(runner: str) -> None:
     """In many parts, each of which the sender has to put."""
     worlds.world("memory", 2).run(in_turn, runner=runner)
+
+
+class Gone:
+    """A lane of which a rank has died."""
+
+    def died(self) -> list[int]:
+        return [1]
+
+
+def test_each_message_to_a_rank_that_has_ended_fails() -> None:
+    """Also those after the first, however soon the opening of their region fails."""
+
+    def fails(peer: int, messages: Messages) -> Pair:
+        raise OSError("nobody is there")
+
+    messages = Messages(fails, lambda job: job(), Gone())
+    for _ in range(3):
+        sent = messages.send(torch.ones(1), 1, 0)
+        assert sent.done()
+        assert isinstance(sent.error(), ac.PeerLostError)

@@ -80,10 +80,18 @@ class Messages:
                 self._waiting[peer].append((begin, promise))
         if pair is not None:
             return begin(pair)
-        if peer not in self._asked:  # may be asked for twice: an interrupt may come before that is noted
-            self._later(partial(self._open, peer))
-            self._asked.add(peer)
+        if peer not in self._asked:
+            self._ask(peer)
         return promise
+
+    def _ask(self, peer: int) -> None:
+        """Have the region opened; noted first, for it may fail at once, and unsaid if an interrupt comes."""
+        try:
+            self._asked.add(peer)
+            self._later(partial(self._open, peer))
+        except BaseException:
+            self._asked.discard(peer)
+            raise
 
     def _open(self, peer: int) -> None:
         with self._lock:
