@@ -136,8 +136,8 @@ def test_a_process_that_runs_has_no_exit_code() -> None:
 
 DIFFER = """
     import asynccoll as ac, os, torch
-    os.environ["ASYNCCOLL_NODE"] = os.environ["RANK"]  # of two nodes: nobody compares their calls
-    ac.initialize()
+    os.environ["ASYNCCOLL_NODE"] = os.environ["RANK"]  # of two nodes, so that they do not meet in memory
+    ac.initialize(check="off")
     for _ in range(3000):
         ac.all_reduce(1).wait()
     ac.all_reduce(torch.ones(4 + 4 * ac.get_rank())).wait()

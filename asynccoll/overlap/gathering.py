@@ -5,6 +5,7 @@ Knows one layer at a time; the loop over them is ``layers``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -214,7 +215,7 @@ class _Running(dict["Pass", _Returning]):
     def reached(self, loop: Pass, lane: str) -> None:
         """It has come to this loop, whose gradients go back on ``lane``."""
         if loop.turn not in self.turns:
-            loop.turn.reached(self, {lane: len(loop.expected), **loop.left_to_gather()})
+            loop.turn.reached(self, loop.owed(lane))
             self.turns.append(loop.turn)
 
 
@@ -238,6 +239,11 @@ class Scattering:
         whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, loop, self)  # type: ignore[no-untyped-call]
         return whole
 
+    @property
+    def lane(self) -> str:
+        """On which they go back."""
+        return str(self._call["lane"])
+
     def send(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> None:
         """Send the gradient of a whole flat tensor in its turn; the shard gets its part at the end."""
         running = self.reached(loop)
@@ -255,7 +261,7 @@ class Scattering:
         if running is None:
             running = self._running[backward] = _Running()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
-        running.reached(loop, self._call["lane"])
+        running.reached(loop, self.lane)
         return running
 
     def now(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> torch.Tensor:
@@ -360,13 +366,15 @@ class Pass:
         """What gathers each layer."""
         return (partial(self._start, layer, self) for layer in self._layers)
 
-    def expect(self, layer: Layer) -> None:
-        """``layer`` is being gathered: a backward brings gradients for it, if autograd records now."""
+    def expect(self, layer: Layer, lane: str) -> None:
+        """``layer`` is being gathered: a backward brings gradients on ``lane``, if autograd records now."""
         if not self._gathered:
             self.turn = self._turns.begin(self)
         self._gathered.append(layer)
         if torch.is_grad_enabled():
             self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
+            if self.expected:
+                self.turn.owes = self.owed(lane)
 
     def uses(self) -> list[bool]:
         """Of each layer by its number, whether it was called here."""
@@ -403,9 +411,10 @@ class Pass:
         with self._turns.waiting(self.turn, call["lane"]):
             return work.wait()
 
-    def left_to_gather(self) -> dict[str, int]:
-        """How many layers backward has yet to gather again, by lane."""
-        return {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
+    def owed(self, lane: str) -> Counter[str]:
+        """How many calls a backward makes that begins now, whose gradients go back on ``lane``; by lane."""
+        gathers = {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
+        return Counter({lane: len(self.expected), **gathers})
 
     def gather_rest(self) -> None:
         """Backward is over: gather, in step with ranks that needed them, what was not needed here."""

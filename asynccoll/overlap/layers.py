@@ -300,7 +300,7 @@ class _Loop(prefetch[GatheredLayer]):
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
     """Gather one layer of a loop."""
-    loop.expect(layer)
+    loop.expect(layer, scattering.lane)
     return layer.gathered(**call).map(lambda flats: layer.filled(flats, loop, scattering))
 
 

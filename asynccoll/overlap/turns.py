@@ -57,13 +57,13 @@ class Turn:
         """Whether a backward has come to it, and raised."""
         return self._backward is not None and self._backward() is None
 
-    def reached(self, backward: object, owes: Mapping[str, int]) -> None:
+    def reached(self, backward: object, owes: Counter[str]) -> None:
         """A backward has come to it, and has not raised as long as ``backward`` lives, or has ended.
 
         ``owes``: how many calls it makes on which lanes.
         """
         self._backward = weakref.ref(backward)
-        self.owes = Counter(owes)
+        self.owes = owes
         self.is_over = False
 
     def ended(self) -> None:
