@@ -46,12 +46,23 @@ def alone() -> World:
     return worlds.world("nccl", 1)
 
 
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> World:
+def pair_of(transport: str, monkeypatch: pytest.MonkeyPatch) -> World:
     """Of started processes: CUDA cannot be used in one that is forked from another that has looked for it."""
-    started = worlds.Starter(worlds.STARTERS["nccl"].start, worlds.STARTERS["gloo"].options)
-    monkeypatch.setitem(worlds.STARTERS, "gloo", started)
-    return worlds.world("gloo", 2)
+    started = worlds.Starter(worlds.STARTERS["nccl"].start, worlds.STARTERS[transport].options)
+    monkeypatch.setitem(worlds.STARTERS, transport, started)
+    return worlds.world(transport, 2)
+
+
+@pytest.fixture(params=["gloo", "memory"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    return pair_of(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["nccl", "gloo", "memory"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    """One rank alone, or a pair."""
+    transport = request.param
+    return worlds.world(transport, 1) if transport == "nccl" else pair_of(transport, monkeypatch)
 
 
 def figure(what: str, value: float, unit: str) -> None:
@@ -137,11 +148,26 @@ async def collectives(me: Rank) -> None:
         assert await ac.all_reduce(me.rank + 0.5) == sum(rank + 0.5 for rank in every)
         assert await ac.all_gather_object({"rank": me.rank}) == [{"rank": rank} for rank in every]
     await ac.barrier()
+    if me.size > 1:
+        await messages(me)
     leaf = of(me.rank).to(DEVICE).requires_grad_()
     (await ac.all_reduce(leaf * 2)).sum().backward()
     with me.case("gradients"):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad.cpu(), torch.full((4, 3), 2.0 * me.size))
+
+
+async def messages(me: Rank) -> None:
+    """Tensors on the GPU and on the CPU, and an object, in the order in which they are sent."""
+    other = 1 - me.rank
+    sent = [ac.send(of(me.rank).to(DEVICE), dst=other), ac.send(of(me.rank), dst=other)]
+    sent.append(ac.send_object({"from": me.rank}, dst=other))
+    await same(me, "a message", ac.recv(torch.zeros(4, 3, device=DEVICE), src=other), of(other))
+    with me.case("messages"):
+        assert torch.equal(await ac.recv(torch.zeros(4, 3), src=other), of(other))
+        assert await ac.recv_object(src=other) == {"from": other}
+    for work in sent:
+        await work
 
 
 async def same(me: Rank, label: str, work: Any, expected: torch.Tensor) -> None:
@@ -245,10 +271,9 @@ def close_to(expected: list[torch.Tensor], got: Iterable[torch.Tensor]) -> None:
         torch.testing.assert_close(x.detach().cpu(), y, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "gloo"])
-def test_parameters_in_flat_memory_are_aligned(transport: str, alone: World, pair: World) -> None:
+def test_parameters_in_flat_memory_are_aligned(either: World) -> None:
     """A kernel that finds them elsewhere takes the device away from the whole process."""
-    (alone if transport == "nccl" else pair).run(in_float32, timeout=60)
+    either.run(in_float32, timeout=60)
 
 
 async def used_at_once(me: Rank) -> None:
@@ -267,10 +292,9 @@ async def used_at_once(me: Rank) -> None:
         assert half.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("transport", ["nccl", "gloo"])
-def test_results_of_trees_are_aligned(transport: str, alone: World, pair: World) -> None:
+def test_results_of_trees_are_aligned(either: World) -> None:
     """So that whatever kernel may read them."""
-    (alone if transport == "nccl" else pair).run(used_at_once)
+    either.run(used_at_once)
 
 
 # The order of streams
@@ -470,7 +494,7 @@ async def staged(me: Rank) -> None:
     seconds = seconds_of(lambda: ac.all_reduce(x, out=x).wait(), 5)
     assert x[0].item() == float(me.size) ** 6
     if me.rank == 0:
-        figure("gloo, 16 MiB on the GPU, two ranks", 16 / 1024 / seconds, "GiB/s")
+        figure(f"{me.backend}, 16 MiB on the GPU, two ranks", 16 / 1024 / seconds, "GiB/s")
 
 
 def test_figures_of_gloo(pair: World) -> None:
