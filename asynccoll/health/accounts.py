@@ -120,12 +120,12 @@ class Accounts:
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
         said: dict[int, dict[str, object]] = {}
         with contextlib.suppress(OSError):  # no descriptors are left: what is in memory that is open is told
-            said = ask(awake, self._secret, "account", seconds)
+            said = self.tell(awake, "account", seconds)
         return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
 
     def heard(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> set[int]:
         """Those of ``peers`` that answer at all."""
-        return set(ask(peers, self._secret, "here", seconds)) if peers else set()
+        return set(self.tell(peers, "here", seconds)) if peers else set()
 
     def tell(self, peers: Mapping[int, Peer], question: str, seconds: float) -> dict[int, dict[str, Any]]:
         """What ``peers`` answer to it."""

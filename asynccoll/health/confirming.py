@@ -267,8 +267,7 @@ class Confirming:
         if expected:
             # First said, then looked; a note is first kept, then compared with what was said. So one of the
             # two threads finds the other's.
-            self._ring[self._calls % RING] = where, call
-            self._calls += 1
+            self._say(where, call)
             if not self._all.notes:
                 return None
         return self._look(call, where, expected)
@@ -284,12 +283,15 @@ class Confirming:
             for rank, note in notes.items():
                 held.learn(rank, note)
             if not expected:
-                self._ring[self._calls % RING] = where, call
-                self._calls += 1
+                self._say(where, call)
             if held.differ:
                 return self.error(call, held.differ)
             self._all.hold(held)
             return held.promise if held.unheard else None
+
+    def _say(self, where: Where, call: Announced) -> None:
+        self._ring[self._calls % RING] = where, call
+        self._calls += 1
 
     def made(self, where: Where) -> Announced | None:
         """What was called there, if it is not too long ago."""
