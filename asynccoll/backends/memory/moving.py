@@ -11,6 +11,7 @@ stands a fence.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -58,7 +59,7 @@ class Bells(Protocol):
         """The ranks of the region, as errors call them, whose processes have ended."""
 
 
-class Mover:
+class Mover(ABC):
     """The calls of one rank on one region."""
 
     def __init__(self, region: Region, bells: Bells, where: str, ranks: Sequence[int]) -> None:
@@ -86,21 +87,21 @@ class Mover:
 
     # What a step is
 
+    @abstractmethod
     def _step(self) -> bool:
         """Move what can be moved in one turn, with the lock held; whether anything moved."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_busy(self) -> bool:
         """Whether a call of this rank is not over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _goes_on_by_itself(self) -> bool:
         """Whether there is something to move that somebody listens to, or others wait for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _drop(self, error: CollectiveError) -> None:
         """End all calls that are not over with ``error``."""
-        raise NotImplementedError
 
     # Moving
 
