@@ -247,8 +247,7 @@ def looked_at(me: Rank, how: str) -> str:
     work = ac.all_reduce(x, out=x) if how == "detached" else ac.all_reduce(x)
     if how == "detached":
         work.detach()
-    while not work.done():
-        time.sleep(0.001)
+    me.look_until_done(work, "nobody waits for it, and it is not over")
     oracle.same(work.result(), TWO)
     recorded = flight.read(current().recorder.buffer)
     assert recorded is not None
