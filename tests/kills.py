@@ -7,6 +7,7 @@ Ranks are forked from this process, which has imported everything and started no
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import json
 import os
@@ -16,9 +17,11 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,17 +73,26 @@ def _kill_one(size: int, rng: random.Random, kills: Kills, name: str) -> None:
     pause = rng.choice((0.0, 0.02, 0.2)) * rng.random()
     before = _in_dev_shm()
     with tempfile.TemporaryDirectory() as directory:
-        ranks = [_fork(rank, size, f"{directory}/meet", work) for rank in range(size)]
+        ranks = [_fork(rank, size, Path(directory), work) for rank in range(size)]
         try:
             if any(_read(pipe) is None for _, pipe in ranks):
-                kills.wrong.append(f"{name}: the world of {size} did not come together")
+                said = "".join(
+                    _last_words(pid, Path(directory, str(rank))) for rank, (pid, _) in enumerate(ranks)
+                )
+                kills.wrong.append(f"{name}: the world of {size} did not come together{said}")
                 return
             time.sleep(pause)  # the moment is drawn: nothing is waited for
             start = time.monotonic()
             os.kill(ranks[victim][0], signal.SIGKILL)
-            for rank, (_, pipe) in enumerate(ranks):
-                if rank != victim:
-                    _judge(_read(pipe), victim, start, kills, f"{name}: rank {rank} of {size}")
+            for rank, (pid, pipe) in enumerate(ranks):
+                if rank == victim:
+                    continue
+                one = f"{name}: rank {rank} of {size}"
+                if (said := _read(pipe)) is None:
+                    words = _last_words(pid, Path(directory, str(rank)))
+                    kills.wrong.append(f"{one} hangs, or has ended without a word{words}")
+                else:
+                    _judge(said, victim, start, kills, one)
         finally:
             for pid, pipe in ranks:
                 os.kill(pid, signal.SIGKILL)
@@ -91,9 +103,6 @@ def _kill_one(size: int, rng: random.Random, kills: Kills, name: str) -> None:
 
 
 def _judge(said: Any, victim: int, start: float, kills: Kills, name: str) -> None:
-    if said is None:
-        kills.wrong.append(f"{name} hangs, or has ended without a word")
-        return
     kills.seconds.append(said["at"] - start)
     if said["error"] != "PeerLostError" or said["ranks"] != [victim]:
         kills.wrong.append(f"{name}, of which rank {victim} was killed: {said}")
@@ -101,6 +110,13 @@ def _judge(said: Any, victim: int, start: float, kills: Kills, name: str) -> Non
         kills.wrong.append(f"{name} has open descriptors afterwards: {said['left']}")
     if kills.seconds[-1] > patient(1.0):
         kills.wrong.append(f"{name} was told after {kills.seconds[-1]:.2f} s: {said['text']}")
+
+
+def _last_words(pid: int, written: Path) -> str:
+    """What raised in a rank, or where all of its threads are; it is at its end then."""
+    os.kill(pid, signal.SIGUSR1)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return f"\n--- process {pid}:\n{written.read_text()}"
 
 
 def _read(pipe: int) -> Any:
@@ -116,7 +132,7 @@ def _read(pipe: int) -> Any:
     return json.loads(line)
 
 
-def _fork(rank: int, size: int, meet: str, seed: int) -> tuple[int, int]:
+def _fork(rank: int, size: int, directory: Path, seed: int) -> tuple[int, int]:
     """The number of the process that is this rank, and the pipe by which it speaks."""
     reads, writes = os.pipe()
     pid = os.fork()
@@ -125,7 +141,12 @@ def _fork(rank: int, size: int, meet: str, seed: int) -> tuple[int, int]:
         return pid, reads
     try:
         os.close(reads)
-        _be_rank(rank, size, meet, seed, writes)
+        with Path(directory, str(rank)).open("w") as words:
+            faulthandler.register(signal.SIGUSR1, words, chain=True)
+            try:
+                _be_rank(rank, size, f"{directory}/meet", seed, writes)
+            except BaseException:
+                traceback.print_exc(file=words)
     finally:
         os._exit(0)
 

@@ -55,6 +55,7 @@ async def in_inference_mode(me: Rank) -> None:
             assert torch.equal(await me.get(third), x)
 
 
+@pytest.mark.processes
 def test_messages_in_inference_mode(pair: World, runner: str) -> None:
     """Whichever thread carries them, in whatever mode that is."""
     pair.run(in_inference_mode, runner=runner)
