@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -93,6 +94,37 @@ def test_a_death_while_a_lane_is_opened(size: int, victim: int) -> None:
         world.kill()
     for rank, seconds in enumerate(results):
         assert rank == victim or seconds < patient(4), f"rank {rank} heard of it after {seconds} s"
+
+
+async def hears_of_a_death_late(me: Rank) -> tuple[int, ...]:
+    """The last rank is killed, of which rank 0 hears, and ends; rank 1 looks when both are gone."""
+    last = me.size - 1
+    pids = await me.get(ac.all_gather(os.getpid()))
+    if me.rank == last:
+        me.see("looked at")
+        os.kill(os.getpid(), signal.SIGKILL)
+    watched = {rank: os.pidfd_open(pids[rank]) for rank in (0, last)}
+    if me.rank == 0:
+        me.show("looked at")
+        with raising(ac.PeerLostError, f"rank {last}"):
+            await me.get(ac.all_reduce(1))
+        ac.finalize(abort=True)
+        os._exit(0)
+    for process in watched.values():
+        assert select.select([process], [], [], patient(20))[0], "it has not ended"
+    with pytest.raises(ac.PeerLostError) as caught:
+        await me.get(ac.all_reduce(1))
+    return caught.value.ranks
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["gloo", "memory"])
+def test_who_ends_because_another_was_killed_is_not_blamed(backend: str) -> None:
+    """Whenever one looks: that it is gone, too, is what came of it."""
+    with worlds.fresh(backend, 3) as world:
+        results = world.run(hears_of_a_death_late, runner="blocking", dies=[0, 2], timeout=patient(40))
+        world.kill()
+    assert results[1] == (2,)
 
 
 async def leaves_before_others_are_done(me: Rank, leaver: int) -> list[tuple[str, tuple[int, ...], float]]:

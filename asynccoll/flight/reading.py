@@ -88,6 +88,11 @@ class Flight:
     said: dict[str, Any] = field(default_factory=dict)
     code: int | None = None
 
+    @property
+    def was_killed(self) -> bool:
+        """Of one that is gone: it has written down no end of its own."""
+        return self.ending == "running" or (self.code is not None and self.code < 0)
+
     def reached(self, group: str, lane_key: str) -> int:
         """The place of its latest call on that lane; 0 if it has made none."""
         return max(

@@ -168,16 +168,23 @@ class Liveness:
 
     def leaving(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of ``ranks`` on this node that leave their world, and may not have closed all they have."""
+        return tuple(rank for rank, one in self._last_seen(ranks).items() if one.ending != "running")
+
+    def killed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``ranks``, which are gone, that are known to have ended amid their work."""
+        return tuple(rank for rank, one in self._last_seen(ranks).items() if one.was_killed)
+
+    def _last_seen(self, ranks: tuple[int, ...]) -> dict[int, Flight]:
+        """What is in the memory of those of ``ranks`` whose memory is open."""
         if self._accounts is None:
-            return ()
+            return {}
         known = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         seen = {rank: self._accounts.last_seen(rank, peer) for rank, peer in known.items()}
-        return tuple(rank for rank, one in seen.items() if one is not None and one.ending != "running")
+        return {rank: one for rank, one in seen.items() if one is not None}
 
     def last_words(self, rank: int) -> str:
         """Of a rank that is gone: how it ended, and ``its last call was ...``; "" if that is not known."""
-        peer = self._peers.get(rank)
-        found = None if self._accounts is None or peer is None else self._accounts.last_seen(rank, peer)
+        found = self._last_seen((rank,)).get(rank)
         if found is None:
             return ""
         now = host.monotonic()

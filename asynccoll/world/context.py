@@ -403,8 +403,10 @@ class Context:
         made = {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
         if error is None:  # what is in flight may still end
             return tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
-        # Something has failed: because of who never made that call, if there is one.
-        return tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
+        # Something has failed: because of who never made that call, if there is one; and where a rank was killed,
+        # those that left in order have done so because they had heard of it.
+        guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
+        return self.liveness.killed(guilty) or guilty
 
     def blame(self, operation: Operation) -> Blame:
         """Which ranks keep ``operation`` from ending, and what they do instead: asked now, within a bound."""
