@@ -30,6 +30,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "send": (("x",), {"dst=None", "tag=0", "group_dst=None", *TAIL}),
     "recv": (("like",), {"src=None", "tag=0", "group_src=None", *OUT}),
     "barrier": ((), {*TAIL}),
+    "monitored_barrier": ((), {"wait_all_ranks=False", *TAIL}),
     "join": ((), {"lane=None", "timeout=None"}),
     "all_gather_object": (("obj",), {"codec=None", *TAIL}),
     "gather_object": (("obj",), {"dst=0", "group_dst=None", "codec=None", *TAIL}),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 import asynccoll as ac
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 
@@ -62,3 +65,32 @@ async def not_yet(me: Rank) -> None:
 def test_is_not_done_while_one_is_missing(pair: World) -> None:
     """As long as the other rank has not come, the barrier is not done."""
     pair.run(not_yet)
+
+
+async def monitored(me: Rank) -> None:
+    late = me.rank in (1, 2)
+    if not late:
+        for timeout in (0.2, timedelta(milliseconds=200)):
+            work = ac.monitored_barrier(timeout=timeout, wait_all_ranks=True)
+            with me.case(f"{timeout}"), raising(ac.CollectiveTimeoutError, "rank 1", "rank 2") as caught:
+                await me.get(work)
+            assert isinstance(caught.error, ac.CollectiveTimeoutError)
+            assert caught.error.ranks == (1, 2)
+            me.show(f"{me.runner} {timeout} {me.rank}")
+            await me.get(work)
+    else:
+        for timeout in (0.2, timedelta(milliseconds=200)):
+            for other in (0, 3):
+                me.see(f"{me.runner} {timeout} {other}")
+            await me.get(ac.monitored_barrier())
+    says = ("timeout", "positive")
+    await me.refuses(
+        "timeout", ac.InvalidArgumentError, ac.monitored_barrier, timeout=timedelta(0), says=says
+    )
+    await me.check("afterwards", ac.monitored_barrier, expect=None)
+
+
+@pytest.mark.processes
+def test_a_monitored_barrier_names_all_that_are_late(four: World, runner: str) -> None:
+    """On every rank that came, with both spellings of a time; it is passed once they come."""
+    four.run(monitored, runner=runner)

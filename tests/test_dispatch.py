@@ -187,7 +187,7 @@ def test_reductions_are_named_in_any_way(op: str) -> None:
 
 @pytest.mark.parametrize("given", ["premul_sum", dist.ReduceOp.PREMUL_SUM, dist._make_nccl_premul_sum(0.5)])
 def test_a_reduction_that_multiplies_first_says_how_else(given: object) -> None:
-    with pytest.raises(ac.InvalidArgumentError, match="pass prescale=factor"):
+    with pytest.raises(ac.InvalidArgumentError, match="pass prescale=factor to all_reduce"):
         ReduceOp.parse(given)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import asynccoll as ac
 import oracle
@@ -41,9 +42,15 @@ async def factors(me: Rank) -> None:
     got = await me.get(ac.all_reduce(x, postscale=2.0, out=x))
     assert got is x
     oracle.same(x, torch.tensor(total(me.size, after=2.0)))
-    want = max(range(me.size)) * 0.25 + 2.5 * 0.25
+    most = max(range(me.size)) * 0.25 + 2.5 * 0.25
     got = await me.get(ac.all_reduce(halves(me.rank), op="max", prescale=0.25))
-    assert got.max().item() == want
+    assert got.max().item() == most
+    for factor in (0.5, torch.tensor([0.5])):
+        op = dist._make_nccl_premul_sum(factor)
+        want = torch.tensor(total(me.size, before=0.5))
+        await me.check("torch's", ac.all_reduce, halves(me.rank), op=op, expect=want)
+        want = torch.tensor(total(me.size, before=1.0))
+        await me.check("and ours", ac.all_reduce, halves(me.rank), op=op, prescale=2, expect=want)
     z = torch.tensor([1 + 2j, 3 - 1j]) * (me.rank + 1)
     n = me.size * (me.size + 1) / 2
     await me.check("complex", ac.all_reduce, z, prescale=2.0, expect=torch.tensor([2 + 4j, 6 - 2j]) * n)

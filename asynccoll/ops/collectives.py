@@ -31,9 +31,11 @@ In the examples two ranks call; ``r0``/``r1`` is what each gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from asynccoll import payload, tensors
@@ -43,7 +45,7 @@ from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
-from asynccoll.plan.spec import Plan, ReduceOpLike
+from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
 from asynccoll.runtime.process import current
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
@@ -65,6 +67,7 @@ __all__ = [
     "gather",
     "gather_object",
     "join",
+    "monitored_barrier",
     "permute",
     "recv",
     "recv_object",
@@ -196,7 +199,8 @@ def all_reduce(
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).
 
     ``prescale`` and ``postscale`` multiply a tensor of floats before and after; ``compression="fp16"`` sends
-    it as float16 if it is wider, and converts the result back. Of a tree, each of its tensors.
+    it as float16 if it is wider, and converts the result back. Of a tree, each of its tensors. torch's
+    ``_make_nccl_premul_sum(factor)`` as ``op`` is ``prescale=factor``, on every backend.
 
     >>> await ac.all_reduce(gradient, prescale=1 / 8, postscale=8 / n, compression="fp16")
 
@@ -205,6 +209,8 @@ def all_reduce(
     if is_compiling():
         plain = prescale == 1 and postscale == 1 and compression is None
         return compiled.all_reduce(x, op, group, out=out, plain=plain)
+    if isinstance(op, dist.ReduceOp) and (factor := premul_factor(op)) is not None:
+        op, prescale = "sum", prescale * factor
     if prescale != 1 or postscale != 1 or compression is not None:
         scaling = (prescale, postscale, compression)
         return _start(group, lane, timeout, payload.all_reduce_scaled, x, op, scaling, out=out)
@@ -588,6 +594,28 @@ def barrier(*, group: GroupLike = None, lane: str | None = None, timeout: float 
     Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
     """
     return _start(group, lane, timeout, tensors.start_barrier)
+
+
+def monitored_barrier(
+    *,
+    group: GroupLike = None,
+    lane: str | None = None,
+    timeout: float | timedelta | None = None,
+    wait_all_ranks: bool = False,  # torch's: all are named anyway
+) -> Work[None]:
+    """As ``barrier``, by torch's name: past ``timeout`` it raises on every rank that has called it.
+
+    The ``CollectiveTimeoutError``, as that of ``barrier`` and of any other call, names each rank that has not
+    called it and what it does instead; ``error.ranks`` has their numbers. torch's raises on rank 0
+    alone and, without ``wait_all_ranks``, names the first only.
+
+    >>> await ac.monitored_barrier(timeout=30)        # r0, while r1 reads a file
+    CollectiveTimeoutError: ... rank 1 (host n1, pid 71) has not called barrier #7 on lane 'default'; ...
+
+    Source: ``torch.distributed.monitored_barrier``.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return barrier(group=group, lane=lane, timeout=seconds)
 
 
 def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:

@@ -31,6 +31,7 @@ __all__ = [
     "Wire",
     "equal_nodes",
     "place_of",
+    "premul_factor",
     "reduce_op",
     "size_class",
 ]
@@ -93,9 +94,9 @@ class ReduceOp(str, enum.Enum):
     def parse(cls, op: object) -> ReduceOp:
         """The reduction named by ``op``: a name in any case, ours, or torch's ``ReduceOp``."""
         name = op.lower() if isinstance(op, str) else _name_in_torch(op)
-        if name == "premul_sum":  # torch's object for it does not tell the factor
+        if name == "premul_sum":
             raise InvalidArgumentError(
-                f"{op!r}: no reduction multiplies first; pass prescale=factor beside op='sum'"
+                f"{op!r}: pass prescale=factor to all_reduce, with op='sum'; elsewhere multiply yourself"
             )
         found = _REDUCE_OPS.get(name)
         if found is None:
@@ -124,6 +125,14 @@ _REDUCE_OPS |= {"mean": ReduceOp.AVG, "average": ReduceOp.AVG, "prod": ReduceOp.
 def reduce_op(op: object) -> ReduceOp:
     """``ReduceOp.parse``, quick for names as they are: every reduction asks."""
     return (_REDUCE_OPS.get(op) if isinstance(op, str) else None) or ReduceOp.parse(op)
+
+
+def premul_factor(op: dist.ReduceOp) -> float | None:
+    """The factor of what torch's ``_make_nccl_premul_sum`` gives; None of any other reduction."""
+    if op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    _, factor = op.__getstate__()
+    return float(factor)
 
 
 def _name_in_torch(op: object) -> str:
