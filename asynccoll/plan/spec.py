@@ -129,9 +129,9 @@ def reduce_op(op: object) -> ReduceOp:
 
 def premul_factor(op: dist.ReduceOp) -> float | None:
     """The factor of what torch's ``_make_nccl_premul_sum`` gives; None of any other reduction."""
-    if op != dist.ReduceOp.PREMUL_SUM:
+    if _name_in_torch(op) != "premul_sum":
         return None
-    _, factor = op.__getstate__()
+    _, factor = op.__getstate__()  # type: ignore[attr-defined]  # how torch pickles it, and where it tells this
     return float(factor)
 
 
