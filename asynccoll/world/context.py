@@ -402,10 +402,10 @@ class Context:
         """Those of ``lost`` but for who did its part in what it had called here before it left."""
         made = {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
         if error is None:  # what is in flight may still end
-            return tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
-        # Something has failed: because of who never made that call, if there is one; and where a rank was killed,
-        # those that left in order have done so because they had heard of it.
-        guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
+            guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
+        else:  # something has failed: because of who never made that call, if there is one
+            guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
+        # Where a rank was killed, those that have left in order have done so because they had heard of it.
         return self.liveness.killed(guilty) or guilty
 
     def blame(self, operation: Operation) -> Blame:
