@@ -142,7 +142,7 @@ def _hurt_by(faults: Sequence[Fault], program: Program) -> tuple[type[Exception]
     if any(isinstance(fault, StoreLost) for fault in faults):
         return (ac.AsyncCollError,)
     if any(isinstance(fault, Fail) for fault in faults):
-        return (ac.CollectiveError, RuntimeError)
+        return (ac.CollectiveError,)
     return (*_LOST, ac.CollectiveTimeoutError) if _may_part(program) else _LOST
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -107,7 +109,7 @@ async def uses_what_it_computed(rank: int) -> list[float]:
     """On a device: the host of rank 1 has nothing to wait for, but that its device comes so far."""
     try:
         return (await ac.all_reduce(torch.ones(2))).tolist()
-    except (RuntimeError, ac.PeerRefusedError):
+    except ac.CollectiveError:
         return (await ac.all_reduce(torch.ones(2))).tolist()
 
 
@@ -177,3 +179,38 @@ def test_works_taken_as_completed_end_by_their_deadline_where_the_store_is_lost(
     options = {"transport": "memory", "schedule": RandomWalk(), "check": "local"}
     found, _ = complaints(program, 3454, [StoreLost(after_call=4, rank=1)], **options)
     assert not found, found
+
+
+async def three_messages(rank: int) -> list[float | str]:
+    """What rank 0 has sent, or what rank 1 has received; and the type of what was raised instead."""
+    await ac.barrier()
+    got: list[float | str] = []
+    for number in (1.0, 2.0, 3.0):
+        try:
+            if rank == 0:
+                await ac.send(torch.tensor([number]), dst=1)
+                got.append(number)
+            else:
+                got.append((await ac.recv(torch.empty(1), src=0)).item())
+        except ac.CollectiveError as error:
+            got.append(type(error).__name__)
+    return got
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi", "memory", "nccl"])
+def test_a_message_that_the_library_does_not_take_is_not_replaced_by_the_next(transport: str) -> None:
+    """The receiver took the next one for it: a wrong number in silence."""
+    for rank, call in itertools.product((0, 1), (2, 3, 4)):
+        for seed in range(3):
+            report = simulate(
+                three_messages,
+                world_size=2,
+                seed=seed,
+                transport=transport,
+                faults=[Fail(rank, after_call=call)],
+            )
+            report.check()
+            for got in report.results.values():
+                right = list(itertools.takewhile(lambda one: not isinstance(one, str), got))
+                assert right == [1.0, 2.0, 3.0][: len(right)], (rank, call, seed, got)
+                assert all(isinstance(one, str) for one in got[len(right) :]), (rank, call, seed, got)

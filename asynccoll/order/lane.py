@@ -22,6 +22,7 @@ from torch.autograd import profiler
 from asynccoll import host
 from asynccoll.errors import (
     AbortedError,
+    AsyncCollError,
     CollectiveError,
     CollectiveMismatchError,
     PeerLostError,
@@ -155,9 +156,9 @@ class Lane:
                     if stream is None:
                         found = self._announce(what or estimate.name, called_at.get() or spot)
                     completion = self._made_unless(found, start)
-                except BaseException:  # refused by the library, which may have sent something
-                    if stream is None:
-                        self._touched = self.sequence + (not self._together)
+                except BaseException as error:  # refused by the library, which may have sent something
+                    if (typed := self._not_taken(error, estimate.name, stream)) is not None:
+                        raise typed from error
                     raise
             if completion is not None:
                 operation = self._record(estimate, completion, timeout, stream, owner, spot, size_bytes, of)
@@ -207,7 +208,7 @@ class Lane:
                 job = Job(None, program, what=whole, driven_by=self._drive, sent=sent)
                 promise: Completion = Ready(found)
                 if found is None:
-                    self._begin(job)
+                    self._begin(job, name)
                     promise = job.promise
                 operation = self._record(estimate, promise, timeout, None, owner, spot, size_bytes, of)
                 job.place, job.part, job.called = operation.sequence, operation.part, spot
@@ -303,7 +304,16 @@ class Lane:
         assert error is None or isinstance(error, CollectiveMismatchError)
         return error
 
-    def _begin(self, job: Job) -> None:
+    def _not_taken(self, error: BaseException, name: str, stream: Stream | None) -> CollectiveError | None:
+        """A library raised ``error`` instead of taking a call: what the caller is told, if it has no type."""
+        if stream is None:
+            self._touched = self.sequence + (not self._together)
+        else:
+            self._lose_messages(error)
+        foreign = isinstance(error, RuntimeError) and not isinstance(error, AsyncCollError)
+        return collective_error(error, f"{name} on {self}") if foreign else None
+
+    def _begin(self, job: Job, name: str) -> None:
         """Issue the first calls of a program that its waiter may drive. With the lock held."""
         assert job.program is not None
         self._active = job
@@ -313,9 +323,10 @@ class Lane:
         except StopIteration as stop:  # that was its last call
             self._active = None
             job.promise.follow(returned(stop.value))
-        except BaseException:  # refused by the native call itself, as it is for a single one
+        except BaseException as error:  # refused by the native call itself, as it is for a single one
             self._active = None
-            self._touched = self.sequence + (not self._together)
+            if (typed := self._not_taken(error, name, None)) is not None:
+                raise typed from error
             raise
 
     def _enqueue(
@@ -607,7 +618,10 @@ class Lane:
 
         An error that all of them raise (a mismatch that they compared) does not count.
         """
-        if not job.place or self._active is not job:
+        if self._active is not job:
+            return
+        if not job.place:
+            self._lose_messages(error)
             return
         if isinstance(error, CollectiveError):
             # Of a call in parts the others may have made no more than this one: the rest of it is lost.
@@ -616,10 +630,19 @@ class Lane:
             return
         failure = collective_error(error, str(self))
         if job.step is not None and job.step.done() and job.step.error() is not None:
-            self._out_of_step = True  # nothing more is issued until it is known what has failed
-            self.world.find_out(self, failure)
+            self._lose_soon(failure)
         elif not isinstance(failure, PeerLostError):
             self.world.refuse(self, error, job.place, spare=job.promise, part=job.part)
+
+    def _lose_messages(self, error: BaseException) -> None:
+        """The library has not taken a message: its receiver, or sender, would take the next one for it."""
+        if not isinstance(error, CollectiveError):
+            self._lose_soon(collective_error(error, f"a message on {self}"))
+
+    def _lose_soon(self, failure: CollectiveError) -> None:
+        """Nothing more is issued until it is known what has failed; then the lane is lost."""
+        self._out_of_step = True
+        self.world.find_out(self, failure)
 
     def _next_unless_refused(self, job: Job) -> Completion | None:
         """``_next_call``, if nothing is found against it; None also if that is not known yet."""
