@@ -27,8 +27,6 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 __all__ = [
     "AbortedError",
@@ -212,15 +210,3 @@ def collective_error(error: BaseException, what: str) -> CollectiveError:
         mapped = CollectiveError(message)
     mapped.__cause__ = error
     return mapped
-
-
-@contextmanager
-def map_errors(table: Mapping[type[BaseException], type[AsyncCollError]]) -> Iterator[None]:
-    """Re-raise each foreign error of ``table`` as ours, with the foreign one as its cause."""
-    try:
-        yield
-    except AsyncCollError:
-        raise
-    except tuple(table) as error:
-        ours = next(to for foreign, to in table.items() if isinstance(error, foreign))
-        raise ours(str(error)) from error
