@@ -45,6 +45,7 @@ from asynccoll.launch.spawn import spawn
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.modes.isolation import isolated
 from asynccoll.ops.adopting import adopt
+from asynccoll.ops.anysource import AnySource, recv_any, recv_any_object
 from asynccoll.ops.asking import who_is_missing
 from asynccoll.ops.batches import P2POp, batch_isend_irecv
 from asynccoll.ops.coalescing import coalescing
@@ -111,6 +112,7 @@ __version__ = "0.1.0"
 
 __all__ = (
     "AbortedError",
+    "AnySource",
     "AsyncCollError",
     "AsyncOptimizer",
     "BackendNotFoundError",
@@ -194,6 +196,8 @@ __all__ = (
     "prepare",
     "print0",
     "recv",
+    "recv_any",
+    "recv_any_object",
     "recv_object",
     "reduce",
     "reduce_scatter",

@@ -30,6 +30,8 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "send": (("x",), {"dst=None", "tag=0", "group_dst=None", *TAIL}),
     "recv": (("like",), {"src=None", "tag=0", "group_src=None", *OUT}),
     "barrier": ((), {*TAIL}),
+    "recv_any": (("like",), {"sources=None", "tag=0", *TAIL}),
+    "recv_any_object": ((), {"sources=None", "tag=0", "codec=None", *TAIL}),
     "monitored_barrier": ((), {"wait_all_ranks=False", *TAIL}),
     "join": ((), {"lane=None", "timeout=None"}),
     "all_gather_object": (("obj",), {"codec=None", *TAIL}),

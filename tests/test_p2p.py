@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 import weakref
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -128,28 +130,151 @@ def test_messages_are_taken_as_they_come(pair: World, loop: str) -> None:
     pair.run(any_order, runner=loop)
 
 
-async def from_anybody(me: Rank) -> None:
+async def in_falling_order(me: Rank) -> None:
     """The ranks send to the first one in falling order, each once the one before has come."""
     if me.rank:
-        await ac.recv(torch.empty(1), src=0, tag=1)
-        await ac.send(torch.tensor([float(me.rank)]), dst=0)
+        await me.get(ac.recv(torch.empty(1), src=0, tag=1))
+        await me.get(ac.send(torch.tensor([float(me.rank)]), dst=0))
         return
-    senders = range(me.size - 1, 0, -1)
-    works = {ac.recv(torch.empty(1), src=rank): rank for rank in reversed(senders)}
+    senders = [*range(me.size - 1, 0, -1)]
+    arriving = ac.recv_any(torch.empty(1))
+    await me.get(ac.send(torch.ones(1), dst=senders[0], tag=1))
     came = []
-    await ac.send(torch.ones(1), dst=senders[0], tag=1)
-    async for work in ac.as_completed(works):
-        came.append((works[work], work.result().item()))
+    async for source, x in by_turns(me, arriving):
+        came.append((source, x.item()))
         if len(came) < len(senders):
-            await ac.send(torch.ones(1), dst=senders[len(came)], tag=1)
+            assert arriving.sources == tuple(sorted(senders[len(came) :]))
+            await me.get(ac.send(torch.ones(1), dst=senders[len(came)], tag=1))
     with me.case("came"):
         assert came == [(rank, float(rank)) for rank in senders]
+        assert arriving.sources == ()
+
+
+async def by_turns(me: Rank, arriving: ac.AnySource[Any]) -> AsyncIterator[tuple[int, Any]]:
+    """As the runner goes through it."""
+    if me.runner == "blocking":
+        for taken in arriving:
+            yield taken
+    else:
+        async for taken in arriving:
+            yield taken
 
 
 @pytest.mark.processes
-def test_what_comes_first_from_anybody(four: World, loop: str) -> None:
-    """A receive from each, and ``as_completed``: in place of a source that is not said."""
-    four.run(from_anybody, runner=loop)
+def test_from_any_source_in_order_of_arrival(four: World, runner: str) -> None:
+    """Whatever the order in which the receives were posted; each with its source."""
+    four.run(in_falling_order, runner=runner)
+
+
+async def farm(me: Rank) -> None:
+    """The first rank hands out jobs to whoever asks for one, and sends home who asks when none is left."""
+    if me.rank:
+        done: object = None
+        while True:
+            await me.get(ac.send_object(done, dst=0, tag=3))
+            job = await me.get(ac.recv_object(src=0, tag=3))
+            if job is None:
+                return
+            done = job * job
+    jobs, found = [*range(20)], []
+    arriving = ac.recv_any_object(sources=range(1, me.size), tag=3)
+    async for source, done in by_turns(me, arriving):
+        if done is not None:
+            found.append(done)
+        job = jobs.pop() if jobs else None
+        await me.get(ac.send_object(job, dst=source, tag=3))
+        if job is not None:
+            arriving.again(source)
+    with me.case("all jobs"):
+        assert sorted(found) == [job * job for job in range(20)]
+
+
+@pytest.mark.processes
+def test_a_server_asks_again_whom_it_has_answered(four: World, runner: str) -> None:
+    """Each worker as often as it sends, which nobody knows beforehand."""
+    four.run(farm, runner=runner)
+
+
+async def late_source(me: Rank) -> None:
+    if me.rank:
+        if me.rank == 2:
+            me.see(f"late {me.runner}")
+        await me.get(ac.send(torch.tensor([me.rank]), dst=0))
+        return
+    arriving = ac.recv_any(torch.tensor([0]), timeout=0.3)
+    came: list[int] = []
+    with raising(ac.CollectiveTimeoutError, "rank 2") as caught:
+        async for source, _ in by_turns(me, arriving):
+            came.append(source)
+    assert isinstance(caught.error, ac.CollectiveTimeoutError)
+    assert (sorted(came), caught.error.ranks) == ([1, 3], (2,))
+    me.show(f"late {me.runner}")
+    with me.case("goes on"):
+        assert [(source, x.item()) async for source, x in by_turns(me, arriving)] == [(2, 2)]
+
+
+@pytest.mark.processes
+def test_a_source_that_is_late_is_named(four: World, runner: str) -> None:
+    """What has come is not lost with it, and the iteration can go on."""
+    four.run(late_source, runner=runner)
+
+
+async def any_source_refused(me: Rank) -> None:
+    like = torch.ones(2)
+    peer = 1 - me.rank
+    for sources, error in (
+        ([me.rank], ac.InvalidArgumentError),
+        ([peer, peer], ac.InvalidArgumentError),
+        ([peer, 7], ac.InvalidArgumentError),
+        (peer, ac.PayloadTypeError),
+    ):
+        for call, args in ((ac.recv_any, (like,)), (ac.recv_any_object, ())):
+            with me.case(f"{call.__name__} {sources}"), raising(error, "sources"):
+                call(*args, sources=sources)
+    if me.lacks("recv"):
+        with me.case("lacking"), raising(ac.UnsupportedOpError):
+            ac.recv_any(like)
+        return
+    with me.case("no source"), raising(ac.InvalidArgumentError, "ac.recv_any"):
+        ac.recv(like)
+    arriving = ac.recv_any(like)
+    with me.case("asked for"), raising(ac.InvalidArgumentError, f"rank {peer}"):
+        arriving.again(peer)
+    sent = ac.send(like * me.rank, dst=peer)
+    taken = [one async for one in by_turns(me, arriving)]
+    await me.get(sent)
+    with me.case("taken"):
+        oracle.same(taken, [(peer, like * peer)])
+
+
+def test_sources_that_are_refused(pair: World, runner: str) -> None:
+    """Before anything is asked of anybody."""
+    pair.run(any_source_refused, runner=runner)
+
+
+async def several_take(me: Rank) -> None:
+    arriving = ac.recv_any(torch.ones(2))
+    peer = 1 - me.rank
+    with me.case("two tasks"):
+        first = asyncio.ensure_future(anext(arriving))
+        await asyncio.sleep(0)
+        with raising(ac.InvalidArgumentError, "another task"):
+            await anext(arriving)
+        first.cancel()
+        await asyncio.wait([first])
+        assert first.cancelled()
+    await ac.barrier()  # nobody sends before
+    sent = ac.send(torch.ones(2) * me.rank, dst=peer)
+    with me.case("after a cancelled one"):
+        source, x = await anext(arriving)
+        oracle.same((source, x), (peer, torch.ones(2) * peer))
+    await sent
+
+
+@pytest.mark.processes
+def test_one_task_takes_what_arrives(pair: World) -> None:
+    """A second one at the same time is refused; of one that is cancelled nothing is lost."""
+    pair.run(several_take, runner="asyncio")
 
 
 async def into_out(me: Rank) -> None:

@@ -243,3 +243,52 @@ def test_messages_outlive_a_refused_call() -> None:
             assert ac.all_reduce(1).wait() == 2
 
         run(main, seed, world_size=2, loop="none").check()
+
+
+def served(rank: int, jobs: int = 6) -> list[tuple[int, int]]:
+    """The first rank hands out numbers to whoever asks; the squares that it gets, each with who sent it."""
+    if rank:
+        done = -1
+        while True:
+            ac.send_object(done, dst=0).wait()
+            job = ac.recv_object(src=0).wait()
+            if job < 0:
+                return []
+            done = job * job
+    left, found = [*range(jobs)], []
+    arriving = ac.recv_any_object()
+    for source, done in arriving:
+        job = left.pop() if left else -1
+        ac.send_object(job, dst=source).detach()
+        if done != -1:
+            found.append((source, done))
+        if job >= 0:
+            arriving.again(source)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_who_comes_first_is_served_first(transport: str) -> None:
+    """Nothing is lost or taken twice in any order; the order says which rank does how many."""
+    shares = set()
+    for seed in range(30 * TIMES):
+        report = run(served, seed, world_size=3, loop="none", transport=transport)
+        report.check()
+        found = report.results[0]
+        assert sorted(done for _, done in found) == [job * job for job in range(6)]
+        shares.add(sum(source == 1 for source, _ in found))
+    assert len(shares) > 1
+
+
+def test_a_killed_source_ends_the_waiting_for_any() -> None:
+    """It is named, whoever else might still send; unless it had nothing left to send."""
+    named = 0
+    for seed in range(30 * TIMES):
+        report = run(served, seed, world_size=3, loop="none", faults=[Kill(2, after_call=1 + seed % 5)])
+        assert report.deadlock is None, report.deadlock
+        if 0 in report.errors:
+            lost = report.errors[0]
+            assert isinstance(lost, ac.PeerLostError)
+            assert lost.ranks == (2,)
+            named += 1
+    assert named > 10

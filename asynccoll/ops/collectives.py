@@ -154,7 +154,7 @@ def _peer(role: str, rank: int | None, index: int | None, group: GroupLike) -> i
     """The global rank that a call names, by itself or by its index in the group."""
     if (rank is None) is (index is None):
         got = "neither" if rank is None else f"{role}={rank} and group_{role}={index}"
-        anybody = "; there is no receiving from anybody: ac.as_completed gives first what arrives first"
+        anybody = "; to receive from any source, use ac.recv_any or ac.recv_any_object"
         raise InvalidArgumentError(
             f"pass {role}=, a global rank, or group_{role}=, an index in the group; got {got}"
             f"{anybody if rank is None and role == 'src' else ''}"

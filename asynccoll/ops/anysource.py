@@ -1,0 +1,231 @@
+"""``recv_any``: messages from several ranks, in the order in which they arrive.
+
+Made of a ``recv`` from each: libraries differ in whether they can receive from any source, and where ranks
+share memory there is no such call. It must not know how a message is carried.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+
+from asynccoll import host
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.ops.collectives import recv, recv_object
+from asynccoll.ops.scopes import current_lane
+from asynccoll.payload.codecs import Codec
+from asynccoll.runtime.process import current
+from asynccoll.waiting.suspending import Signal
+from asynccoll.waiting.work import Work
+from asynccoll.world.group import GroupLike
+from asynccoll.world.resolving import resolve_group
+
+__all__ = ["AnySource", "recv_any", "recv_any_object"]
+
+T = TypeVar("T")
+
+
+class AnySource(Generic[T]):
+    """Messages from several ranks as they arrive, each as ``(source, message)``: what ``recv_any`` gives.
+
+    ``async for``, or plain ``for`` without an event loop; one task or thread at a time. It ends when every
+    message that was asked for has been taken: one from each source, and one more for each ``again``.
+    """
+
+    __slots__ = ("_arrivals", "_post", "_works")
+
+    def __init__(self, post: Callable[[int], Work[T]], sources: Iterable[int]) -> None:
+        self._post = post
+        self._works: dict[int, Work[T]] = {}
+        self._arrivals = _Arrivals()
+        for source in sources:
+            self.again(source)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks of which a message is still to be taken."""
+        return tuple(self._works)
+
+    def again(self, source: int) -> None:
+        """Ask for one more message of ``source``, whose last one has been taken."""
+        if source in self._works:
+            raise InvalidArgumentError(
+                f"a message from rank {source} has been asked for and is not taken yet"
+            )
+        work = self._works[source] = self._post(source)
+        work.add_done_callback(partial(self._arrivals.tell, source))
+
+    def __aiter__(self) -> AnySource[T]:
+        return self
+
+    async def __anext__(self) -> tuple[int, T]:
+        while self._works and not self._arrivals.sources:
+            signal = Signal()
+            with self._arrivals.waking(signal.set):
+                if not self._arrivals.sources:
+                    await signal.wait(self._seconds_left())
+            self._check_deadlines()
+        if not self._works:
+            raise StopAsyncIteration
+        with self._taken() as source:
+            return source, await self._works[source]
+
+    def __iter__(self) -> AnySource[T]:
+        return self
+
+    def __next__(self) -> tuple[int, T]:
+        while self._works and not self._arrivals.sources:
+            event = host.Event()
+            with self._arrivals.waking(event.set):
+                if not self._arrivals.sources:
+                    event.wait(self._seconds_left())
+            self._check_deadlines()
+        if not self._works:
+            raise StopIteration
+        with self._taken() as source:
+            return source, self._works[source].wait()
+
+    @contextmanager
+    def _taken(self) -> Iterator[int]:
+        """The source of the message that arrived first; it stays the first if the block is cancelled."""
+        source = self._arrivals.sources.popleft()
+        try:
+            yield source
+        except Exception:
+            del self._works[source]
+            self._let_go()
+            raise
+        except BaseException:
+            self._arrivals.sources.appendleft(source)
+            raise
+        else:
+            del self._works[source]
+
+    def _seconds_left(self) -> float:
+        deadlines = [operation.deadline for work in self._works.values() for operation in work.operations]
+        return max(0.0, min(deadlines) - host.monotonic())
+
+    def _check_deadlines(self) -> None:
+        """Raise the timeout of a receive that is late; it has as long again afterwards."""
+        if self._arrivals.sources:
+            return
+        now = host.monotonic()
+        for work in self._works.values():
+            if any(operation.deadline <= now for operation in work.operations):
+                self._let_go()
+                work.wait()
+
+    def _let_go(self) -> None:
+        """After an error, which its user has: no warning for each of those that are not taken."""
+        for work in self._works.values():
+            work.detach()
+
+
+class _Arrivals:
+    """From whom something has arrived. Works in flight refer to it, and it to none of them."""
+
+    __slots__ = ("_wake", "sources")
+
+    def __init__(self) -> None:
+        self.sources: deque[int] = deque()
+        self._wake: Callable[[], object] | None = None
+
+    def tell(self, source: int, _: Work[object]) -> None:
+        """On the completing thread."""
+        self.sources.append(source)
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Call ``wake`` for what arrives meanwhile; inside, look once more before you sleep."""
+        if self._wake is not None:
+            raise InvalidArgumentError("another task or thread waits for these messages already")
+        self._wake = wake
+        try:
+            yield
+        finally:
+            self._wake = None
+
+
+def recv_any(
+    like: torch.Tensor,
+    /,
+    *,
+    sources: Iterable[int] | None = None,
+    tag: int = 0,
+    group: GroupLike = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> AnySource[torch.Tensor]:
+    """A tensor shaped as ``like`` from each of ``sources`` (None: all other ranks of the group).
+
+    They come in order of arrival, each with the global rank that sent it. ``again(source)`` asks that rank
+    for one more: a server calls it for each client that goes on.
+
+    >>> async for source, x in ac.recv_any(torch.empty(2)):   # r0; r1: ac.send(torch.ones(2), dst=0)
+    ...     print(source, x)
+    1 tensor([1., 1.])
+
+    Each message that is asked for is a ``recv``, posted at once. So the sources send as many with this tag
+    as are asked for. If you stop early, the receives that are left get the next messages of their sources,
+    and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``).
+
+    Raises:
+        CollectiveTimeoutError: a message has not come ``timeout`` seconds after it was asked for; the error
+            names its source. Go on iterating to wait for as long again.
+
+    Source: ``torch.distributed.recv`` without ``src``, ``MPI_Recv`` with ``MPI_ANY_SOURCE``.
+    """
+
+    def post(source: int) -> Work[torch.Tensor]:
+        return recv(like, src=source, tag=tag, group=group, lane=name, timeout=timeout)
+
+    name = current_lane() if lane is None else lane
+    return AnySource(post, _checked(sources, group))
+
+
+def recv_any_object(
+    *,
+    sources: Iterable[int] | None = None,
+    tag: int = 0,
+    codec: Codec | str | None = None,
+    group: GroupLike = None,
+    lane: str | None = None,
+    timeout: float | None = None,
+) -> AnySource[object]:
+    """As ``recv_any``, of what is sent by ``send_object``.
+
+    >>> async for source, request in ac.recv_any_object():    # r0; r1: ac.send_object("ready", dst=0)
+    ...     print(source, request)
+    1 ready
+
+    Source: ``torch.distributed.recv_object_list`` without ``src``.
+    """
+
+    def post(source: int) -> Work[object]:
+        return recv_object(src=source, tag=tag, codec=codec, group=group, lane=name, timeout=timeout)
+
+    name = current_lane() if lane is None else lane
+    return AnySource(post, _checked(sources, group))
+
+
+def _checked(sources: Iterable[int] | None, group: GroupLike) -> list[int]:
+    """The ranks that are meant; looked at before anything is asked of any of them."""
+    context = current()
+    resolved = resolve_group(context, group)
+    others = [rank for rank in resolved.ranks if rank != context.rank]
+    if sources is None:
+        return others
+    if isinstance(sources, (int, str)):
+        raise PayloadTypeError(f"sources must be a list of ranks, got {sources!r}")
+    listed = list(sources)
+    if len(set(listed)) < len(listed) or not set(listed) <= set(others):
+        raise InvalidArgumentError(f"sources must be different ranks among {others}, got {listed}")
+    return listed
