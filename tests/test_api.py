@@ -183,7 +183,7 @@ LAZY = """
 import sys
 import asynccoll
 import asynccoll.sync
-heavy = {"mpi4py", "horovod", "torch_xla", "rich", "matplotlib", "trio", "pandas", "torch._dynamo", "sympy"}
+heavy = {"mpi4py", "horovod", "torch_xla", "matplotlib", "trio", "pandas", "torch._dynamo", "sympy"}
 print(sorted(heavy & {*sys.modules, *(name.partition(".")[0] for name in sys.modules)}))
 """
 

@@ -8,12 +8,16 @@ import pty
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from asynccoll.cli import main, output, top, trials
+from asynccoll.cli import layout, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Progress
+from asynccoll.health.accounts import Account
 from asynccoll.trace.live import Snapshot, survey
+from asynccoll.trace.whereabouts import Job, Whereabouts
+from patience import patient
 
 # --- info -----------------------------------------------------------------------------------------
 
@@ -66,18 +70,44 @@ def test_a_table_in_a_pipe_is_aligned_text(capsys):
     assert capsys.readouterr().out == "times\nname       us\na         1.5\n[bold]  10.25\n"
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_a_table_on_a_terminal(rich):
-    """Drawn by rich, if that is there; else the same as in a pipe. Markup in it is text."""
+WIDE = output.Table(
+    ("job", "pid", "operation", "lane", "line"),
+    [("7", "100", "all_reduce #5", "gradients/backward", "train.py:3"), ("7", "101", "-", "-", "-")],
+    left=frozenset({"operation", "lane", "line"}),
+    spare=("job",),
+)
+
+
+def test_a_table_that_fits_is_as_in_a_pipe():
+    assert list(layout.lines(WIDE, 80)) == list(layout.lines(WIDE))
+
+
+def test_a_table_that_is_too_wide_leaves_columns_out_then_folds_words_between_words():
+    assert [line.text for line in layout.lines(WIDE, 52)] == [
+        "pid  operation      lane                line",
+        "100  all_reduce #5  gradients/backward  train.py:3",
+        "101  -              -                   -",
+    ]
+    assert [line.text for line in layout.lines(WIDE, 39)] == [
+        "pid  operation   lane        line",
+        "100  all_reduce  gradients/  train.py:3",
+        "     #5          backward",
+        "101  -           -           -",
+    ]
+    narrow = [line.text for line in layout.lines(WIDE, 5)]
+    assert narrow == [line.text for line in layout.lines(WIDE, 39)]  # no word is cut
+
+
+def test_letters_that_take_two_cells_are_aligned():
+    table = output.Table(("lane", "us"), [("\u884c", "1"), ("ab", "2")], left=frozenset({"lane"}))
+    assert [line.text for line in layout.lines(table)] == ["lane  us", "\u884c     1", "ab     2"]
+
+
+def on_terminal(program, **variables):
+    """What ``program`` shows on a terminal of 80 columns."""
     ours, theirs = pty.openpty()
-    program = (
-        f"import sys\n{'' if rich else 'sys.modules[chr(114) + chr(105) + chr(99) + chr(104)] = None'}\n"
-        "from asynccoll.cli import output\n"
-        "rows = [('a', '1.5'), ('[bold]', '10.25')]\n"
-        "output.print_table(output.Table(('name', 'us'), rows, title='times'))\n"
-    )
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
-    subprocess.run([sys.executable, "-c", program], stdout=theirs, env=env, check=True, timeout=60)
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", **variables}
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, env=env, check=True, timeout=patient(60))
     os.close(theirs)
     shown = b""
     try:
@@ -86,11 +116,34 @@ def test_a_table_on_a_terminal(rich):
     except OSError:  # the terminal's other end is closed
         pass
     os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
-    assert "[bold]" in text
-    assert "10.25" in text
-    assert ("\u2500" in text) == rich
-    assert (b"\x1b[" in shown) == rich
+    return shown.decode().replace("\r\n", "\n")
+
+
+SHOWS = """
+from asynccoll.cli import output
+rows = [("a", "1.5"), ("[bold]", "10.25")]
+output.print_table(output.Table(("name", "us"), rows, title="times", left=frozenset({"name"}), good={1}))
+output.print_text("word " * 20)
+"""
+LINES = [
+    "times",
+    "name       us",
+    "a         1.5",
+    "[bold]  10.25",
+    *["word " * 15 + "word", "word " * 3 + "word"],
+]
+
+
+def test_a_table_on_a_terminal_has_colour():
+    """Its lines are those of a pipe."""
+    shown = on_terminal(SHOWS)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines() == LINES
+    assert "\x1b[32m[bold]  10.25\x1b[0m\n" in shown
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_table_on_a_terminal_has_no_colour_where_it_is_not_wanted(variables):
+    assert on_terminal(SHOWS, **variables).splitlines() == LINES
 
 
 def test_explain_as_json(capsys):
@@ -147,6 +200,54 @@ def test_who_is_behind_and_who_waits():
     (said,) = top.remarks([first, second])
     assert said.startswith("rank 1 (pid 101, stopped) is 1 behind: rank 0 has waited 9.00 s in all_reduce #1")
     assert top.remarks([first]) == []
+
+
+def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+    def interrupted(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=interrupted))
+    assert main(["top"]) == 0
+    assert main(["top", "-n", "3"]) == 130  # it was to show three
+    capsys.readouterr()
+
+
+def test_top_of_a_process_ends_with_it(monkeypatch, capsys):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+
+        def ends(_seconds):
+            child.communicate(b"\n", timeout=patient(30))
+
+        monkeypatch.setattr(top, "time", SimpleNamespace(sleep=ends))
+        assert main(["top", str(child.pid), "-n", "3"]) == 0
+        told = capsys.readouterr()
+        assert f"process {child.pid} is no rank of asynccoll" in told.out
+        assert told.err == f"process {child.pid} has ended\n"
+        for command in ("top", "where"):
+            assert main([command, str(child.pid)]) == 2
+            assert f"there is no process {child.pid} on this host" in capsys.readouterr().err
+
+
+def test_a_screen_shows_as_many_rows_as_it_has_room_for(monkeypatch, capsys):
+    monkeypatch.setenv("LINES", "5")
+    screen = output.Screen()
+    screen.show(["head", "0", "1", "2"], [])
+    assert "more" not in capsys.readouterr().out
+    screen.show(["head", *map(str, range(9))], ["rank 1 is stopped"])
+    shown = re.sub(r"\x1b\[[0-9;]*[HJK]", "", capsys.readouterr().out)
+    assert shown == "head\r\n0\r\n... 8 lines more\r\nrank 1 is stopped\r\n"
+
+
+def test_stacks_that_are_the_same_are_shown_once():
+    stacks = [{"": ("f",), "task 'a'": ("g",)}, {"": ("f",)}, {"": ("h",)}]
+    ranks = [Whereabouts(k, None, Account(k, stacks=told)) for k, told in enumerate(stacks)]
+    assert where.same_stacks(Job(3, "", tuple(ranks))) == {
+        ("", ("f",)): [0, 1],
+        ("task 'a'", ("g",)): [0],
+        ("", ("h",)): [2],
+    }
 
 
 def test_ranks_outside_of_a_group_are_not_behind():

@@ -211,8 +211,10 @@ def _table(operation: str, rows: list[dict[str, object]]) -> Table:
     table = Table((*columns, *figures), title=f"{operation} (bandwidths in GB/s)", left=_WORDS)
     for row in rows:
         table.rows.append(_line(row))
-        if row["peer"] == "asynccoll":
-            table.marked.add(len(table.rows) - 1)
+        if row["error"] or row["wrong"]:
+            table.bad.add(len(table.rows) - 1)
+        elif row["peer"] == "asynccoll":
+            table.good.add(len(table.rows) - 1)
     return table
 
 

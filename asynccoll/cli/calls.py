@@ -10,7 +10,7 @@ from asynccoll.cli.output import Table, print_table
 if TYPE_CHECKING:
     from asynccoll.flight import Call, Parting
 
-__all__ = ["call_cells", "call_columns", "print_partings"]
+__all__ = ["call_cells", "call_columns", "nobody", "print_partings"]
 
 call_columns: tuple[str, ...] = ("operation", "of", "lane", "called", "is", "line")
 
@@ -24,15 +24,29 @@ def call_cells(call: Call, now: float) -> tuple[str, ...]:
     return f"{call.operation}{number}", call.of or "-", call.lane, ago, call.state, call.place
 
 
+def nobody(job: str | None) -> str:
+    """What is said where no rank is found."""
+    if job is None:
+        return (
+            "no rank of asynccoll runs on this host, or none that you may look into; of a job that failed "
+            "there are dumps: asynccoll trace diff DIR, the directory that the error names"
+        )
+    if job.isdigit():
+        return (
+            f"process {job} is no rank of asynccoll and has started none, or none that has called "
+            "ac.initialize() and that you may look into"
+        )
+    return f"no rank of this host has met at {job}"
+
+
 def print_partings(partings: Iterable[Parting], ranks: Mapping[int, object]) -> bool:
     """Where ``ranks`` part, lane by lane; whether they do."""
     found = list(partings)
     if not found:
-        who = f"the {len(ranks)} ranks" if len(ranks) > 1 else "one rank only, which"
         print(
-            f"{who} called the same, as far as is recorded"
+            f"the {len(ranks)} ranks called the same, as far as is recorded"
             if len(ranks) > 1
-            else f"there is {who} cannot part"
+            else "there is one rank only: nothing to compare"
         )
         return False
     for one in found:

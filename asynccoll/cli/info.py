@@ -27,17 +27,17 @@ def _info(given: argparse.Namespace) -> int:
     from asynccoll.cli.trials import look, try_all
 
     found = collect(__version__)
+    if not given.json:
+        print_table(Table(("", " "), list(found.items()), left=frozenset({"", " "})))
+        print(flush=True)
     trials = look() if given.no_try else try_all()
     if given.json:
         print_json({**found, "backends": {name: trial.to_dict() for name, trial in trials.items()}})
         return 0
-    words = frozenset({"", " "})
-    print_table(Table(("", " "), list(found.items()), left=words))
-    print()
-    columns = ("backend", "works", "why not", "type")
+    columns = ("backend", "works", "why not", "what to type")
     table = Table(columns, left=frozenset(columns))
     for name, trial in trials.items():
-        table.marked |= {len(table.rows)} if trial.works else set()
+        table.good |= {len(table.rows)} if trial.works else set()
         table.rows.append((name, "yes" if trial.works else "no", trial.why, trial.do))
     print_table(table)
     return 0

@@ -1,7 +1,7 @@
-"""What a command prints: tables (drawn by rich on a terminal, plain text elsewhere), JSON, and bars.
+"""What a command prints: tables and sentences (on a terminal they fit it), JSON, and bars.
 
-rich is an extra (``pip install rich``); without it, or in a pipe, everything is plain text in the
-same order. What a table says is the command's affair.
+In a pipe the same is plain text, as wide as it is. What a table says is the command's affair, how it is laid
+out that of ``layout``.
 """
 
 from __future__ import annotations
@@ -9,52 +9,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
+from asynccoll.cli.layout import Line, Table, folded, lines
 from asynccoll.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = [
     "Bar",
+    "Screen",
     "Table",
     "add_json",
     "check_writable",
-    "console",
     "from_here",
     "print_json",
     "print_table",
+    "print_text",
+    "table_lines",
+    "text_lines",
 ]
 
-
-@dataclass(slots=True)
-class Table:
-    """Rows of short texts under ``columns``; those in ``left`` are words, the others numbers."""
-
-    columns: Sequence[str]
-    rows: list[Sequence[str]] = field(default_factory=list)
-    title: str = ""
-    left: frozenset[str] = frozenset()
-    #: rows that stand out on a terminal, by number
-    marked: set[int] = field(default_factory=set)
-
-
-def console(file: TextIO | None = None) -> Console | None:
-    """rich's console on ``file`` (standard output), if that is a terminal and rich is installed."""
-    file = file or sys.stdout
-    if not file.isatty():
-        return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(file=file, highlight=False)
+#: How lines stand out on a terminal.
+_STYLES = {"title": "\x1b[1m", "head": "\x1b[4m", "good": "\x1b[32m", "bad": "\x1b[31m"}
 
 
 def from_here(text: str) -> str:
@@ -77,48 +56,35 @@ def check_writable(directory: Path) -> None:
 
 
 def print_table(table: Table) -> None:
-    """To standard output."""
+    """To standard output; on a terminal as wide as that is, and with colour."""
+    print("\n".join(table_lines(table)), flush=True)
+
+
+def table_lines(table: Table) -> list[str]:
+    """What ``print_table`` prints."""
     table.rows = [tuple(map(from_here, row)) for row in table.rows]
-    screen = console()
-    if screen is None:
-        print("\n".join(plain_lines(table)), flush=True)
-        return
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table as Drawn
-
-    drawn = Drawn(
-        title=escape(table.title) or None,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        show_header=any(name.strip() for name in table.columns),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in table.columns:
-        words = name in table.left
-        drawn.add_column(
-            escape(name), justify="left" if words else "right", no_wrap=not words, overflow="fold"
-        )
-    for number, row in enumerate(table.rows):
-        drawn.add_row(*map(escape, row), style="green" if number in table.marked else None)
-    screen.print(drawn)
+    return [_styled(line) for line in lines(table, _width())]
 
 
-def plain_lines(table: Table) -> Iterable[str]:
-    """The same as text, two spaces between columns."""
-    heads = [list(table.columns)] if any(name.strip() for name in table.columns) else []
-    lines = [*heads, *table.rows]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(table.columns))]
-    if table.title:
-        yield table.title
-    for line in lines:
-        cells = (
-            f"{cell:<{width}}" if name in table.left else f"{cell:>{width}}"
-            for cell, width, name in zip(line, widths, table.columns, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
+def print_text(text: str) -> None:
+    """A sentence or several, to standard output; on a terminal folded between words."""
+    print("\n".join(text_lines(text)), flush=True)
+
+
+def text_lines(text: str) -> list[str]:
+    """What ``print_text`` prints."""
+    return folded(from_here(text), _width())
+
+
+def _width() -> int | None:
+    """Of the terminal that standard output is; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _styled(line: Line) -> str:
+    """With the terminal's codes, where there is one that takes them and nobody minds (https://no-color.org)."""
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return line.text if plain or not line.kind else f"{_STYLES[line.kind]}{line.text}\x1b[0m"
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on standard output") -> None:
@@ -129,6 +95,24 @@ def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on 
 def print_json(what: object) -> None:
     """One document, on standard output."""
     print(json.dumps(what, indent=2), flush=True)
+
+
+class Screen:
+    """The terminal that standard output is, filled anew each time."""
+
+    def __init__(self) -> None:
+        sys.stdout.write("\x1b[2J")
+
+    def show(self, rows: Sequence[str], notes: Sequence[str]) -> None:
+        """``rows`` from the top, as many as there is room for beside ``notes``, which stand below."""
+        below = [line for note in notes for line in text_lines(note)]
+        room = max(1, shutil.get_terminal_size().lines - 1 - len(below))
+        above = (
+            list(rows) if len(rows) <= room else [*rows[: room - 1], f"... {len(rows) - room + 1} lines more"]
+        )
+        shown = "".join(f"{line}\x1b[K\r\n" for line in [*above, *below])
+        sys.stdout.write(f"\x1b[H{shown}\x1b[J")
+        sys.stdout.flush()
 
 
 class Bar:

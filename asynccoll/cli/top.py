@@ -7,8 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from asynccoll.cli.calls import nobody
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, from_here, print_json, print_table
+from asynccoll.cli.output import Screen, Table, add_json, from_here, print_json, table_lines, text_lines
 
 if TYPE_CHECKING:
     from asynccoll.trace.live import RankNow
@@ -17,6 +18,8 @@ __all__ = ["add"]
 
 #: From when on an operation in flight stands out.
 _LONG_SECONDS = 5.0
+#: Who looks at a terminal sees something after this.
+_FIRST_SECONDS = 0.2
 
 
 def add(commands: Commands) -> None:
@@ -37,35 +40,52 @@ def add(commands: Commands) -> None:
 
 def _top(given: argparse.Namespace) -> int:
     from asynccoll.errors import InvalidArgumentError
-    from asynccoll.trace.live import snapshot, survey
+    from asynccoll.trace.live import check_running
 
+    if given.pid is not None:
+        check_running(given.pid)
     if not given.interval > 0:
         raise InvalidArgumentError(f"--interval {given.interval} is not possible; it is more than 0 seconds")
+    if given.count is not None and given.count < 1:
+        raise InvalidArgumentError(f"--count {given.count} is not possible; it is at least 1")
     live = sys.stdout.isatty() and not given.json
+    try:
+        return _watch(given, live)
+    except KeyboardInterrupt:
+        if given.count is not None or not live:
+            raise
+        return 0  # as it was meant to end
+
+
+def _watch(given: argparse.Namespace, live: bool) -> int:
+    """Look and show, ``--count`` times; live without end if that is not given, else once."""
+    from asynccoll.trace.live import is_running, snapshot, survey
+
     count = given.count if given.count is not None else (0 if live else 1)
+    screen = Screen() if live else None
     before, turn = snapshot(given.pid), 0
     while True:
-        time.sleep(given.interval)
+        time.sleep(min(given.interval, _FIRST_SECONDS) if live and not turn else given.interval)
         now = snapshot(given.pid)
         ranks = survey(now, before)
         before, turn = now, turn + 1
-        if live:
-            sys.stdout.write("\x1b[H\x1b[2J")  # home, and clear
         if given.json:
             print_json([rank.to_dict() for rank in ranks])
+        elif screen is not None:
+            screen.show(_lines(ranks, given.pid), remarks(ranks))
         else:
-            _print(ranks)
+            print("\n".join([*_lines(ranks, given.pid), *map(from_here, remarks(ranks))]), flush=True)
         if turn == count:
             return 0 if ranks else 1
+        if given.pid is not None and not is_running(given.pid):
+            print(f"process {given.pid} has ended", file=sys.stderr)
+            return 0
 
 
-def _print(ranks: list[RankNow]) -> None:
+def _lines(ranks: list[RankNow], of: int | None) -> list[str]:
     if not ranks:
-        print("no rank of asynccoll runs on this host, or none that you may look into", flush=True)
-        return
-    print_table(_table(ranks))
-    for line in remarks(ranks):
-        print(from_here(line), flush=True)
+        return text_lines(nobody(None if of is None else str(of)))
+    return table_lines(_table(ranks))
 
 
 _LEFT = frozenset({"state", "operation", "lane", "line"})
@@ -75,9 +95,8 @@ _COLUMNS = (
     "pid",
     "state",
     "calls/s",
-    "per s",
-    "flying",
-    "for",
+    "bytes/s",
+    "in flight",
     "behind",
     "operation",
     "lane",
@@ -88,10 +107,13 @@ _COLUMNS = (
 def _table(ranks: list[RankNow]) -> Table:
     from asynccoll.trace.words import duration, size
 
-    table = Table(_COLUMNS, left=_LEFT)
+    one_job = len({one.job for one in ranks}) == 1
+    table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "lane", "calls/s"))
     for one in ranks:
         call = f"{one.operation} #{one.sequence}" if one.sequence else one.operation or "-"
-        since = duration(one.seconds) if one.in_flight else f"idle {duration(one.idle)}"
+        since = duration(one.seconds if one.in_flight else one.idle)
+        if one.behind or one.state != "running":
+            table.bad.add(len(table.rows))
         table.rows.append(
             (
                 str(one.job),
@@ -100,8 +122,7 @@ def _table(ranks: list[RankNow]) -> Table:
                 one.state,
                 f"{one.calls_per_second:.0f}",
                 size(one.bytes_per_second),
-                str(one.in_flight),
-                since,
+                f"{one.in_flight} for {since}",
                 str(one.behind) if one.behind else "-",
                 call,
                 one.lane or "-",

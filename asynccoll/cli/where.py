@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from asynccoll.cli.calls import call_cells, call_columns, print_partings
+from asynccoll.cli.calls import call_cells, call_columns, nobody, print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, print_json, print_table
+from asynccoll.cli.output import Table, add_json, print_json, print_table, print_text
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from asynccoll.trace.whereabouts import Job
 
-__all__ = ["add"]
+__all__ = ["add", "same_stacks"]
 
 
 def add(commands: Commands) -> None:
@@ -46,7 +46,7 @@ def _where(given: argparse.Namespace) -> int:
     if given.json:
         print_json([job.to_dict(given.calls) for job in jobs])
     elif not jobs:
-        print("no rank of asynccoll runs here, or none that you may look into")
+        print_text(nobody(given.job))
     else:
         for job in jobs:
             _print(job, given.calls)
@@ -57,7 +57,9 @@ def _print(job: Job, calls: int) -> None:
     met = f", met at {job.meets}" if job.meets else ""
     title = f"{len(job.ranks)} of {job.world_size} ranks{met}"
     columns = ("rank", "host", "pid", "process", *call_columns)
-    table = Table(columns, title=title, left=frozenset(columns) - {"rank", "pid", "called"})
+    spare = ["host"] * (len({one.peer.host for one in job.ranks}) == 1)
+    spare += ["process"] * all(one.state == "running" for one in job.ranks)
+    table = Table(columns, title=title, left=frozenset(columns) - {"rank", "pid", "called"}, spare=(*spare,))
     for one in job.ranks:
         who = (str(one.rank), one.peer.host, str(one.peer.pid), one.state)
         made = [call_cells(call, one.account.now) for call in one.last(calls)]
@@ -65,9 +67,20 @@ def _print(job: Job, calls: int) -> None:
             table.rows.append((*who, *call))
             who = ("", "", "", "")
     print_table(table)
-    for one in job.ranks:
-        for of, frames in one.account.stacks.items():
-            print(f"\nrank {one.rank}{', ' * bool(of)}{of} stands in")
-            print("\n".join(f"  {frame}" for frame in frames))
+    for (of, frames), ranks in same_stacks(job).items():
+        many = len(ranks) > 1
+        whose = f"rank{'s' * many} {', '.join(map(str, ranks))}{', ' * bool(of)}{of}"
+        print()
+        print_text(f"{whose} {'stand' if many else 'stands'} in")
+        print("\n".join(f"  {frame}" for frame in frames))
     print()
     print_partings(job.partings, {one.rank: one for one in job.ranks})
+
+
+def same_stacks(job: Job) -> dict[tuple[str, tuple[str, ...]], list[int]]:
+    """Whose stack is the same, by what it is of and its frames: hundreds of ranks may stand in one line."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for one in job.ranks:
+        for of, frames in one.account.stacks.items():
+            found.setdefault((of, tuple(frames)), []).append(one.rank)
+    return found

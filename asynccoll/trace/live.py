@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asynccoll import flight, host
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import Call, Flight
 from asynccoll.flight.comparing import members
 from asynccoll.host import shared_memory
 
-__all__ = ["STATES", "RankNow", "Snapshot", "snapshot", "survey"]
+__all__ = ["STATES", "RankNow", "Snapshot", "check_running", "is_running", "snapshot", "survey"]
 
 _PROC = Path("/proc")
 STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
@@ -57,6 +58,21 @@ class RankNow:
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def check_running(pid: int) -> None:
+    """Go on only if there is such a process.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    if not is_running(pid):
+        raise InvalidArgumentError(f"there is no process {pid} on this host")
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process."""
+    return (_PROC / str(pid)).exists()
 
 
 def snapshot(root: int | None = None) -> Snapshot:

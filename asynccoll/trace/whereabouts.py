@@ -19,7 +19,7 @@ from asynccoll.flight.plain import plain_call
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Peer, ask, with_answer
 from asynccoll.health.blame import ending
 from asynccoll.host import shared_memory
-from asynccoll.trace.live import STATES, snapshot
+from asynccoll.trace.live import STATES, check_running, snapshot
 
 __all__ = ["Job", "Whereabouts", "find_jobs"]
 
@@ -99,12 +99,14 @@ def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
     ``secret``: the job's; by default what ``ASYNCCOLL_SECRET`` says.
 
     Raises:
-        InvalidArgumentError: ``what`` is none of these.
+        InvalidArgumentError: ``what`` is none of these, or a process that there is not.
     """
     known = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
     if what is not None and Path(what).is_dir():
         return _of_directory(Path(what), known)
     flights: Iterable[Flight]
+    if what is not None and what.isdigit():
+        check_running(int(what))
     if what is None or what.isdigit():
         flights = snapshot(None if what is None else int(what)).flights.values()
     elif re.fullmatch(r".+:\d+", what):
