@@ -26,7 +26,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo gpt test tests memory system mpi horovod xla inside gpu soak compositions explore determined planted training faults kills nightly quick lint types docs coverage bench \
-	overlap pictures fix lock clean clean-envs
+	overlap drawings pictures fix lock clean clean-envs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -225,7 +225,10 @@ bench: ## collectives beside the peers (RANKS=2 ARGS="all_gather -e 1M"), or BEN
 overlap: ## measure what overlap hides, beside DDP and Horovod; as root also over a link of 1 Gbit/s (ARGS=...)
 	@$(ENVS) exec horovod -- python benchmarks/overlap.py $(ARGS)
 
-pictures: ## run the benchmarks of latency, fusion, growth and memory, and draw them into docs/images (ARGS="--only memory")
+drawings: ## draw the pictures of docs/concepts.md into docs/images
+	@$(TEST) python $(CURDIR)/tools/drawings.py
+
+pictures: drawings ## these, and the benchmarks of latency, fusion, growth and memory, run and drawn (ARGS="--only memory")
 	@$(TEST) python -m asynccoll bench --sizes 4,4K,64K,1M,16M --plot docs/images/latency.svg
 	@$(TEST) python benchmarks/pictures.py $(ARGS)
 

@@ -1,15 +1,19 @@
-"""The pictures of the benchmarks: drawn from data alone, and the same data draws the same file."""
+"""Pictures: those of benchmarks come from data alone, those of the concepts are what their code draws."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+from patience import patient
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = str(ROOT / "benchmarks")
 FOUND: dict[str, Any] = {
     "fusion": {
         "trees": {"two": {"ours": {"median": 2.0}, "by hand": {"median": 6.0}, "loop over ours": 25.0}}
@@ -63,3 +67,23 @@ def test_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert pictures.draw(name, tmp_path, tmp_path).read_text() == first
     for text in SHOWN[name]:
         assert f">{text}<" in first
+
+
+def test_the_pictures_of_the_concepts(tmp_path: Path) -> None:
+    """In the documentation is what `make drawings` draws, and a page shows each."""
+    command = [sys.executable, str(ROOT / "tools" / "drawings.py"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=patient(60))
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) == page.count("](images/")
+    for path in drawn:
+        assert path.read_text() == (ROOT / "docs" / "images" / path.name).read_text()
+        assert f"(images/{path.name})" in page
+
+
+def test_a_text_that_does_not_fit_its_box_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import drawings
+
+    with pytest.raises(ValueError, match="too long for 40 px"):
+        drawings.Drawing(100, "").box(0, 0, 40, "a long text")
