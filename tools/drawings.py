@@ -104,9 +104,9 @@ def lane() -> Drawing:
         "rank 1": (train[0], train[1], evaluate[0], train[2], evaluate[1]),
     }
     it.text(20, 30, "as each rank's event loop schedules two tasks:", colour=INK)
-    for row, (rank, calls) in enumerate(orders.items()):
+    for row, (rank, order) in enumerate(orders.items()):
         it.text(20, 65 + 38 * row, rank)
-        for place, call in enumerate(calls):
+        for place, call in enumerate(order):
             it.box(90 + 86 * place, 45 + 38 * row, 78, call, BLUE if call in train else ORANGE)
     it.text(545, 65, "with one order for all calls")
     it.text(545, 84, "eval 1 would meet train 2")
