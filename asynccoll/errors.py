@@ -157,6 +157,9 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 class CollectiveMismatchError(CollectiveError):
     """The ranks called different operations, or with different shapes, dtypes or roots."""
 
+    #: Place and part of the first call of its lane about which they differ, where that is known: a lane asks.
+    begins: tuple[int, int] | None = None
+
 
 class PeerRefusedError(CollectiveError):
     """Another rank refused its side of this call before anything was sent."""

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll import host
+from asynccoll.flight import Headers, Recorder
+from asynccoll.health import confirming
 from asynccoll.health.prediction import Prediction
+from asynccoll.order.lane import Lane
 from asynccoll.testing import Kill, Link, simulate
 
 # What is expected
@@ -183,3 +187,132 @@ def test_messages_pass_a_call_that_is_held() -> None:
         report = simulate(main, world_size=2, nodes=2, seed=seed, transport="gloo")
         report.check()
         assert report.results == {0: 7.0, 1: 7.0}
+
+
+# Ranks that are far ahead
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+def test_a_rank_that_comes_hundreds_of_calls_late_hears_what_the_others_have_called(transport: str) -> None:
+    """Rank 1's node has spoken for it: the others are through on MPI, and have it all in flight on gloo."""
+
+    async def main(rank: int) -> bool:
+        if rank == 1:
+            await anyio.sleep(10)
+        works = [ac.broadcast(of(index), src=2) for index in range(400)]
+        got = [await work for work in works]
+        return [x.tolist() for x in got] == [[index] * 3 for index in range(400)]
+
+    report = simulate(main, world_size=4, nodes=2, transport=transport)
+    report.check()
+    assert all(report.results.values())
+
+
+def test_calls_that_are_forgotten_are_taken_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more calls that could not be expected than a rank keeps."""
+    monkeypatch.setattr(confirming, "MOST_UNEXPECTED", 8)
+    monkeypatch.setattr(confirming, "OVER", 4)
+
+    async def main(rank: int) -> bool:
+        if rank == 1:
+            await anyio.sleep(10)
+        got = [await ac.broadcast(of(7, count), src=2) for count in range(1, 40)]
+        return [x.tolist() for x in got] == [[7.0] * count for count in range(1, 40)]
+
+    report = simulate(main, world_size=4, nodes=2, transport="mpi")
+    report.check()
+    assert all(report.results.values())
+
+
+@pytest.mark.parametrize(("transport", "told"), [("gloo", "broadcast src=1"), ("mpi", "which is over")])
+def test_a_rank_that_differs_about_what_was_expected_hundreds_of_calls_ago_is_told(
+    transport: str, told: str
+) -> None:
+    """On MPI the root was through before, and goes on with what is in step again."""
+
+    async def main(rank: int) -> list[str]:
+        for _ in range(6):
+            await ac.broadcast(of(rank), src=1)
+        await anyio.sleep(10 * (1 - rank))
+        calls = [lambda: ac.broadcast(of(rank), src=1)] * 400
+        if rank == 0:
+            calls[0] = lambda: ac.all_gather(of(rank))
+        works = [call() for call in calls]
+        said = []
+        for work in works:
+            try:
+                await work
+            except (ac.CollectiveMismatchError, ac.PeerRefusedError) as error:
+                said.append(str(error))
+        await anyio.sleep(20)
+        assert (await ac.all_reduce(of(rank))).tolist() == [1.0] * 3
+        return said
+
+    report = simulate(main, world_size=2, nodes=2, transport=transport, timeout=50)
+    report.check()
+    assert "all_gather" in report.results[0][0] and told in report.results[0][0]
+    assert transport == "mpi" or "all_gather" in report.results[1][0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "nodes"), [("gloo", 1), ("gloo", 2), ("memory", 1), ("memory", 2), ("mpi", 1), ("mpi", 2)]
+)
+def test_a_block_that_has_more_calls_on_one_rank_is_a_mismatch(transport: str, nodes: int) -> None:
+    """The others, which go on with what comes after it, are told of both."""
+
+    async def main(rank: int) -> list[str]:
+        said = []
+        for turn in range(8):
+            with ac.coalescing():
+                works = [ac.all_reduce(of(rank)), ac.all_reduce(of(rank, 2), op="max")]
+                if turn == 5 and rank == 1:
+                    works.append(ac.broadcast(of(rank), src=0))
+            for work in works:
+                try:
+                    await work
+                except ac.CollectiveError as error:
+                    said.append(f"{turn} {type(error).__name__} {error}")
+        return said
+
+    for seed in range(10):
+        report = simulate(main, world_size=4, nodes=nodes, seed=seed, transport=transport)
+        report.check()
+        for rank, said in report.results.items():
+            assert said[0].startswith("5 CollectiveMismatchError" if rank == 1 else "6 "), said
+            assert all("broadcast" in one and "all_reduce" in one for one in said), said
+            assert all(one.startswith(("5", "6")) for one in said), said
+
+
+def test_a_lane_for_which_the_recorder_has_no_room_leaves_the_others_headers_alone() -> None:
+    """It would be taken for another lane's."""
+    recorder = Recorder(0, 2)
+    Headers(recorder, -1, "world", "one too many", {}).write(1, 1, 1, 1)
+    assert not any(recorder.headers)
+    recorder.close()
+
+
+def test_a_held_call_that_a_refusal_overtakes_is_lost_or_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its rank was about to begin with it: nobody says any more what the others call."""
+    start = Lane._start_queued
+
+    def late(lane: Lane) -> None:
+        if lane._queue and lane._queue[0].gate is not None and lane.sequence == 8:
+            host.sleep(5)
+        start(lane)
+
+    monkeypatch.setattr(Lane, "_start_queued", late)
+
+    async def main(rank: int) -> str:
+        for _ in range(6):
+            await ac.all_reduce(of(rank))
+        await anyio.sleep(rank)
+        works = [ac.all_gather(of(rank)) if rank else ac.all_reduce(of(rank)), ac.broadcast(of(rank), src=0)]
+        with pytest.raises(ac.CollectiveMismatchError):
+            await works[0]
+        with pytest.raises(ac.PeerRefusedError):
+            await works[1]
+        return str((await ac.all_reduce(of(rank))).tolist())
+
+    report = simulate(main, world_size=2, nodes=2, transport="gloo", timeout=100)
+    report.check()
+    assert report.results == {0: "[1.0, 1.0, 1.0]", 1: "[1.0, 1.0, 1.0]"}

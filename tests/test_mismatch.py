@@ -97,6 +97,34 @@ async def differing(me: Rank, name: str, in_memory: bool) -> None:
         assert torch.equal(total, sum((X + rank for rank in range(me.size)), torch.zeros(8)))
 
 
+async def one_with_more(me: Rank) -> None:
+    """Rank 0's block has one call more than the others'."""
+    for _ in range(3):
+        with ac.coalescing():
+            works: list[Any] = [ac.all_reduce(X), ac.all_reduce(X[:4], op="max")]
+            if me.rank == 0:
+                works.append(ac.broadcast(X, src=1))
+        assert torch.equal(await me.get(works[0]), X * me.size)
+        assert torch.equal(await me.get(works[1]), X[:4])
+        if me.rank == 0:
+            try:
+                raise AssertionError(await me.get(works[2]))
+            except ac.CollectiveMismatchError as error:
+                text = str(error)
+            assert "broadcast" in text and "all_gather" in text and text.count("test_mismatch.py:") == 2, text
+        try:
+            await me.get(ac.all_gather(X))
+        except ac.PeerRefusedError as error:
+            assert "broadcast" in str(error) and "all_gather" in str(error), error
+        else:
+            raise AssertionError("it was made by ranks that were not at it")
+        assert torch.equal(await me.get(ac.all_reduce(X)), X * me.size)
+
+
+def test_a_block_with_more_calls_on_one_rank_is_compared_with_what_the_others_call_next(world: World) -> None:
+    world.run(one_with_more, runner="asyncio", timeout=30)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_rank_is_told_what_both_sides_called(world: World, name: str) -> None:
     in_memory = world.backend == "memory" and "nodes" not in world.options

@@ -1,9 +1,11 @@
 """Whether ranks that see each other's memory make the same calls: before any of them is made.
 
 A header is a word for each call of a lane: which one it is, and a running checksum of what it and all before
-it were. A rank writes its header, then reads those of the others for the same call. Of two ranks that differ
-about a call at least one finds the other's so, whichever is first, and does not make it: those that do make
-it are of one mind. Nobody waits for anybody. It must not know what a call is; who writes says so.
+it were. A rank writes its header, then reads those of the others for the same call: the one that is as many
+calls after they were in step. Where one rank goes on with parts of a call and another with the next one,
+these are compared. Of two ranks that differ about a call at least one finds the other's so, whichever is
+first, and does not make it: those that do make it are of one mind. Nobody waits for anybody. It must not know
+what a call is; who writes says so.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ __all__ = ["Headers"]
 
 _MASK = layout.HEADERS - 1
 _WORDS = layout.HEADER_WORDS
-#: Calls that follow each other, and the parts of one, lie in different places of the ring.
-_PART_STRIDE = 97
+_PLACES = 0xFFFFF
+_PARTS = 0xFFF
 _MIX = 0x9E3779B1
 _LOW = 0xFFFFFFFF
 
@@ -32,58 +34,75 @@ class Headers:
         self, recorder: Recorder, number: int, group: str, key: str, others: Mapping[int, memoryview]
     ) -> None:
         self._recorder = recorder
-        self._base = number * layout.HEADERS * _WORDS
+        self._base = max(0, number) * layout.HEADERS * _WORDS
+        #: Where the recorder has no room for one more lane: nobody reads it.
+        self._apart = None if number >= 0 else [0] * (layout.HEADERS * _WORDS)
         self._name = layout.joined((group, key))
         self._unmet = dict(others)
         self._met: dict[int, tuple[memoryview, int]] = {}
         self._rings: list[tuple[int, memoryview]] = []
         self._latest = (0, 0)
         self._running = 0
+        self._count = 0
         # Taking a lock is what keeps this processor from reading before it has written.
         self._fence = host.Lock()
 
     def restart(self, epoch: int) -> None:
         """From the next call on all ranks are in step again, whatever each has made before."""
         self._running = epoch & _LOW
+        self._count = 0
+        self._latest = (0, 0)
 
     @property
     def running(self) -> int:
         """A checksum of the call that was written last, and of all before it."""
         return self._running
 
-    def write(self, checksum: int, text: int, place: int, part: int) -> list[int] | None:
-        """Say what is about to be called; which of the others have called something else there.
+    @property
+    def count(self) -> int:
+        """How many calls were written since all ranks were in step."""
+        return self._count
+
+    def write(self, checksum: int, text: int, place: int, part: int) -> dict[int, tuple[int, int]] | None:
+        """Say what is about to be called; which of the others have called something else, and at which place.
 
         ``text``: of it and its line, as the recorder counts texts. None: it was said before (of a program's
         earlier step), and is not asked again.
         """
-        if (place, part) == self._latest:
+        before = self._latest
+        if (place, part) == before:
             return None
         self._latest = place, part
-        which = (place & 0xFFFFF) << 12 | (part & 0xFFF)
+        self._count += 1
+        which = _which(place, part)
         running = self._running = ((self._running ^ checksum) * _MIX + which) & _LOW
         word = which << 32 | running
-        at = ((place + _PART_STRIDE * (part - 1)) & _MASK) * _WORDS
-        mine = self._recorder.headers
-        mine[self._base + at + 1] = text
+        at = (self._count & _MASK) * _WORDS
+        mine = self._apart or self._recorder.headers
+        mine[self._base + at + 1] = self._count << 32 | text
         mine[self._base + at] = word
         with self._fence:
             pass
         if self._unmet:
             self._meet()
-        found = []
+        found = {}
         for rank, ring in self._rings:
             theirs = ring[at]
-            if theirs != word and theirs >> 32 == which and self._is_met(rank):
-                found.append(rank)
+            if theirs == word:
+                continue
+            # What lies there of another lap is of neither place, or has another number.
+            other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
+            which_theirs = theirs >> 32
+            if which_theirs not in (which, _which(*other)) or ring[at + 1] >> 32 != self._count & _LOW:
+                continue
+            if self._is_met(rank):
+                found[rank] = (place, part) if which_theirs == which else other
         return found
 
     def text(self, rank: int) -> str:
         """What ``rank`` has said of the latest call that was written here; "" if that cannot be read."""
         memory, number = self._met[rank]
-        place, part = self._latest
-        at = ((place + _PART_STRIDE * (part - 1)) & _MASK) * _WORDS
-        return text_at(memory, _ring(memory, number)[at + 1])
+        return text_at(memory, _ring(memory, number)[(self._count & _MASK) * _WORDS + 1] & _LOW)
 
     def _meet(self) -> None:
         """Find the lane in the memory of those that had not opened it yet."""
@@ -101,6 +120,10 @@ class Headers:
             return True
         self._rings = [one for one in self._rings if one[0] != rank]
         return False
+
+
+def _which(place: int, part: int) -> int:
+    return (place & _PLACES) << 12 | (part & _PARTS)
 
 
 def _ring(memory: memoryview, number: int) -> memoryview:

@@ -72,12 +72,19 @@ def _verify(lane: Lane, rows: torch.Tensor) -> None:
     raise mismatch(lane, lane.group.ranks, shown)
 
 
-def mismatch(where: object, ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatchError:
-    """The error for ``ranks`` that called different ``texts``, found before anything was sent."""
+def mismatch(
+    where: object, ranks: Sequence[int], texts: Sequence[str], begins: tuple[int, int] | None = None
+) -> CollectiveMismatchError:
+    """The error for ``ranks`` that called different ``texts``, found before anything was sent.
+
+    ``begins``: place and part of the first of these calls.
+    """
     sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(ranks, texts))
-    return CollectiveMismatchError(
+    error = CollectiveMismatchError(
         f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}"
     )
+    error.begins = begins
+    return error
 
 
 def _grouped(ranks: Iterable[int], texts: Sequence[str]) -> list[tuple[str, str]]:

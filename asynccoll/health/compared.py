@@ -67,17 +67,16 @@ class Compared:
         if differ is None:
             return None
         if differ:
-            return self._differing(differ, what, spot)
+            texts = {rank: self._headers.text(rank) for rank in differ}
+            texts[self._rank] = _said(what, spot).decode(errors="replace")
+            ranks = sorted(texts)
+            begins = min((place, part), *differ.values())
+            return mismatch(self._lane, ranks, [texts[rank] for rank in ranks], begins)
         if self._far is None:
             return None
-        said = Announced(self._headers.running, lambda: _said(what, spot).decode(errors="replace"))
-        return self._far.call(said, checksum, place, part)
-
-    def _differing(self, differ: list[int], what: Hashable, spot: Spot) -> CollectiveMismatchError:
-        texts = {rank: self._headers.text(rank) for rank in differ}
-        texts[self._rank] = _said(what, spot).decode(errors="replace")
-        ranks = sorted(texts)
-        return mismatch(self._lane, ranks, [texts[rank] for rank in ranks])
+        text = lambda: _said(what, spot).decode(errors="replace")  # noqa: E731  # what it says
+        said = Announced(self._headers.running, checksum, place, part, text)
+        return self._far.call(said, self._headers.count)
 
     def _learn(self, key: Hashable, what: Hashable, spot: Spot) -> int:
         """A checksum of what it is, below the number of its text: kept for as long as that holds."""

@@ -8,8 +8,11 @@ hears of the other's before it makes it. A rank that has made the call it expect
 one, refuses it, which ends it on every rank (``cut``).
 
 Ranks of one node compare their calls among themselves (`Compared`) before they tell others, so that one rank
-of each node speaks for all. What is announced lies in a ring: of a call that is longer ago nobody holds its
-counterpart any more.
+of each node speaks for all. The first calls after all ranks were in step are compared with each other, then
+the second ones, and so on: where one rank goes on with parts of a call, and another with the next one, these
+differ. What is announced is kept until it is over and for a while longer; what was not to be expected, as
+long as there is room: a rank of another node may ask about it much later, when one beside it has said for
+both what they call.
 
 Lock order: a lane's lock, then ``Confirmations``'. What is settled drives lanes, so it is settled by a thread
 of the world's own, which holds neither, and not by the one that answers.
@@ -39,8 +42,10 @@ __all__ = ["Announced", "Confirmations", "Confirming"]
 #: How long a rank may take to take a note, and how soon it is sent again to one that has not.
 TELL_SECONDS = 0.5
 AGAIN_SECONDS = 0.05
-#: Calls of a lane of which it is remembered what they were, and notes for calls that are still to come.
-RING = 256
+#: Calls of a lane that are over, and still known; those of them that were not to be expected; and notes for
+#: calls that are still to come.
+OVER = 256
+MOST_UNEXPECTED = 4096
 MOST_NOTES = 1024
 _CLOSE_SECONDS = 1.0
 
@@ -49,17 +54,22 @@ Ask = Callable[[Collection[int], str, float], Mapping[int, Mapping[str, Any]]]
 
 
 class Where(NamedTuple):
-    """Which call of a lane: ``since`` which restart, at which place, and which part of it."""
+    """Which call of a lane: the ``nth`` after ``since``, when all ranks were in step."""
 
     since: int
-    place: int
-    part: int
+    nth: int
 
 
 class Announced(NamedTuple):
-    """A call that a rank is about to make: a checksum of it and all before it, and how it is told."""
+    """A call that a rank is about to make."""
 
+    #: a checksum of it and all before it
     word: int
+    #: of it alone
+    checksum: int
+    place: int
+    part: int
+    #: how it is told
     text: Callable[[], str]
 
 
@@ -67,7 +77,14 @@ class Note(NamedTuple):
     """What another rank calls."""
 
     word: int
+    place: int
+    part: int
     text: str
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Note:
+        """As ``_plain`` has written it."""
+        return cls(int(said["word"]), int(said["place"]), int(said["part"]), str(said["text"]))
 
 
 @dataclass
@@ -81,14 +98,14 @@ class _Held:
     untold: set[int]
     #: of each other node its ranks, until one of them has called the same
     unheard: list[tuple[int, ...]]
-    differ: dict[int, str] = field(default_factory=dict)
+    differ: dict[int, Note] = field(default_factory=dict)
     promise: Promise = field(default_factory=Promise)
     settled: bool = False
 
     def learn(self, rank: int, note: Note) -> None:
         """``rank`` calls that."""
         if note.word != self.call.word:
-            self.differ[rank] = note.text
+            self.differ[rank] = note
         self.unheard = [ranks for ranks in self.unheard if rank not in ranks]
 
     def is_of(self, name: str, where: Where) -> bool:
@@ -111,7 +128,7 @@ class Confirmations:
         self._ask = ask
         self._lanes: WeakValueDictionary[str, Confirming] = WeakValueDictionary()
         self._held: list[_Held] = []
-        self._late: list[tuple[Confirming, Where, CollectiveMismatchError]] = []
+        self._late: list[tuple[Confirming, Where, Announced, dict[int, Note]]] = []
         self._wanted = host.Event()
         self._thread: host.Thread | None = None
         self._closed = False
@@ -147,7 +164,7 @@ class Confirmations:
         """A note has come; what this rank calls there, if it has come so far. In the answering thread."""
         said = json.loads(question.removeprefix(NOTE))
         name, where = str(said["lane"]), Where(*map(int, said["where"]))
-        rank, note = int(said["rank"]), Note(int(said["word"]), str(said["text"]))
+        rank, note = int(said["rank"]), Note.of(said)
         with self.lock:
             held = next((one for one in self._held if one.is_of(name, where)), None)
             if held is not None:
@@ -156,12 +173,12 @@ class Confirmations:
                 return _plain(held.call)
             self._note(name, where, rank, note)
             confirming = self._lanes.get(name)
-            made = None if confirming is None else confirming.made(where)
+            made = None if confirming is None else confirming.made(where, note)
             if confirming is None or made is None:
                 return {}
             del self.notes[name, where]
             if made.word != note.word:
-                self._late.append((confirming, where, confirming.error(made, {rank: note.text})))
+                self._late.append((confirming, where, made, {rank: note}))
                 self._wanted.set()
             return _plain(made)
 
@@ -179,8 +196,8 @@ class Confirmations:
                 late, self._late = self._late, []
                 self._held = [held for held in self._held if not held.confirming.is_broken]
                 untold = [held for held in self._held if held.untold]
-            for confirming, where, error in late:
-                confirming.refuse(where, error)
+            for confirming, where, made, differ in late:
+                confirming.refuse(where, made, differ)
             for held in untold:
                 self._tell(held)
             self._settle()
@@ -201,7 +218,7 @@ class Confirmations:
             for rank, answer in answers.items():
                 held.untold.discard(rank)
                 if "word" in answer:
-                    held.learn(rank, Note(int(answer["word"]), str(answer["text"])))
+                    held.learn(rank, Note.of(answer))
 
     def _settle(self) -> None:
         """Let go of which enough is known; what others are still to be told is kept until they are."""
@@ -233,8 +250,12 @@ class Confirming:
         self._lane = lane
         self._all = all_of_them
         self._prediction = Prediction()
-        self._ring: list[tuple[Where, Announced] | None] = [None] * RING
-        self._calls = 0
+        #: what was called since then, by its number; the oldest that is there
+        self._said: dict[int, Announced] = {}
+        self._oldest = 1
+        #: those of them that could not be expected; up to where they are not all there
+        self._unexpected: dict[int, Announced] = {}
+        self._forgotten = 0
         by_node: dict[int, list[int]] = {}
         for rank, node in nodes.items():
             by_node.setdefault(node, []).append(rank)
@@ -251,19 +272,19 @@ class Confirming:
 
     def restart(self, since: int) -> None:
         """Ranks are in step again, whatever each has called before."""
+        self._said, self._oldest = {}, 1
+        self._unexpected, self._forgotten = {}, 0
         self.since = since
         self._prediction.restart()
         self._all.drop(self)
 
-    def call(
-        self, call: Announced, checksum: int, place: int, part: int
-    ) -> CollectiveMismatchError | Promise | None:
+    def call(self, call: Announced, nth: int) -> CollectiveMismatchError | Promise | None:
         """A call that is about to be made. What to raise instead, or to wait for first; None: make it.
 
-        ``checksum``: of that call alone.
+        ``nth``: of those since all ranks were in step.
         """
-        where = Where(self.since, place, part)
-        expected = self._prediction.expects(checksum)
+        where = Where(self.since, nth)
+        expected = self._prediction.expects(call.checksum << 1 | (call.part > 1))
         if expected:
             # First said, then looked; a note is first kept, then compared with what was said. So one of the
             # two threads finds the other's.
@@ -284,30 +305,50 @@ class Confirming:
                 held.learn(rank, note)
             if not expected:
                 self._say(where, call)
+                self._keep(where, call)
             if held.differ:
                 return self.error(call, held.differ)
             self._all.hold(held)
             return held.promise if held.unheard else None
 
     def _say(self, where: Where, call: Announced) -> None:
-        self._ring[self._calls % RING] = where, call
-        self._calls += 1
+        self._said[where.nth] = call
+        while len(self._said) > OVER and self._lane.is_over(self._said[self._oldest].place):
+            del self._said[self._oldest]
+            self._oldest += 1
 
-    def made(self, where: Where) -> Announced | None:
-        """What was called there, if it is not too long ago."""
-        return next((one[1] for one in self._ring if one is not None and one[0] == where), None)
+    def _keep(self, where: Where, call: Announced) -> None:
+        if len(self._unexpected) >= MOST_UNEXPECTED:
+            self._forgotten = max(self._unexpected)
+            self._unexpected.clear()
+        self._unexpected[where.nth] = call
 
-    def error(self, call: Announced, others: Mapping[int, str]) -> CollectiveMismatchError:
+    def made(self, where: Where, note: Note) -> Announced | None:
+        """What was called there, if it was; to who calls what ``note`` says, and could not expect it."""
+        if where.since != self.since:
+            return None
+        found = self._said.get(where.nth) or self._unexpected.get(where.nth)
+        if found is not None or where.nth >= self._oldest:
+            return found
+        if where.nth <= self._forgotten:
+            return Announced(note.word, 0, note.place, note.part, lambda: note.text)
+        # This rank had expected it, so it is another one.
+        return Announced(~note.word, 0, note.place, note.part, lambda: "another call, which is over")
+
+    def error(self, call: Announced, others: Mapping[int, Note]) -> CollectiveMismatchError:
         """What this rank calls, and what ``others`` do."""
-        texts = {self._all.rank: call.text(), **others}
+        texts = {self._all.rank: call.text(), **{rank: note.text for rank, note in others.items()}}
         ranks = sorted(texts)
-        return mismatch(self._lane, ranks, [texts[rank] for rank in ranks])
+        begins = min((call.place, call.part), *((note.place, note.part) for note in others.values()))
+        return mismatch(self._lane, ranks, [texts[rank] for rank in ranks], begins)
 
-    def refuse(self, where: Where, error: CollectiveMismatchError) -> None:
+    def refuse(self, where: Where, call: Announced, others: Mapping[int, Note]) -> None:
         """The call there was made, and others make another one."""
         if where.since == self.since:
-            self._lane.world.refuse(self._lane, error, where.place, part=where.part)
+            error = self.error(call, others)
+            place, part = error.begins or (call.place, call.part)
+            self._lane.world.refuse(self._lane, error, place, part=part)
 
 
 def _plain(call: Announced) -> dict[str, object]:
-    return {"word": call.word, "text": call.text()}
+    return {"word": call.word, "place": call.place, "part": call.part, "text": call.text()}

@@ -169,7 +169,7 @@ class Lane:
         if completion is None:
             self._start_queued()
         elif isinstance(found, CollectiveMismatchError):
-            self.world.refuse(self, found, operation.sequence, spare=completion, part=operation.part)
+            self._refuse_differing(found, operation.sequence, operation.part, completion)
         if self.world.observers or profiler._is_profiler_enabled:
             self._show(operation, size_bytes)
         return operation
@@ -218,7 +218,7 @@ class Lane:
                 operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of)
                 promise = job.promise
         if isinstance(found, CollectiveMismatchError):
-            self.world.refuse(self, found, operation.sequence, spare=promise, part=operation.part)
+            self._refuse_differing(found, operation.sequence, operation.part, promise)
         elif isinstance(promise, Stepping):
             promise.offer()
         else:
@@ -651,8 +651,15 @@ class Lane:
             return on_stream(job.stream, self._next_call, job)
         if isinstance(found, Promise):
             return None
-        self.world.refuse(self, found, job.place, spare=job.promise, part=job.part)
+        self._refuse_differing(found, job.place, job.part, job.promise)
         return Ready(found)
+
+    def _refuse_differing(
+        self, found: CollectiveMismatchError, place: int, part: int, spare: Completion
+    ) -> None:
+        """Others make another call there, or at an earlier place: that one is refused."""
+        place, part = min(found.begins or (place, part), (place, part))
+        self.world.refuse(self, found, place, spare=spare, part=part)
 
     def _next_call(self, job: Job) -> Completion | None:
         """Make it; what comes back is the completion of the job's last."""
@@ -734,7 +741,9 @@ class Lane:
         if self._cut is not None and self._cut.verdict is None:
             return max(self._cut.peak, known)
         first = next((job for job in self._queue if job.place), None)
-        return max(self.sequence if first is None else first.place - (not first.shares), known)
+        # One that others were told of counts: it is not announced once more.
+        queued = self.sequence if first is None else first.place - (not first.shares and first.gate is None)
+        return max(queued, known)
 
     def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
         """Issue nothing at or above the refused place; what is in flight there is lost. Called locked."""
@@ -762,6 +771,11 @@ class Lane:
         if active is not None and refusal.loses(active.place, active.part):
             self._give_up(active)
         return begun, self._lost(place, max(place, peak), cut.refusal)
+
+    def is_over(self, place: int) -> bool:
+        """Whether all calls up to that place are over here. With the lock held."""
+        first = next(iter(self._out.collectives), None)
+        return first is None or first.sequence > place
 
     def _give_up(self, active: Job) -> None:
         self._active = None
