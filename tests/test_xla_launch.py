@@ -145,6 +145,21 @@ def test_too_few_threads_of_the_runtime_are_refused() -> None:
 
 
 @needs_xla
+def test_some_of_the_devices_in_a_process_are_refused() -> None:
+    """As TPU v3 has them: neither all ranks meet here, nor each by a device of its own."""
+    code = """
+        import asynccoll as ac
+        import torch_xla.runtime as xr
+        xr.world_size, xr.addressable_device_count, xr.global_ordinal = lambda: 8, lambda: 2, lambda: 0
+        try:
+            ac.initialize("xla-tpu", timeout=5)
+        except ac.LaunchEnvironmentError as error:
+            print(error)
+    """
+    assert "this process has 2 of 8 devices" in said_by(code, PJRT_DEVICE="CPU")
+
+
+@needs_xla
 def test_a_plain_script_is_a_world_of_one() -> None:
     """In the main thread, without any launcher; its collectives run on the device."""
     code = """

@@ -176,6 +176,7 @@ def create(request: Request) -> Context:
     rank, size = xr.global_ordinal(), xr.world_size()
     here = xr.addressable_device_count() if size > 1 else 1
     _check_place(request, rank, size)
+    _check_devices(here, size)
     replicas = None
     if here > 1 or size == 1:
         _check_pool(size)
@@ -212,6 +213,15 @@ def _check_place(request: Request, rank: int, size: int) -> None:
         "threads of one process, started by ac.spawn('xla-tpu', ..., nproc_per_node=n) or ac.Parallel; on "
         "TPU torch_xla starts one process for each chip (torch_xla.launch)"
     )
+
+
+def _check_devices(here: int, size: int) -> None:
+    """Ranks meet in this process, all of them, or by their devices, one for each process."""
+    if 1 < here < size:
+        raise LaunchEnvironmentError(
+            f"this process has {here} of {size} devices (TPU v2 and v3: two a chip); ranks are either all "
+            "in one process, or each in a process of its own with one device"
+        )
 
 
 def _check_pool(size: int) -> None:
