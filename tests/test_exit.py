@@ -291,7 +291,7 @@ def test_a_script_that_ends_while_another_thread_waits(tmp_path: Path, started: 
     """The peer never joins: Python joins that thread first, and it is not held for the whole timeout."""
     first, _ = scripts.run(tmp_path, POOL_WAITS.replace("STARTED", started), ranks=2, timeout=40)
     assert first.code == 0, first.err
-    assert "1 operations in flight, which are aborted" in first.err
+    assert "1 operation in flight, aborted" in first.err
 
 
 POOL_WORKS = """

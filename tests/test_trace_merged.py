@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.cli.trace import advice
+from asynccoll.cli.trace import advice, summary
 from asynccoll.runtime.process import current
 from asynccoll.trace.clocks import Clock, align
 from asynccoll.trace.findings import find
@@ -98,6 +98,37 @@ def test_the_hidden_share_of_each_step():
     assert [step.waited for step in found.steps] == [pytest.approx(0.5), pytest.approx(1.5)]
     assert found.hidden == pytest.approx(0.5)
     assert (found.in_flight, found.waited) == (pytest.approx(4.0), pytest.approx(2.0))
+
+
+def test_the_first_of_several_steps_does_not_count():
+    """Setting up is waited for once: it is no line to look at, and who came late to it is not late."""
+
+    def rank(number, comes):
+        setup = call(comes, 4.0, 0, "setup.py:1")
+        steps = [call(5.0 + k, 5.5 + k, k + 1) for k in range(3)]
+        marked = [compute("backward", 5.0 + k, 5.5 + k) for k in range(3)]
+        return part(number, [setup, *steps, *marked], steps=(5.0, 6.0, 7.0))
+
+    found = find([rank(0, 0.0), rank(1, 3.9)])
+    assert (found.left_out, found.hidden, found.in_flight) == (1, 1.0, 1.5)
+    assert [one.place for one in found.waits] == ["train.py:1"]
+    assert found.lateness[0].total == 0.0
+    assert (len(found.steps), found.operations) == (3, 8)
+    assert "without the first step" in summary(found)
+
+
+def test_what_hangs_is_told_first():
+    """Who has not called, and who waits."""
+    found = find([*(part(rank, [call(0, None, 7)], ranks=3) for rank in (0, 2)), part(1, [], ranks=3)])
+    assert advice(found) == (
+        "rank 1 has not called all_reduce #7 on lane 'default', in which ranks 0, 2 have waited 10.00 s "
+        "(train.py:1)"
+    )
+
+
+def test_buckets_are_not_told_to_leave_from_backward():
+    sends = [part(rank, [call(0, 2, row="gradients/backward"), compute("x", 3, 4)]) for rank in range(2)]
+    assert "smaller buckets leave earlier" in advice(find(sends))
 
 
 def test_nothing_marked_is_not_nothing_hidden():

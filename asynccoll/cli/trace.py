@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, check_writable, from_here, print_json, print_table
+from asynccoll.cli.output import Table, add_json, check_writable, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from asynccoll.trace import Trace
@@ -30,6 +30,8 @@ browser) and trace.json (for ui.perfetto.dev).
   asynccoll trace run -n 2 train.py --epochs 1
   asynccoll trace run -o traces -n 2 train.py
 """
+#: Where ``ac.overlap_gradients`` sends, if nothing else is said.
+_BUCKETS = "gradients/backward"
 #: With more than this share hidden nobody is told what to do about the rest.
 _WELL_HIDDEN = 0.5
 _RUN_NOTES = """\
@@ -52,7 +54,7 @@ def _add_run(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "run",
         help="start a program, and record it",
-        usage="asynccoll trace run [-o DIR] [options of asynccoll run] script.py [args ...]",
+        usage="asynccoll trace run [-o DIR] [--json] [options of asynccoll run] script.py [args ...]",
         description=_RUN_TEXT,
         epilog=_RUN_NOTES,
         formatter_class=run.HelpFormatter,
@@ -191,16 +193,20 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
         print_json({**trace.to_dict(), "files": [str(path) for path in written]})
         return
     _print(trace)
-    print(f"\n{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
+    print()
+    print_text(f"{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
 
 
 def _print(trace: Trace) -> None:
-    from asynccoll.trace.words import duration
+    from asynccoll.trace.words import duration, plural
 
     found = trace.findings
-    print(f"{found.ranks} ranks, {duration(found.seconds)}, {found.operations} operations: {summary(found)}")
+    whole = (
+        f"{plural(found.ranks, 'rank')}, {duration(found.seconds)}, {plural(found.operations, 'operation')}"
+    )
+    print_text(f"{whole}: {summary(found)}")
     if said := advice(found):
-        print(from_here(said))
+        print_text(said)
     for table in tables(found):
         if table.rows:
             print()
@@ -218,26 +224,66 @@ def summary(found: Findings) -> str:
             "no compute is marked, so nobody knows what was hidden; call an nn.Module, or mark blocks with "
             "ac.trace.span"
         )
+    if not found.in_flight:
+        return "nothing was sent after the first step"
     times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
-    return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times})"
+    without = ", without the first step" * found.left_out
+    return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times}{without})"
 
 
 def advice(found: Findings) -> str:
-    """What to look at first: the rank that holds the others up, or the line that is waited for; or ""."""
+    """What to look at first: who has not called, who holds the others up, or what is waited for; or ""."""
+    return _hanging(found) or _holding_up(found) or _waited_for(found)
+
+
+def _hanging(found: Findings) -> str:
+    from asynccoll.trace.words import duration, listed
+
+    hangs = next((one for one in found.unfinished if one.missing), None)
+    if hangs is None:
+        return ""
+    waiting = sorted(
+        one.rank for one in found.unfinished
+        if (one.operation, one.lane, one.sequence) == (hangs.operation, hangs.lane, hangs.sequence)
+    )  # fmt: skip
+    waits = "waited" if hangs.failed else f"{_has(waiting)} waited"
+    return (
+        f"{listed(hangs.missing)} {_has(hangs.missing)} not called {hangs.operation} #{hangs.sequence} on "
+        f"lane {hangs.lane!r}, in which {listed(waiting)} {waits} {duration(hangs.seconds)} "
+        f"({hangs.place})"
+    )
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _holding_up(found: Findings) -> str:
     from asynccoll.trace.words import duration
 
-    if (late := found.late) is not None:
-        doing = late.doing or "what is not marked: ac.trace.span(name) around it tells"
-        return (
-            f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
-            f"{duration(late.total)} for it, which no overlap hides. It was in {doing}"
-        )
+    late = found.late
+    if late is None:
+        return ""
+    doing = (
+        f"it was in {late.doing}" if late.doing
+        else "what it did meanwhile is not marked: put ac.trace.span(name) around parts of the loop"
+    )  # fmt: skip
+    return (
+        f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
+        f"{duration(late.total)} for it, which no overlap hides; {doing}"
+    )
+
+
+def _waited_for(found: Findings) -> str:
     if found.hidden is None or found.hidden > _WELL_HIDDEN or not found.waits:
         return ""
     most = found.waits[0]
+    said = f"most is waited for in {most.operation} at {most.place}"
+    if most.lane == _BUCKETS:
+        return f"{said}, which backward sends already: smaller buckets leave earlier (bucket_bytes=)"
     return (
-        f"most is waited for in {most.operation} at {most.place}: start it earlier, compute before the "
-        "await, or let backward send gradients (ac.overlap_gradients)"
+        f"{said}: start it earlier, compute before the await, or let backward send gradients "
+        "(ac.overlap_gradients)"
     )
 
 

@@ -54,6 +54,8 @@ def _where(given: argparse.Namespace) -> int:
 
 
 def _print(job: Job, calls: int) -> None:
+    from asynccoll.trace.words import listed
+
     met = f", met at {job.meets}" if job.meets else ""
     title = f"{len(job.ranks)} of {job.world_size} ranks{met}"
     columns = ("rank", "host", "pid", "process", *call_columns)
@@ -68,10 +70,8 @@ def _print(job: Job, calls: int) -> None:
             who = ("", "", "", "")
     print_table(table)
     for (of, frames), ranks in same_stacks(job).items():
-        many = len(ranks) > 1
-        whose = f"rank{'s' * many} {', '.join(map(str, ranks))}{', ' * bool(of)}{of}"
         print()
-        print_text(f"{whose} {'stand' if many else 'stands'} in")
+        print_text(f"{listed(ranks)}{', ' * bool(of)}{of} {'stand' if len(ranks) > 1 else 'stands'} in")
         print("\n".join(f"  {frame}" for frame in frames))
     print()
     print_partings(job.partings, {one.rank: one for one in job.ranks})

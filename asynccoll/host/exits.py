@@ -95,8 +95,9 @@ class _Ending(Generic[W]):
 
     def _abort(self, context: W, out: Sequence[Stuck]) -> None:
         if out:
+            many = "s" * (len(out) > 1)
             print(  # noqa: T201  # the program is over: there is nobody left to raise to
-                f"asynccoll: rank {context.rank} ends with {len(out)} operations in flight, which are "
+                f"asynccoll: rank {context.rank} ends with {len(out)} operation{many} in flight, "
                 f"aborted: {out[0]!r}",
                 file=sys.stderr,
             )

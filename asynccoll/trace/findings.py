@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, covered, intersection, length
@@ -21,6 +21,8 @@ Interval = tuple[float, float]
 #: as long as for the next one.
 _LATE_SHARE = 0.05
 _LATE_TIMES = 2.0
+#: Of so many steps the first says little about the others.
+_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,9 @@ class Unfinished:
 class Findings:
     """All of it. ``hidden`` is None where nothing was sent, or nothing is ``marked``.
 
-    ``late`` is the rank that holds the others up, if one does.
+    ``late`` is the rank that holds the others up, if one does. ``left_out`` is 1 if there are three steps or
+    more: the first, which sets up and warms up, then does not count in ``hidden``, ``in_flight``, ``waited``,
+    ``waits``, ``lateness`` and ``late``. Else it is 0.
     """
 
     ranks: int
@@ -103,6 +107,7 @@ class Findings:
     lateness: tuple[Lateness, ...]
     late: Lateness | None
     unfinished: tuple[Unfinished, ...]
+    left_out: int
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -112,8 +117,9 @@ def find(parts: Sequence[Part]) -> Findings:
     """What ``parts`` say, whose times lie on one clock."""
     seconds = max((part.seconds for part in parts), default=0.0)
     marked = any(not span.is_operation for part in parts for span in part.spans)
-    whole = _share(parts, 0.0, seconds)
-    lateness = tuple(_lateness(parts))
+    warm, began = _warm(parts)
+    whole = _share(warm, 0.0, seconds)
+    lateness = tuple(_lateness(warm))
     return Findings(
         ranks=len(parts),
         seconds=seconds,
@@ -123,11 +129,23 @@ def find(parts: Sequence[Part]) -> Findings:
         in_flight=whole[0],
         waited=whole[1],
         steps=tuple(_steps(parts)),
-        waits=tuple(_waits(parts)),
+        waits=tuple(_waits(warm)),
         lateness=lateness,
-        late=_late(lateness, seconds) if len(parts) > 1 else None,
+        late=_late(lateness, seconds - began) if len(parts) > 1 else None,
         unfinished=tuple(_unfinished(parts)),
+        left_out=int(warm is not parts),
     )
+
+
+def _warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
+    """What began behind the first step, where that is one of several, and since when."""
+    if min((len(part.steps) for part in parts), default=0) < _STEPS:
+        return parts, 0.0
+    later = [
+        replace(part, spans=tuple(span for span in part.spans if span.start >= part.steps[0]))
+        for part in parts
+    ]
+    return later, min(part.steps[0] for part in parts)
 
 
 def _late(lateness: Sequence[Lateness], seconds: float) -> Lateness | None:
@@ -244,7 +262,7 @@ def _lateness(parts: Sequence[Part]) -> list[Lateness]:
         others = statistics.median(other.start for whose, other in calls if whose is not part)
         late[part.rank].append((span.start - others, span, part))
     found = []
-    for rank, times in late.items():
+    for rank, times in late.items() if shared else ():
         if not times:
             found.append(Lateness(rank, 0, len(shared), 0.0, 0.0, "", "", 0.0, ""))
             continue

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from asynccoll.errors import BackendNotFoundError
 
-__all__ = ["duration", "figure_type", "size"]
+__all__ = ["duration", "figure_type", "listed", "plural", "size"]
 
 
 def size(size_bytes: float) -> str:
@@ -22,6 +23,16 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def plural(count: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def figure_type(what: str, otherwise: str) -> Any:
