@@ -123,6 +123,14 @@ def test_what_is_said(case: str) -> None:
     assert said(account) == ((1,), expected)
 
 
+def test_who_has_made_fewer_parts_of_a_call_is_blamed() -> None:
+    """Whether or not it has gone on with the next call."""
+    parts = [replace(call(41, lane="gradients"), part=part) for part in (1, 2)]
+    for calls in (parts, [*parts, call(42, lane="gradients")]):
+        for part, ranks in ((2, ()), (3, (1,))):
+            assert blame(replace(AWAITED, part=part), {1: near(flight(*calls))}, (), str).ranks == ranks
+
+
 def test_nobody_is_blamed_who_has_called() -> None:
     assert said(near(flight(call(41, lane="gradients", ended=95.0)))) == (
         (),

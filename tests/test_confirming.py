@@ -15,7 +15,7 @@ from asynccoll.flight import Headers, Recorder
 from asynccoll.health import confirming
 from asynccoll.health.prediction import Prediction
 from asynccoll.order.lane import Lane
-from asynccoll.testing import Kill, Link, simulate
+from asynccoll.testing import Kill, Link, Stop, simulate
 
 # What is expected
 
@@ -316,3 +316,24 @@ def test_a_held_call_that_a_refusal_overtakes_is_lost_or_made(monkeypatch: pytes
     report = simulate(main, world_size=2, nodes=2, transport="gloo", timeout=100)
     report.check()
     assert report.results == {0: "[1.0, 1.0, 1.0]", 1: "[1.0, 1.0, 1.0]"}
+
+
+def test_a_stopped_host_does_not_hold_up_the_calls_of_others() -> None:
+    """It is asked again and again what it calls in one lane, while a group without it goes on."""
+
+    async def main(rank: int) -> float:
+        group = ac.new_group([0, 1])
+        await ac.all_reduce(of(rank))
+        await anyio.sleep(10)
+        held = ac.all_gather(of(rank), timeout=200.0)
+        begun = anyio.current_time()
+        for count in range(20 if rank < 2 else 0):
+            await ac.all_reduce(of(rank, 1 + count), group=group)
+        took = anyio.current_time() - begun
+        await held
+        return took
+
+    report = simulate(main, world_size=3, nodes=3, faults=[Stop(2, 80.0, at=1.0)], timeout=200)
+    report.check()
+    # The first note waits for half a second for the answer of the stopped rank. Others would, too.
+    assert max(report.results.values()) < 2, report.results

@@ -104,7 +104,14 @@ def _has_called(awaited: Awaited, flight: Flight) -> bool:
     if not awaited.sequence:  # of messages nobody counts; who is waiting in one of that lane has called
         mine = [call for call in flight.on_lane(awaited.group, awaited.lane_key) if not call.sequence]
         return any(call.state in ("in flight", "queued") for call in mine)
-    return flight.reached(awaited.group, awaited.lane_key) >= awaited.sequence
+    if flight.reached(awaited.group, awaited.lane_key) < awaited.sequence:
+        return False
+    parts = [
+        call.part
+        for call in flight.on_lane(awaited.group, awaited.lane_key)
+        if call.sequence == awaited.sequence
+    ]
+    return not parts or max(parts) >= awaited.part  # without any, it is too long ago
 
 
 def _other(awaited: Awaited, flight: Flight) -> str:

@@ -15,7 +15,8 @@ long as there is room: a rank of another node may ask about it much later, when 
 both what they call.
 
 Lock order: a lane's lock, then ``Confirmations``'. What is settled drives lanes, so it is settled by a thread
-of the world's own, which holds neither, and not by the one that answers.
+of the world's own, which holds neither, and not by the one that answers. Who has been silent is told again by
+another one, so that calls which do not need that rank are not held up.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ class Confirmations:
         self._late: list[tuple[Confirming, Where, Announced, dict[int, Note]]] = []
         self._wanted = host.Event()
         self._thread: host.Thread | None = None
+        #: who has not taken a note that was sent, and who tells them again
+        self._silent: set[int] = set()
+        self._again: host.Thread | None = None
         self._closed = False
 
     @property
@@ -188,23 +192,46 @@ class Confirmations:
         self.notes.setdefault((name, where), {})[rank] = note
 
     def _run(self) -> None:
-        again = False
         while not self._closed:
-            self._wanted.wait(AGAIN_SECONDS if again else None)
+            self._wanted.wait()
             self._wanted.clear()
             with self.lock:
                 late, self._late = self._late, []
                 self._held = [held for held in self._held if not held.confirming.is_broken]
-                untold = [held for held in self._held if held.untold]
+                untold = [(held, ranks) for held in self._held if (ranks := held.untold - self._silent)]
             for confirming, where, made, differ in late:
                 confirming.refuse(where, made, differ)
-            for held in untold:
-                self._tell(held)
+            for held, ranks in untold:
+                self._tell(held, ranks)
             self._settle()
-            with self.lock:
-                again = any(held.untold for held in self._held)
+            self._have_told_again()
 
-    def _tell(self, held: _Held) -> None:
+    def _have_told_again(self) -> None:
+        """Start who tells the silent, if there are any, and nobody does."""
+        with self.lock:
+            if self._again is None and not self._closed and any(self._still_untold()):
+                self._again = host.Thread(
+                    target=self._tell_again, name="asynccoll-confirming-again", daemon=True
+                )
+                self._again.start()
+
+    def _still_untold(self) -> list[tuple[_Held, set[int]]]:
+        return [(held, ranks) for held in self._held if (ranks := held.untold & self._silent)]
+
+    def _tell_again(self) -> None:
+        """Tell the silent until there are none."""
+        while True:
+            with self.lock:
+                untold = self._still_untold()
+                if self._closed or not untold:
+                    self._again = None
+                    return
+            for held, ranks in untold:
+                self._tell(held, ranks)
+            self._wanted.set()
+            host.sleep(AGAIN_SECONDS)
+
+    def _tell(self, held: _Held, ranks: Collection[int]) -> None:
         question = NOTE + json.dumps(
             {
                 "lane": held.confirming.name,
@@ -213,8 +240,9 @@ class Confirmations:
                 **_plain(held.call),
             }
         )
-        answers = self._ask(frozenset(held.untold), question, TELL_SECONDS)
+        answers = self._ask(frozenset(ranks), question, TELL_SECONDS)
         with self.lock:
+            self._silent = (self._silent | set(ranks)) - answers.keys()
             for rank, answer in answers.items():
                 held.untold.discard(rank)
                 if "word" in answer:
@@ -235,8 +263,9 @@ class Confirmations:
         """Nothing is held any more, nor told."""
         self._closed = True
         self._wanted.set()
-        if self._thread is not None and self._thread is not host.current_thread():
-            self._thread.join(_CLOSE_SECONDS)
+        for thread in (self._thread, self._again):
+            if thread is not None and thread is not host.current_thread():
+                thread.join(_CLOSE_SECONDS)
 
 
 class Confirming:
