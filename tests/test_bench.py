@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.bench import operations, picture, sizes
+from asynccoll.bench import operations, picture, sizes, starting
 from asynccoll.bench.sidebyside import Series
 from asynccoll.cli import main
+from asynccoll.trace import words
 
 CPU = torch.device("cpu")
 
@@ -226,3 +227,39 @@ def test_the_same_rows_give_the_same_picture(tmp_path):
     first = picture.draw(header, rows, tmp_path / "a.svg").read_text()
     assert picture.draw(header, rows, tmp_path / "b.svg").read_text() == first
     assert "torch in-place" in first
+
+
+def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
+    row = {
+        "operation": "all_reduce", "size_bytes": 4, "count": 1, "dtype": "float", "reduction": "sum",
+        "root": -1, "peer": "asynccoll", "way": "in-place", "median_us": 12.5, "low_us": 12.0,
+        "algbw_gbs": 0.5, "busbw_gbs": 0.25, "over_torch": None, "wrong": 0, "error": "",
+    }  # fmt: skip
+    header = {
+        "asynccoll": "1", "torch": "2", "backend": "gloo", "ranks": 2, "nodes": 1, "cores": 2,
+        "device": "cpu", "rounds": 3, "absent": {}, "steps": 9,
+    }  # fmt: skip
+
+    def interrupted(_request, report, *, ranks):
+        report("start", header)
+        for _ in range(ranks):
+            report("step", {})
+        report("row", row)
+        return 130
+
+    monkeypatch.setattr(starting, "bench", interrupted)
+    assert main(["bench"]) == 130
+    shown = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r" *4 B .*asynccoll +in +12\.5 +0\.500 +0\.250 +0", shown[-2])
+    assert shown[-1] == "# not all was measured: 2 of 9 rounds"
+    assert main(["bench", "--json"]) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_a_backend_that_is_not_there_is_told_before_ranks_are_started(capsys):
+    assert main(["bench", "--backend", "glou"]) == 2
+    assert "unknown backend 'glou'" in capsys.readouterr().err
+
+
+def test_a_size_that_is_all_but_the_next_unit_is_written_in_it():
+    assert [words.size(one) for one in (1023, 1024, (1 << 20) - 4)] == ["1023 B", "1.0 KiB", "1.0 MiB"]

@@ -98,6 +98,11 @@ def test_a_table_that_is_too_wide_leaves_columns_out_then_folds_words_between_wo
     assert narrow == [line.text for line in layout.lines(WIDE, 39)]  # no word is cut
 
 
+def test_sentences_are_broken_at_spaces_and_paths_only_where_they_are_too_long():
+    assert layout.folded("see docs/backends/mpi.md", 20) == ["see", "docs/backends/mpi.md"]
+    assert layout.folded("see docs/backends/mpi.md", 16) == ["see docs/", "backends/mpi.md"]
+
+
 def test_letters_that_take_two_cells_are_aligned():
     table = output.Table(("lane", "us"), [("\u884c", "1"), ("ab", "2")], left=frozenset({"lane"}))
     assert [line.text for line in layout.lines(table)] == ["lane  us", "\u884c     1", "ab     2"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, print_table
+from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from asynccoll.bench.request import BenchRequest
@@ -88,17 +88,22 @@ def _bench(given: argparse.Namespace) -> int:
         check_drawable(given.plot)
     shown = _Shown(as_json=given.json)
     code = bench(_request(given), shown.report, ranks=_at_least(given.ranks, 1, "--ranks"))
-    if code == 0 and shown.header:
-        shown.end()
-        if given.plot is not None:
-            from asynccoll.bench.picture import draw
+    if not shown.header:
+        return code
+    if code:
+        shown.break_off()
+        return code
+    shown.end()
+    if given.plot is not None:
+        from asynccoll.bench.picture import draw
 
-            draw(shown.header, shown.rows, given.plot)
-            print(f"drawn: {given.plot}", file=sys.stderr)
-    return code or shown.code
+        draw(shown.header, shown.rows, given.plot)
+        print(f"drawn: {given.plot}", file=sys.stderr)
+    return shown.code
 
 
 def _request(given: argparse.Namespace) -> BenchRequest:
+    from asynccoll.backends.table import check_usable
     from asynccoll.bench.operations import OPERATIONS, check_names
     from asynccoll.bench.peers import check_names as check_peers
     from asynccoll.bench.request import BenchRequest
@@ -113,6 +118,8 @@ def _request(given: argparse.Namespace) -> BenchRequest:
     check_names(operations, given.datatype, given.op)
     peers = tuple(name for name in (given.peers or "").split(",") if name)
     check_peers(peers)
+    backend = given.backend or _usual_backend(given.ranks)
+    check_usable(backend.lower())
     return BenchRequest(
         operations=operations,
         sizes=sizes,
@@ -123,11 +130,11 @@ def _request(given: argparse.Namespace) -> BenchRequest:
         rounds=_at_least(given.rounds, 1, "--rounds"),
         check=bool(given.check),
         peers=peers,
-        backend=given.backend or _usual_backend(given.ranks),
+        backend=backend,
     )
 
 
-def _usual_backend(ranks: int) -> str | None:
+def _usual_backend(ranks: int) -> str:
     """Where a launcher says nothing: mpiexec, which mpi4py needs, would mean mpi."""
     import torch
 
@@ -162,7 +169,8 @@ class _Shown:
         if kind == "start":
             self.header, self._bar = what, Bar(what["steps"])
             if not self._as_json:
-                print("\n".join(_heading(what)), flush=True)
+                for line in _heading(what):
+                    print_text(line)
         elif kind == "step":
             self._done += 1
             self._bar.show(self._done, self._where())
@@ -179,6 +187,13 @@ class _Shown:
         if not self._as_json:
             print_table(_table(operation, [row for row in self.rows if row["operation"] == operation]))
 
+    def break_off(self) -> None:
+        """What has been measured; as JSON nothing, for it would pass as all of it."""
+        self._bar.clear()
+        if self.rows and not self._as_json:
+            self._print(self.rows[-1]["operation"])
+            print_text(f"# not all was measured: {self._where()}")
+
     def end(self) -> None:
         self._bar.clear()
         if self._as_json:
@@ -187,7 +202,7 @@ class _Shown:
         if self.rows:
             self._print(self.rows[-1]["operation"])
         for line in _errors(self.rows):
-            print(line)
+            print_text(line)
 
 
 def _heading(header: dict[str, Any]) -> Iterator[str]:
@@ -208,7 +223,8 @@ def _table(operation: str, rows: list[dict[str, object]]) -> Table:
     """A line for each size, peer and place."""
     columns = ("size", "count", "type", "redop", "root", "peer", "place")
     figures = ("time us", "algbw", "busbw", "wrong", "x torch")
-    table = Table((*columns, *figures), title=f"{operation} (bandwidths in GB/s)", left=_WORDS)
+    title = f"{operation} (bandwidths in GB/s)"
+    table = Table((*columns, *figures), title=title, left=_WORDS, spare=("root", "redop", "type"))
     for row in rows:
         table.rows.append(_line(row))
         if row["error"] or row["wrong"]:

@@ -62,11 +62,12 @@ def _row(row: Sequence[str], widths: Sequence[int], words: Sequence[bool]) -> It
 
 
 def folded(text: str, width: int | None) -> list[str]:
-    """``text`` in lines of ``width`` cells, broken behind spaces and slashes only."""
+    """``text`` in lines of ``width`` cells, broken behind spaces; words that are longer, behind slashes."""
     if width is None or _cells(text) <= width:
         return [text]
     found = [""]
-    for piece in _pieces(text):
+    words = re.split(r"(?<=\s)(?=\S)", text)
+    for piece in (part for word in words for part in ([word] if _cells(word) <= width else _pieces(word))):
         if found[-1] and _cells(found[-1] + piece.rstrip()) > width:
             found.append("")
         found[-1] += piece

@@ -13,7 +13,7 @@ __all__ = ["duration", "figure_type", "listed", "plural", "size"]
 def size(size_bytes: float) -> str:
     """``1.5 MiB``."""
     amount, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
-    while amount >= 1024 and len(units) > 1:
+    while round(amount) >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
     return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
 
