@@ -395,7 +395,7 @@ def table() -> str:
     """The table of docs/faults.md."""
     made = list(cells())
     lines = [
-        f"| rank 1 | the others hear | within | rank 1 hears | operations | {' | '.join(PLACES)} |",
+        f"| rank 1 | the others get | within | rank 1 gets | operations | {' | '.join(PLACES)} |",
         "|---|---|---|---|---|" + "---|" * len(PLACES),
     ]
     for name, fault in FAULTS.items():
