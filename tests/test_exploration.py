@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -361,6 +363,23 @@ def test_what_is_typed_wrong(asked: Any, arguments: list[str], told: str) -> Non
     code, _, errors = asked(*arguments, "--jobs", "1")
     assert code == 2
     assert told in errors
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes_in_a_line(start: Any, script: Any) -> None:
+    script("""
+        import asynccoll as ac
+
+        async def main(rank):
+            print("tried", flush=True)
+            await ac.all_reduce(1)
+    """)
+    job = start("explore", "program.py::main", "--seeds", 1_000_000, "--jobs", 2)
+    job.lines(1)
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    code, _, errors = job.wait()
+    assert code == 130
+    assert re.fullmatch(r"interrupted after [\d,]+ schedules: nothing was found\n", errors), errors
 
 
 def test_links_are_checked() -> None:

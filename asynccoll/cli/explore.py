@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, add_json, print_json
+from asynccoll.cli.output import Bar, add_json, print_json, print_text
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -55,27 +57,15 @@ def add(commands: Commands) -> None:
 
 
 def _explore(given: argparse.Namespace) -> int:
-    from asynccoll.testing.drawn import drawn_faults
-    from asynccoll.testing.exploration import explore_target
-    from asynccoll.testing.targets import of_path
-
     if given.seeds < 1 or given.jobs < 0:
         raise InvalidArgumentError("--seeds must be at least 1, and --jobs at least 0")
-    kinds = tuple(kind for kind in given.faults.split(",") if kind)
     bar = _Progress(given.seeds)
-    found = explore_target(
-        of_path(given.target),
-        seeds=range(given.first, given.first + given.seeds),
-        jobs=given.jobs,
-        faults=drawn_faults(*kinds) if kinds else (),
-        expect=of_path(given.expect).function if given.expect else None,
-        shrink_seconds=given.shrink,
-        progress=bar.show,
-        world_size=given.world_size,
-        loop=given.loop,
-        transport=given.transport,
-        statements=tuple(given.statements),
-    )
+    try:
+        found = _explored(given, bar.show)
+    except KeyboardInterrupt:
+        bar.clear()
+        print(f"interrupted after {bar.schedules:,} schedules: nothing was found", file=sys.stderr)
+        raise
     bar.clear()
     if given.json:
         print_json(
@@ -92,8 +82,31 @@ def _explore(given: argparse.Namespace) -> int:
         return 0 if found.wrong is None else 1
     print(found)
     if found.wrong is not None:
-        print(f"\n{found.wrong}\n\n# Shows it again:\n\n{found.script}", end="")
+        print()
+        print_text(found.wrong)
+        print(f"\n# Shows it again:\n\n{found.script}", end="")
     return 0 if found.wrong is None else 1
+
+
+def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
+    from asynccoll.testing.drawn import drawn_faults
+    from asynccoll.testing.exploration import explore_target
+    from asynccoll.testing.targets import of_path
+
+    kinds = tuple(kind for kind in given.faults.split(",") if kind)
+    return explore_target(
+        of_path(given.target),
+        seeds=range(given.first, given.first + given.seeds),
+        jobs=given.jobs,
+        faults=drawn_faults(*kinds) if kinds else (),
+        expect=of_path(given.expect).function if given.expect else None,
+        shrink_seconds=given.shrink,
+        progress=progress,
+        world_size=given.world_size,
+        loop=given.loop,
+        transport=given.transport,
+        statements=tuple(given.statements),
+    )
 
 
 class _Progress:
@@ -102,9 +115,12 @@ class _Progress:
     def __init__(self, seeds: int) -> None:
         self._seeds = seeds
         self._shown = 0.0
+        #: how many were tried
+        self.schedules = 0
         self._bar = Bar(seeds)
 
     def show(self, found: Exploration) -> None:
+        self.schedules = found.schedules
         if time.monotonic() - self._shown > _EVERY_SECONDS:
             self._shown = time.monotonic()
             pace = found.schedules / max(found.seconds, 1e-9)

@@ -73,7 +73,7 @@ def print_text(text: str) -> None:
 
 def text_lines(text: str) -> list[str]:
     """What ``print_text`` prints."""
-    return folded(from_here(text), _width())
+    return [line for said in from_here(text).split("\n") for line in folded(said, _width())]
 
 
 def _width() -> int | None:

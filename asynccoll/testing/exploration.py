@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from typing import Any
 
 from asynccoll.errors import CollectiveError, InvalidArgumentError
@@ -216,32 +218,57 @@ def _first_by_others(
 ) -> int | None:
     """The first that ``jobs`` processes find: the lowest seed, whichever is quicker."""
     sent = target.sendable()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        running: set[Any] = set()
-        bad: list[int] = []
-        while not bad:
-            while len(running) < 2 * jobs and (some := list(islice(seeds, _AT_ONCE))):
-                running.add(_submitted(pool, sent, look, some))
-            if not running:
-                break
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for one in done:
-                tried, found = one.result()
-                told(tried)
-                bad += [] if found is None else [found]
-        for one in running:
-            if not one.cancel():  # begun before: seeds that come earlier may be among them
-                tried, found = one.result()
-                told(tried)
-                bad += [] if found is None else [found]
+    spawning = get_context("spawn")
+    enough = spawning.Event()
+    with ProcessPoolExecutor(jobs, spawning, initializer=_heed, initargs=(enough,)) as pool:
+        try:
+            return _first_of(jobs, lambda some: _submitted(pool, sent, look, some), seeds, told)
+        except BaseException:
+            enough.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _first_of(
+    jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int], told: Callable[[int], None]
+) -> int | None:
+    running: set[Any] = set()
+    bad: list[int] = []
+    while not bad:
+        while len(running) < 2 * jobs and (some := list(islice(seeds, _AT_ONCE))):
+            running.add(submit(some))
+        if not running:
+            break
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for one in done:
+            tried, found = one.result()
+            told(tried)
+            bad += [] if found is None else [found]
+    for one in running:
+        if not one.cancel():  # begun before: seeds that come earlier may be among them
+            tried, found = one.result()
+            told(tried)
+            bad += [] if found is None else [found]
     return min(bad, default=None)
 
 
 def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> object:
+    """Processes that this starts do not hear Ctrl-C: whoever has started them does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_tried_by_another, sent, look, seeds)
     except (AttributeError, TypeError) as error:
         raise InvalidArgumentError(f"jobs= needs faults= and expect= that can be sent: {error}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+#: In a process that tries seeds for another: what it is told that it is enough by.
+_ends_with: list[Event] = []
+
+
+def _heed(enough: Event) -> None:
+    _ends_with.append(enough)
 
 
 def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, int | None]:
@@ -249,6 +276,8 @@ def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[in
     for count, seed in enumerate(seeds, 1):
         if look.at(main, look.case(seed)).wrong is not None:
             return count, seed
+        if any(one.is_set() for one in _ends_with):
+            return count, None
     return len(seeds), None
 
 
