@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -436,3 +438,47 @@ async def left_out_of_the_loss(me: Rank) -> None:
 def test_a_rank_whose_loss_leaves_the_layers_out(several: World) -> None:
     """Nobody hangs: all others are told which rank it was, and go on in step with it."""
     several.run(left_out_of_the_loss, runner="asyncio")
+
+
+class Steps(nn.Module):
+    """The outputs of a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps: Tensor = self.recurrent(x)[0]
+        return steps
+
+
+#: Layers that keep what they were called with, or save what they give: without their loops' help.
+KEEPING = {"LSTM": Steps, "Sigmoid": lambda: nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())}
+
+
+def lets_go(me: Rank, name: str) -> None:
+    for reshard in (False, True):
+        layers = ac.overlap.shard_layers([KEEPING[name]() for _ in range(2)], reshard_after_forward=reshard)
+        held = weakref.WeakSet[Tensor]()
+        gc.collect()
+        gc.disable()
+        try:
+            for no_grad in (True, False):
+                x = rows(me.rank, 0)
+                with torch.set_grad_enabled(not no_grad):
+                    for layer in layers:
+                        held.update(layer.parameters.values())
+                        x = layer(x)
+                        held.add(x)
+                    del layer
+                loss = x.square().mean()
+                del x, loss
+                assert not held, f"{name}, {reshard=}, {no_grad=}"
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_a_loop_has_made_goes_with_its_loss(pair: World, name: str) -> None:
+    """At once, backward or not: layers are shared out to save memory; and by that peers are told of it."""
+    pair.run(lets_go, name, runner="blocking")

@@ -397,6 +397,10 @@ class Layered(Helper):
         own = type(optimizer)([part for layers in self.sets for part in layers.parameters()], **options)
         super().__init__(model, own, lane)
 
+    #: so many layers after this one, backward raises
+    raises_behind: int | None = None
+    interruptions = 0
+
     def shared_out(self, lane: str) -> list[ac.overlap.ShardedLayers]:
         return [ac.overlap.shard_layers(self.parts, lane=lane, **self.options)]
 
@@ -431,10 +435,16 @@ class Layered(Helper):
         return x.square().mean()
 
     def _through(self, layer: Any, x: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=False) if self.model.recomputed else layer(x)
+        x = checkpoint(layer, x, use_reentrant=False) if self.model.recomputed else layer(x)
+        if self.raises_behind == 0:
+            x.register_hook(_raise)
+        if self.raises_behind is not None:
+            self.raises_behind -= 1
+        return x
 
     async def interrupted(self, x: Tensor, here: bool) -> None:
-        """A loop that one rank leaves early; then nobody runs backward."""
+        """A loop that one rank leaves early, and nobody runs backward; a backward that raises on one."""
+        before = x
         with raising(ZeroDivisionError) if here else contextlib.nullcontext():
             async for layer in self.layers:
                 x = self._through(layer, x)
@@ -442,6 +452,23 @@ class Layered(Helper):
                     _raise(x)
         if here:
             await self.layers.finish_loop()
+        self.interruptions += 1
+        if self.interruptions == 2:  # it takes the others some seconds to be told
+            await self._backward_raises(before, here)
+
+    async def _backward_raises(self, x: Tensor, here: bool) -> None:
+        """Behind one of the layers on one rank; the others are told, or have had all that they need of it."""
+        came, self.raises_behind = True, len(self.parts) // 2 if here else None
+        loss = self.loss(x) * self.scale
+        self.raises_behind = None
+        try:
+            loss.backward()
+        except ZeroDivisionError:
+            came = not here
+        except ac.PeerRefusedError:
+            came = here
+        del loss
+        assert not await ac.all_reduce(came, op="and", lane=f"{self.lane} agreed")
 
     async def graphed(self, x: Tensor) -> None:
         """Not refused: the parts' gradients have a graph of their own."""

@@ -161,8 +161,22 @@ class GatheredLayer:
         return self._parameters
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        with self._saving:
-            return functional_call(self.module, self.parameters, args, kwargs)
+        try:
+            with self._saving:
+                return functional_call(self.module, self.parameters, args, kwargs)
+        finally:
+            _let_go(self.module)
+
+
+def _let_go(module: nn.Module) -> None:
+    """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
+
+    They keep a list of their own, so that all of the layer would live on, and the graph that gathered it.
+    """
+    for one in module.modules():
+        if isinstance(one, nn.RNNBase):
+            for name, parameter in one.named_parameters(recurse=False):
+                setattr(one, name, parameter)
 
 
 class _Returning:
@@ -448,7 +462,9 @@ class Resharding:
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor | _Where:
         index = self._addresses.get(x.untyped_storage().data_ptr())
-        return x if index is None else (index, x.shape, x.stride(), x.storage_offset())
+        if index is None:
+            return x.detach()  # an operation that saves its own result would hold itself, and all before it
+        return index, x.shape, x.stride(), x.storage_offset()
 
     def _unpack(self, packed: torch.Tensor | _Where) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
