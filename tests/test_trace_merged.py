@@ -163,6 +163,32 @@ def test_the_slow_rank_is_named_and_what_it_was_in():
     assert find(parts).late is None  # once is not again and again
 
 
+def test_where_a_slow_rank_was_that_marks_nothing_there():
+    """Of all times that it is late the most lie between two marks; the longest alone would name another."""
+
+    def rank(number, late, *others):
+        spans = [*others]
+        for k, by in enumerate(late):
+            spans += [compute("forward", k + by, k + by + 0.05), call(k + by + 0.05, k + 0.8, k)]
+            spans.append(compute("optimizer", k + 0.9, k + 0.95))
+        return part(number, spans, seconds=4.0)
+
+    slow = rank(1, [0.1, 0.35, 0.3, 0.3], compute("backward", 1.1, 1.34))
+    found = find([rank(0, [0.1] * 4), slow])
+    assert found.late is not None
+    assert (found.late.rank, found.late.doing) == (1, "after optimizer and before forward")
+    assert "it was after optimizer and before forward" in advice(found)
+
+
+def test_chance_makes_no_rank_late():
+    """On a busy host one is late two or three times as long as another."""
+    spans = [
+        [call(k + 0.3 * ((k % 4 == 0) == (rank == 1)), k + 0.5, k) for k in range(8)] for rank in range(2)
+    ]  # rank 0 is late in three of four, rank 1 in one
+    found = find([part(rank, each, seconds=8.0) for rank, each in enumerate(spans)])
+    assert found.late is None
+
+
 def test_the_rank_that_holds_the_others_up_is_named_and_else_the_line():
     """And no advice where the others are late as well, or communication is hidden."""
 

@@ -265,13 +265,20 @@ def _holding_up(found: Findings) -> str:
     if late is None:
         return ""
     doing = (
-        f"it was in {late.doing}" if late.doing
+        f"it was {was(late.doing)}" if late.doing
         else "what it did meanwhile is not marked: put ac.trace.span(name) around parts of the loop"
     )  # fmt: skip
     return (
         f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
         f"{duration(late.total)} for it, which no overlap hides; {doing}"
     )
+
+
+def was(doing: str) -> str:
+    """What a late rank did meanwhile, behind "it was"."""
+    if not doing:
+        return "-"
+    return doing if doing.startswith(("after ", "before ")) else f"in {doing}"
 
 
 def _waited_for(found: Findings) -> str:
@@ -317,18 +324,18 @@ def _unfinished(found: Findings) -> Table:
 def _lateness(found: Findings) -> Table:
     from asynccoll.trace.words import duration
 
-    columns = ("rank", "last in", "others waited", "longest", "for", "it was in", "line")
+    columns = ("rank", "last in", "others waited", "longest", "for", "it was", "line")
     table = Table(
         columns,
         title=_titled("who was late", len(found.lateness), 10),
-        left=frozenset({"for", "it was in", "line"}),
+        left=frozenset({"for", "it was", "line"}),
     )
     if found.ranks < 2:
         return table
     for one in found.lateness[:10]:
         last, total, longest = f"{one.last} of {one.of}", duration(one.total), duration(one.longest)
         table.rows.append(
-            (str(one.rank), last, total, longest, one.longest_operation, one.doing or "-", one.longest_place)
+            (str(one.rank), last, total, longest, one.longest_operation, was(one.doing), one.longest_place)
         )
     return table
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -18,9 +19,9 @@ __all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden
 
 Interval = tuple[float, float]
 #: A rank is late if the others wait for it again and again, for such a share of the time, and so many times
-#: as long as for the next one.
+#: as long as for the middle one of the others: on a busy host chance makes it two or three times.
 _LATE_SHARE = 0.05
-_LATE_TIMES = 2.0
+_LATE_TIMES = 4.0
 #: Of so many steps the first says little about the others.
 _STEPS = 3
 
@@ -68,7 +69,7 @@ class Lateness:
     longest_operation: str
     longest_place: str
     longest_start: float
-    #: what it did meanwhile, if that was marked
+    #: what it did meanwhile; where that was not marked, ``after optimizer and before forward``
     doing: str
 
 
@@ -149,11 +150,11 @@ def _warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
 
 
 def _late(lateness: Sequence[Lateness], seconds: float) -> Lateness | None:
-    first, next_total = next(iter(lateness), None), lateness[1].total if len(lateness) > 1 else 0.0
-    if first is None:
+    if not lateness:
         return None
+    first, others = lateness[0], statistics.median(one.total for one in lateness[1:])
     again_and_again = first.total - first.longest  # whatever happened once
-    held_up = again_and_again > _LATE_SHARE * seconds and first.total > _LATE_TIMES * next_total
+    held_up = again_and_again > _LATE_SHARE * seconds and first.total > _LATE_TIMES * others
     return first if held_up else None
 
 
@@ -267,23 +268,43 @@ def _lateness(parts: Sequence[Part]) -> list[Lateness]:
             found.append(Lateness(rank, 0, len(shared), 0.0, 0.0, "", "", 0.0, ""))
             continue
         seconds, span, part = max(times, key=lambda one: one[0])
-        total = length(covered((one.start - before, one.start) for before, one, _ in times))
-        doing = _doing(part, span.start - seconds, span.start)
+        waited = covered((one.start - before, one.start) for before, one, _ in times)
+        total, doing = length(waited), _doing(part, waited)
         found.append(
             Lateness(rank, len(times), len(shared), total, seconds, span.name, span.place, span.start, doing)
         )
     return sorted(found, key=lambda one: -one.total)
 
 
-def _doing(part: Part, start: float, end: float) -> str:
-    """The span of compute in which most of the time between lies."""
-    spent: dict[str, float] = {}
-    for span in part.spans:
-        if not span.is_operation:
-            over = min(end, part.seconds if span.end is None else span.end) - max(start, span.start)
-            spent[span.name] = spent.get(span.name, 0.0) + max(0.0, over)
+def _doing(part: Part, late: Sequence[Interval]) -> str:
+    """The compute in which most of ``late`` lies; where most is not marked, between which it lies."""
+    compute = [span for span in part.spans if not span.is_operation]
+    by_name: dict[str, list[Interval]] = {}
+    for span in compute:
+        by_name.setdefault(span.name, []).append((span.start, _end(span, part)))
+    spent = {name: length(intersection(covered(times), late)) for name, times in by_name.items()}
+    busy = covered((span.start, _end(span, part)) for span in compute)
+    unmarked = intersection(_gaps(busy, part.seconds), late)
     best = max(spent, key=lambda name: spent[name], default="")
-    return best if best and spent[best] > 0.2 * (end - start) else ""
+    return best if best and spent[best] >= length(unmarked) else _between(compute, unmarked, part)
+
+
+def _between(compute: Sequence[Span], unmarked: Sequence[Interval], part: Part) -> str:
+    """The compute that ends before most of ``unmarked``, and that which begins behind it."""
+    ended = sorted(compute, key=lambda span: _end(span, part))
+    ends, starts = [_end(span, part) for span in ended], [span.start for span in compute]
+    spent: dict[str, float] = {}
+    for start, end in unmarked:
+        before, behind = bisect_right(ends, start), bisect_left(starts, end)
+        names = [*(f"after {ended[before - 1].name}" for _ in range(before > 0))]
+        names += [f"before {compute[behind].name}" for _ in range(behind < len(compute))]
+        where = " and ".join(names)
+        spent[where] = spent.get(where, 0.0) + end - start
+    return max(spent, key=lambda where: spent[where], default="")
+
+
+def _end(span: Span, part: Part) -> float:
+    return part.seconds if span.end is None else span.end
 
 
 def _unfinished(parts: Sequence[Part]) -> list[Unfinished]:
