@@ -63,14 +63,15 @@ memory: ## the tests that run on any backend, between ranks that share memory
 	@$(call TWICE,$(WHEEL) env ASYNCCOLL_TEST_BACKENDS=memory $(TWO_RANKS) $(PYTEST) $(AT_ONCE) \
 		-k memory $(IN_PAIRS) $(ARGS))
 
-MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mpi mpi_levels mpi_launch \
-	spawn parallel slurm_mpi)
+MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
+	mpi_launch spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 MPI_WAYS  := "mpi and $(call WAYS_IN_PAIRS,mpi)"
 OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=3
 # What is ours alone, whichever MPI carries it, has been tried on MPICH.
-OMPI_TESTS := $(filter-out $(patsubst %,$(CURDIR)/tests/test_%.py,clocks compositions five_ranks forks refusals training), \
+OMPI_TESTS := $(filter-out $(patsubst %,$(CURDIR)/tests/test_%.py,clocks compositions five_ranks forks mismatch refusals \
+	training), \
 	$(MPI_TESTS))
 
 # Files with many cases that depend little on the number of ranks or on the event loop.

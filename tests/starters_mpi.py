@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import guarded
@@ -26,7 +27,17 @@ def start(world: World, address: str) -> list[Any]:
         line[1:1] = _KEEP[found.family]
         return line
 
-    return guarded.start(world, address, launch, found.environment(rank_environment()))
+    environ = found.environment(rank_environment())
+    return guarded.start(world, address, launch, environ | on_nodes(world.options.get("nodes", ())))
+
+
+def on_nodes(nodes: Sequence[int]) -> dict[str, str]:
+    """What has MPICH take ranks of this host for those of several, and not share memory between these."""
+    several = len(set(nodes))
+    if several < 2:
+        return {}
+    assert list(nodes) == [rank % several for rank in range(len(nodes))], "it deals them out in turn"
+    return {"MPIR_CVAR_NUM_CLIQUES": str(several)}
 
 
 def options() -> dict[str, Any]:

@@ -173,7 +173,7 @@ def create(request: Request) -> Context:
     base = mpi.COMM_WORLD.Dup()
     base.Set_errhandler(mpi.ERRORS_RETURN)
     _check_place(request, base.Get_rank(), base.Get_size())
-    identity = _locate(mpi, base)
+    identity, nodes = _locate(mpi, base)
     timeout = timedelta(seconds=request.timeout)
     store = None
     if base.Get_size() > 1:
@@ -183,8 +183,7 @@ def create(request: Request) -> Context:
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
     crowded = identity.nproc_per_node > usable_cores()
     backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
-    context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
-    return context
+    return Context(backend, identity, store=store, timeout=request.timeout, check=request.check, nodes=nodes)
 
 
 def _check_place(request: Request, rank: int, size: int) -> None:
@@ -203,12 +202,12 @@ def _check_place(request: Request, rank: int, size: int) -> None:
     )
 
 
-def _locate(mpi: ModuleType, base: Any) -> Identity:
-    """Which ranks share this node, asked of MPI."""
+def _locate(mpi: ModuleType, base: Any) -> tuple[Identity, tuple[int, ...]]:
+    """Where this rank is, and the node of each rank, asked of MPI."""
     here = base.Split_type(mpi.COMM_TYPE_SHARED)
     leaders = base.allgather(here.bcast(base.Get_rank()))
     nodes = sorted(set(leaders))
-    found = Identity(
+    identity = Identity(
         base.Get_rank(),
         base.Get_size(),
         here.Get_rank(),
@@ -217,4 +216,4 @@ def _locate(mpi: ModuleType, base: Any) -> Identity:
         len(nodes),
     )
     here.Free()
-    return found
+    return identity, tuple(map(nodes.index, leaders))
