@@ -24,6 +24,7 @@ from asynccoll.plan.spec import (
     Topology,
     Wire,
 )
+from asynccoll.plan.texts import shown
 
 ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 #: A backend that has everything for float32 and int64, and can copy those and bytes.
@@ -229,3 +230,9 @@ def test_sources_import_no_moving_part() -> None:
             if line.startswith(("from asynccoll", "import asynccoll"))
         }
         assert imported <= {"asynccoll.errors", "asynccoll.plan.spec", "asynccoll.plan.wire"}, imported
+
+
+def test_shapes_are_written_as_lists():
+    """Of one tensor, and of several that are sent as one."""
+    assert shown((torch.float32, torch.Size([4, 8]))) == "float32 [4, 8]"
+    assert shown([torch.Size([4]), torch.Size([8, 2])]) == "[[4], [8, 2]]"

@@ -126,6 +126,13 @@ def test_what_hangs_is_told_first():
     )
 
 
+def test_of_ranks_that_wait_for_each_other_the_fewest_are_told():
+    """Rank 1 has gone on without the evaluation of the others: they have not called what it calls, either."""
+    parts = [part(rank, [call(0.1, None, 1, "eval.py:1", row="eval")], ranks=3) for rank in (0, 2)]
+    found = find([*parts, part(1, [call(0.0, None, 21)], ranks=3)])
+    assert advice(found).startswith("rank 1 has not called all_reduce #1 on lane 'eval', in which ranks 0, 2")
+
+
 def test_buckets_are_not_told_to_leave_from_backward():
     sends = [part(rank, [call(0, 2, row="gradients/backward"), compute("x", 3, 4)]) for rank in range(2)]
     assert "smaller buckets leave earlier" in advice(find(sends))

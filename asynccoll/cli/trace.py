@@ -174,7 +174,9 @@ def _stragglers_table(lines: Sequence[Straggling], operations: int) -> Table:
 
     columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
     title = f"who came last, of {operations} operations that several ranks called"
-    table = Table(columns, title=title, left=frozenset({"operation", "lane", "line"}))
+    table = Table(
+        columns, title=title, left=frozenset({"operation", "lane", "line"}), spare=("median", "lane")
+    )
     for one in lines:
         times = (duration(one.total), duration(one.median), duration(one.longest))
         who = (f"rank {one.rank}", str(one.last))
@@ -239,9 +241,11 @@ def advice(found: Findings) -> str:
 def _hanging(found: Findings) -> str:
     from asynccoll.trace.words import duration, listed
 
-    hangs = next((one for one in found.unfinished if one.missing), None)
-    if hangs is None:
+    waited_for = [one for one in found.unfinished if one.missing]
+    if not waited_for:
         return ""
+    # Where each waits for the others, those that are fewer have gone another way.
+    hangs = min(waited_for, key=lambda one: len(one.missing))
     waiting = sorted(
         one.rank for one in found.unfinished
         if (one.operation, one.lane, one.sequence) == (hangs.operation, hangs.lane, hangs.sequence)

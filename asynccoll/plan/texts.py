@@ -14,8 +14,10 @@ def shown(what: object) -> str:
     """``all_reduce sum float32 [4, 8]``: names and values in their order, without those that are empty."""
     if isinstance(what, torch.dtype):
         return dtype_name(what)
-    if isinstance(what, (torch.Size, list)):
+    if isinstance(what, torch.Size):
         return str(list(what))
+    if isinstance(what, list):
+        return f"[{', '.join(map(shown, what))}]"
     if isinstance(what, tuple):
         return " ".join(text for text in map(shown, what) if text)
     return "" if what is None else str(getattr(what, "value", what))

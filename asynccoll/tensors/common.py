@@ -22,6 +22,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
+from asynccoll.plan.texts import shown
 from asynccoll.tensors.encoding import decode, encode
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise
@@ -167,7 +168,7 @@ class Call:
 
     def described(self) -> str:
         """What it is of: ``float32[4, 8] sum``."""
-        shape = "" if self.shape is None else str(list(self.shape))
+        shape = "" if self.shape is None else shown(list(self.shape))
         return f"{dtype_name(self.wire.dtype)}{shape} {self._detail()}".rstrip()
 
     def steps(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
