@@ -166,7 +166,27 @@ class PeerRefusedError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """A rank of the group is gone. ``ranks`` holds the global ranks known to be lost."""
+    """A rank of the group is gone. ``ranks`` holds the global ranks known to be lost.
+
+    ``left`` are those of them that have left their world in order (``finalize``): their processes may go on.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        *,
+        left: tuple[int, ...] = (),
+        operation: str = "",
+        lane: str = "",
+    ) -> None:
+        super().__init__(message, ranks, operation=operation, lane=lane)
+        self.left = left
+
+    def __reduce__(self) -> tuple[object, ...]:
+        kind, text, told = super().__reduce__()
+        assert isinstance(told, dict)
+        return kind, text, told | {"left": self.left}
 
 
 class AbortedError(CollectiveError):

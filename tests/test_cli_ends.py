@@ -341,3 +341,24 @@ def test_an_exception_that_cannot_be_told_is_shown_as_python_does(start, script)
     assert errors.count("Shy: <exception str() failed>") == 1
     assert "RuntimeError" not in errors
     assert "child.py" not in errors
+
+
+def test_a_rank_that_had_left_and_is_stopped_is_not_to_blame(start, script):
+    """It has left its world, and goes on; the launcher ends it on account of who called once more."""
+    script("""
+        import os, time
+        import asynccoll as ac
+
+        ac.initialize("gloo")
+        if ac.get_rank() == 0:
+            ac.all_reduce(1).wait()
+        else:
+            ac.finalize()
+            time.sleep(600)
+    """)
+    code, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert code == 1
+    assert "asynccoll run: rank 0 failed" in errors
+    assert "has left its world (finalize)" in errors
+    assert "Traceback" in errors
+    assert "stopped rank 1" in errors

@@ -223,9 +223,13 @@ def _told(error: BaseException) -> str:
 
 
 def _lost(error: BaseException) -> list[int]:
-    """The ranks that had gone before, as the library names them (it is not imported here)."""
+    """The ranks that had died before, as the library names them (it is not imported here).
+
+    Not those that have left it in order: what ends them later is the launcher, on account of this error.
+    """
     if type(error).__name__ == "PeerLostError":
-        return [rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int)]
+        ranks, left = getattr(error, "ranks", ()), getattr(error, "left", ())
+        return [rank for rank in ranks if isinstance(rank, int) and rank not in left]
     inside = getattr(error, "exceptions", ())
     return [rank for one in inside for rank in _lost(one)] if isinstance(inside, tuple) else []
 

@@ -19,7 +19,8 @@ __all__ = ["Failure", "exit_code", "first_failure", "report", "what_aborted"]
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT, signal.SIGABRT)
 _LAST_WORDS = "Extension modules:"
 _RUNNER = str(Path("asynccoll", "launch", "child.py"))
-_WIDTH = 160
+#: Room for what an error of ours says of a lost rank: who, its last call with the line, where the dump is.
+_WIDTH = 480
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,7 +388,9 @@ class Context:
         heard = f"; {error}" if error is not None else f": {lane} cannot go on"
         words = [said for rank in lost if (said := self.liveness.last_words(rank))]
         last = f" ({'; '.join(words)})" if len(lost) == 1 and words else ""
-        named = PeerLostError(f"{who} {gone}{last}{heard}{self.dump()}", lost)
+        named = PeerLostError(
+            f"{who} {gone}{last}{heard}{self.dump()}", lost, left=tuple(rank for rank in lost if rank in left)
+        )
         named.__cause__ = error.__cause__ if error is not None else None
         return named
 
