@@ -15,6 +15,7 @@ from asynccoll.bench import operations, picture, sizes, starting
 from asynccoll.bench.sidebyside import Series
 from asynccoll.cli import main
 from asynccoll.trace import words
+from test_pages import fields_on
 
 CPU = torch.device("cpu")
 
@@ -136,6 +137,7 @@ def test_a_run_as_json_beside_the_peers(start, tmp_path):
     code, output, errors = job.wait()
     assert code == 0, errors
     found = json.loads(output)
+    assert found.keys() == fields_on("json.md")["`bench`"]
     assert (found["ranks"], found["backend"], found["rounds"]) == (2, "gloo", 3)
     assert {"asynccoll", "torch", "functional"} <= set(found["peers"])
     assert set(found["absent"]).isdisjoint(found["peers"])

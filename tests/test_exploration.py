@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -41,6 +42,7 @@ from asynccoll.testing import (
     simulate,
 )
 from patience import patient
+from test_pages import fields_on
 
 HERE = Path(__file__).parent
 LOOPS = ["asyncio", "trio"]
@@ -340,6 +342,8 @@ def test_the_command_line(asked: Any) -> None:
     assert (code, errors) == (0, "")
     assert "60 schedules in" in told
     assert "nothing was found" in told
+    code, told, _ = asked("racing.py::fine", "--seeds", "1", "--jobs", "1", "--json")
+    assert (code, json.loads(told).keys()) == (0, fields_on("json.md")["`explore`"])
     code, told, _ = asked(
         "racing.py::crossed", "--seeds", "60", "--transport", "mpi", "-n", "4", "--jobs", "1"
     )

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import types
+from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 import asynccoll
+from asynccoll.bench.request import Row
+from asynccoll.cli import main
+from asynccoll.flight import Parting
+from asynccoll.health.accounts import Account, Peer
+from asynccoll.trace import findings
+from asynccoll.trace.live import RankNow
+from asynccoll.trace.stragglers import Straggling
+from asynccoll.trace.whereabouts import Job, Whereabouts
 
 DOCS = Path(__file__).parent.parent / "docs"
 #: They say where a group is kept, or what a build of torch has, and are nobody's calls.
@@ -53,3 +64,46 @@ def test_every_call_of_torch_distributed_has_a_row() -> None:
     assert len(calls) > 40
     missing = {name for name in calls if not re.search(rf"\b{name}\b", table)}
     assert {name for name in missing if not name.startswith("is_")} == set()
+
+
+def fields_on(page: str) -> dict[str, set[str]]:
+    """By heading: what stands in the first column of its table."""
+    found: dict[str, set[str]] = {}
+    heading = ""
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("| `"):
+            found.setdefault(heading, set()).update(re.findall(r"`(\w+)`", line.split("|")[1]))
+    return found
+
+
+def names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each kind of document that commands print."""
+    job = Job(1, "", ()).to_dict(0)
+    rank = Whereabouts(0, Peer("", 0, "", 0, "", -1, 0), Account(0)).to_dict(0)
+    parting = Parting("absent", "world", "default", 0, {}).to_dict()
+    documents = {
+        "`trace run`, `trace merge`": names(findings.Findings) | {"clock_uncertain_seconds", "files"},
+        "One of `steps`": names(findings.Step),
+        "One of `waits`": names(findings.Wait),
+        "One of `lateness`": names(findings.Lateness),
+        "One of `unfinished`": names(findings.Unfinished),
+        "`trace stragglers`": names(Straggling),
+        "`trace diff`": {"ranks", "partings"},
+        "One of `partings`": {*parting},
+        "`where`": {*job},
+        "One of its `ranks`": {*rank},
+        "`top`": names(RankNow),
+        "One of `rows`": names(Row),
+    }
+    for command in ("info --no-try", "explain all_reduce"):
+        assert main([*command.split(), "--json"]) == 0
+        documents[f"`{command.split()[0]}`"] = {*json.loads(capsys.readouterr().out)}
+    explained = fields_on("json.md")
+    assert explained.keys() - documents.keys() == {"`bench`", "`explore`"}
+    assert {name: explained[name] for name in documents} == documents
