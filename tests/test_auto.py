@@ -194,6 +194,73 @@ def test_a_resumed_epoch_gives_what_was_left(before, after, steps, length):
         assert list(sampler) == list(fresh)
 
 
+def trained(length, steps, state=None):
+    """The samples of ``steps`` batches (None: of all that are left), and the checkpoint after them."""
+    data = TensorDataset(torch.arange(length))
+    loader = ac.auto_dataloader(data, sampler=RandomSampler(data), batch_size=2 * ac.get_world_size())
+    if state is not None:
+        loader.sampler.load_state_dict(state)
+    loader.sampler.set_epoch(5)
+    seen = [sample for (batch,) in itertools.islice(loader, steps) for sample in batch.tolist()]
+    return seen, loader.sampler.state_dict(taken=len(seen))
+
+
+def trained_on_a_rank(me, *args):
+    return trained(*args)
+
+
+@pytest.mark.parametrize("length", [24, 25])
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_one_script_resumes_with_and_without_a_launcher(two, alone_first, length):
+    """A checkpoint of two ranks in a process of its own, and the other way round: what is left, once each."""
+
+    def run(alone, *args):
+        return [trained(*args)] if alone else two.run(trained_on_a_rank, *args, runner="blocking")
+
+    def in_order(found):
+        return [sample for turn in zip(*(seen for seen, _ in found), strict=True) for sample in turn]
+
+    first = run(alone_first, length, 3)
+    state = first[0][1]
+    assert all(other == state for _, other in first)
+    taken = in_order(first)
+    assert state["seen"] == len(taken) == (6 if alone_first else 12)
+    rest = in_order(run(not alone_first, length, None, state))
+    assert len(rest) - (length - len(taken)) in (0, 1)  # one more, where two ranks share an odd number
+    assert sorted(taken + rest[: length - len(taken)]) == list(range(length))
+
+
+def test_without_a_launcher_samplers_are_the_same():
+    data = TensorDataset(torch.arange(6))
+    loader = ac.auto_dataloader(data)
+    assert isinstance(loader.sampler, DistributedSampler)
+    loader.sampler.set_epoch(1)
+    assert sorted(sample for (batch,) in loader for sample in batch.tolist()) == list(range(6))
+    sampler = ac.DistributedProxySampler(RandomSampler(data))
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+    batches = BatchSampler(SequentialSampler(data), 4, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing to share with anybody
+        assert ac.auto_dataloader(data, batch_sampler=batches).batch_sampler is batches
+
+
+def shares_by_default(me):
+    sampler = ac.DistributedProxySampler(SequentialSampler(DATA))
+    assert list(sampler) == list(range(me.rank, 50, me.size))
+
+
+def test_a_proxy_sampler_shares_among_the_ranks_there_are(two):
+    two.run(shares_by_default)
+
+
+def test_sync_leaves_samplers_alone_in_a_world_of_one():
+    """As ignite does."""
+    import asynccoll.sync as idist
+
+    order = RandomSampler(DATA)
+    assert idist.auto_dataloader(DATA, sampler=order).sampler is order
+
+
 def test_a_loader_that_draws_ahead_says_what_was_taken():
     sampler = ac.DistributedProxySampler(SequentialSampler(DATA), num_replicas=2, rank=1)
     batches = iter(DataLoader(DATA, batch_size=3, sampler=sampler, num_workers=1))

@@ -14,6 +14,7 @@ from torch.utils.data.sampler import Sampler
 
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.runtime.process import get_rank, get_world_size
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
@@ -30,7 +31,8 @@ class DistributedProxySampler(DistributedSampler[object]):
 
     Args:
         sampler: any sampler of a constant length.
-        num_replicas, rank: the number of shares and which one; of torch's default group if not given.
+        num_replicas, rank: the number of shares and which one; ``ac.get_world_size()`` and ``ac.get_rank()``
+            if not given, so that without a launcher it is the one share of a world of one.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class DistributedProxySampler(DistributedSampler[object]):
             raise TypeError("Argument sampler must not be a distributed sampler already")
         if not hasattr(sampler, "__len__"):
             raise TypeError("Argument sampler should have length")
+        num_replicas = get_world_size() if num_replicas is None else num_replicas
+        rank = get_rank() if rank is None else rank
         super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
         self.sampler = sampler
         self._next = 0  # samples of all ranks that the next iteration leaves out
@@ -122,17 +126,21 @@ def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
       number of ranks on the node.
     - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise); one
       that is given is used; any other is wrapped in a ``DistributedProxySampler``.
+    - In a world of one the same samplers are made, so that the program, and its checkpoint, are those of
+      many ranks.
     - An iterable dataset is used as it is: it must produce other data on other ranks itself. So must a
       ``batch_sampler``, of which a warning says so.
     - ``pin_memory`` is True where the device is a GPU, unless said otherwise. On xla-tpu the loader is
       wrapped in torch_xla's ``MpDeviceLoader``.
     """
-    return dataloader_for(here(), dataset, kwargs)
+    return dataloader_for(here(), dataset, kwargs, shares_alone=True)
 
 
-def dataloader_for(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> Any:
-    """The same for a given place."""
-    if place.world_size > 1:
+def dataloader_for(
+    place: Place, dataset: Dataset[object], kwargs: dict[str, Any], *, shares_alone: bool = False
+) -> Any:
+    """The same for a given place; ``shares_alone``: with samplers in a world of one, too (ignite: none)."""
+    if place.world_size > 1 or shares_alone:
         _share(place, dataset, kwargs)
     pins = place.training.pins_memory
     if not pins and kwargs.get("pin_memory", False):
@@ -157,11 +165,12 @@ def _share(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> No
     if "num_workers" in kwargs and kwargs["num_workers"] >= nproc:
         kwargs["num_workers"] = (kwargs["num_workers"] + nproc - 1) // nproc
     if kwargs.get("batch_sampler") is not None:
-        warnings.warn(
-            "Found batch_sampler in provided kwargs. Please, make sure that it is compatible "
-            "with distributed configuration",
-            stacklevel=4,
-        )
+        if place.world_size > 1:
+            warnings.warn(
+                "Found batch_sampler in provided kwargs. Please, make sure that it is compatible "
+                "with distributed configuration",
+                stacklevel=4,
+            )
     elif isinstance(dataset, IterableDataset):
         place.log.info(
             "Found iterable dataset, dataloader will be created without any distributed sampling. "
