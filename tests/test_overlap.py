@@ -368,6 +368,34 @@ def test_a_second_backward_before_the_await(pair: World, runner: str) -> None:
     pair.run(twice, runner=runner)
 
 
+async def forgets_to_await(me: Rank, optimizer: str) -> None:
+    model, other = network(), network()
+    stepping = {"SGD": torch.optim.SGD, "Adam, fused": partial(torch.optim.Adam, fused=True)}[optimizer](
+        model.parameters(), lr=0.1
+    )
+    before = [x.clone() for x in model.parameters()]
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        loss_of(model, batch(me.rank, 0)).backward()
+        with raising(ac.InvalidArgumentError, "before the gradients", "await gradients"):
+            stepping.step()
+        for now, then in zip(model.parameters(), before, strict=True):
+            assert torch.equal(now, then)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()  # has nothing to do with it
+        await me.get(gradients)
+        stepping.step()
+        stepping.step()  # whatever for: they are reduced
+        with gradients.no_sync():
+            loss_of(model, batch(me.rank, 1)).backward()
+        stepping.step()  # on purpose, of this rank's own
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam, fused"])
+def test_a_forgotten_await(pair: World, optimizer: str, runner: str) -> None:
+    """Refused: it would use what is being sent, and the first step is the time to say so."""
+    pair.run(forgets_to_await, optimizer, runner=runner)
+
+
 async def kept(me: Rank, used: list[int], op: str) -> None:
     """The gradients of each step, of which some are not there on every rank."""
     model, twin = alike(Heads()), alike(Heads())

@@ -82,6 +82,9 @@ class BackwardReducer(GradientReducer):
         if not self._closed and (self.touched or not self.rounds or forgotten):
             self.wait()
 
+    def check_step(self, parameters: set[int]) -> None:
+        """Nothing to refuse: a step waits for what is under way."""
+
     def stepped(self) -> None:
         """The parameters have been updated with the gradients: what follows are those of the next step."""
         super().stepped()

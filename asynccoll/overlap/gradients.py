@@ -18,6 +18,7 @@ Built on the public operations alone.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
@@ -63,6 +65,12 @@ _SECOND_BACKWARD = (
     "backward, or accumulate first, under `with gradients.no_sync():`, and send with the last backward"
 )
 
+_NOT_AWAITED = (
+    "the optimizer steps before the gradients of the last backward were awaited, which are being sent: "
+    "`await gradients` (or gradients.wait()) between backward and step, and before clipping (an optimizer that "
+    "steps in hooks of backward always comes too early)"
+)
+
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
 _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
 
@@ -85,8 +93,8 @@ class GradientReducer:
       rank; so do those that an optimizer is given by ``add_param_group``, in ``ac.async_optim``.
     - **Errors.** If backward raises, awaiting completes the step with what there is, so that ranks stay
       in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
-      ``InvalidArgumentError``. Await fails as collectives do; after a cancelled or timed-out await the
-      next one goes on with the same step.
+      ``InvalidArgumentError``, as does an optimizer's step. Await fails as collectives do; after a cancelled
+      or timed-out await the next one goes on with the same step.
     - ``with`` (or ``async with``) closes it at the end; after ``close()`` backward is as it was.
 
     Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
@@ -146,6 +154,7 @@ class GradientReducer:
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._join(parameters)
         _live[self] = None
+        _look_at_steps()
 
     def _tail(self) -> dict[str, Any]:
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
@@ -258,6 +267,11 @@ class GradientReducer:
         if not self.rounds or self._size == 1:
             return not self.rounds or self.touched
         return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
+
+    def check_step(self, parameters: set[int]) -> None:
+        """Refuse a step of an optimizer that has these parameters (ids), if their gradients are under way."""
+        if self._begun and not parameters.isdisjoint(self._identity[2]):
+            raise InvalidArgumentError(f"{self!r}: {_NOT_AWAITED}")
 
     def stepped(self) -> None:
         """The parameters have been updated with the gradients: what follows are those of the next step."""
@@ -394,6 +408,20 @@ def overlap_gradients(
         init_sync=init_sync,
         broadcast_buffers=broadcast_buffers,
     )
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    """From now on a forgotten await is told by the first step, whichever optimizer makes it."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    reducers = living()
+    if reducers:
+        parameters = {id(x) for given in optimizer.param_groups for x in given["params"]}
+        for reducer in reducers:
+            reducer.check_step(parameters)
 
 
 def living() -> list[GradientReducer]:
