@@ -5,8 +5,10 @@ TIMES as many orders as usual are tried where that is set.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import sys
 from typing import Any
 
 import anyio
@@ -280,9 +282,12 @@ def test_who_comes_first_is_served_first(transport: str) -> None:
     assert len(shares) > 1
 
 
-def test_a_killed_source_ends_the_waiting_for_any() -> None:
-    """It is named, whoever else might still send; unless it had nothing left to send."""
+@pytest.mark.filterwarnings("error::asynccoll.UnawaitedWorkWarning")
+def test_a_killed_source_ends_the_waiting_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, whoever else might still send; and no receive that is left warns besides."""
     named = 0
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)  # where what a finalizer raises ends up
     for seed in range(30 * TIMES):
         report = run(served, seed, world_size=3, loop="none", faults=[Kill(2, after_call=1 + seed % 5)])
         assert report.deadlock is None, report.deadlock
@@ -291,4 +296,7 @@ def test_a_killed_source_ends_the_waiting_for_any() -> None:
             assert isinstance(lost, ac.PeerLostError)
             assert lost.ranks == (2,)
             named += 1
+    del report, lost
+    gc.collect()
     assert named > 10
+    assert unraisable == []

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -199,7 +199,7 @@ def recv_any_object(
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
-) -> AnySource[object]:
+) -> AnySource[Any]:
     """As ``recv_any``, of what is sent by ``send_object``.
 
     >>> async for source, request in ac.recv_any_object():    # r0; r1: ac.send_object("ready", dst=0)
@@ -209,7 +209,7 @@ def recv_any_object(
     Source: ``torch.distributed.recv_object_list`` without ``src``.
     """
 
-    def post(source: int) -> Work[object]:
+    def post(source: int) -> Work[Any]:
         return recv_object(src=source, tag=tag, codec=codec, group=group, lane=name, timeout=timeout)
 
     name = current_lane() if lane is None else lane

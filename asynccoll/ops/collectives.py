@@ -579,6 +579,8 @@ def recv(
 ) -> Work[torch.Tensor]:
     """The tensor that rank ``src`` sends, shaped as ``like`` (whose content does not matter).
 
+    From any source: ``recv_any``.
+
     >>> await ac.recv(torch.empty(2), src=0)                  # r0: ac.send(torch.tensor([1., 2.]), dst=1)
     tensor([1., 2.])
 

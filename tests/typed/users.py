@@ -41,6 +41,9 @@ async def several(x: torch.Tensor) -> None:
     assert_type(await ac.wait_all([ac.all_reduce(x) for _ in range(3)]), tuple[torch.Tensor, ...])
     async for work in ac.as_completed([ac.all_reduce(1)]):
         assert_type(work.result(), int)
+    async for source, y in ac.recv_any(x, sources=[1, 2]):
+        assert_type(source, int)
+        assert_type(y, torch.Tensor)
 
 
 async def evaluate(model: torch.nn.Module, step: int) -> None: ...
