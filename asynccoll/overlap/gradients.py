@@ -67,8 +67,8 @@ _SECOND_BACKWARD = (
 
 _NOT_AWAITED = (
     "the optimizer steps before the gradients of the last backward were awaited, which are being sent: "
-    "`await gradients` (or gradients.wait()) between backward and step, and before clipping (an optimizer that "
-    "steps in hooks of backward always comes too early)"
+    "`await gradients` (or gradients.wait()) between backward and step, and before clipping (an optimizer "
+    "that steps in hooks of backward always comes too early)"
 )
 
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
