@@ -17,7 +17,7 @@ from asynccoll.trace.findings import find
 from asynccoll.trace.merged import Trace
 from asynccoll.trace.parts import Part, Writer, read_part
 from asynccoll.trace.recorder import Recorder
-from asynccoll.trace.spans import Span
+from asynccoll.trace.spans import Span, intersection, within
 from ranks import Rank
 from worlds import World
 
@@ -136,6 +136,29 @@ def test_of_ranks_that_wait_for_each_other_the_fewest_are_told():
 def test_buckets_are_not_told_to_leave_from_backward():
     sends = [part(rank, [call(0, 2, row="gradients/backward"), compute("x", 3, 4)]) for rank in range(2)]
     assert "smaller buckets leave earlier" in advice(find(sends))
+
+
+class Counted(list):
+    """Counts how often something in it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at):
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_lies_within_is_found_without_a_look_at_all(seed):
+    """A trace of hundreds of steps has as many times to look among, for each of its operations."""
+    luck = random.Random(seed)
+    ends = sorted(luck.sample(range(100_000), 20_000))
+    times = Counted(zip(ends[::2], ends[1::2], strict=True))
+    start = luck.randrange(100_000)
+    for end in (start, start + 1, start + 50):
+        times.looks = 0
+        assert within(times, start, end) == intersection([(start, end)], list(times))
+        assert times.looks < 200
 
 
 def test_nothing_marked_is_not_nothing_hidden():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from asynccoll.trace.parts import Part
-from asynccoll.trace.spans import Span, covered, intersection, length
+from asynccoll.trace.spans import Span, covered, intersection, length, within
 
 __all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction"]
 
@@ -119,7 +119,7 @@ def find(parts: Sequence[Part]) -> Findings:
     seconds = max((part.seconds for part in parts), default=0.0)
     marked = any(not span.is_operation for part in parts for span in part.spans)
     warm, began = _warm(parts)
-    whole = _share(warm, 0.0, seconds)
+    whole = _share(_times(warm, seconds), 0.0, seconds)
     lateness = tuple(_lateness(warm))
     return Findings(
         ranks=len(parts),
@@ -129,7 +129,7 @@ def find(parts: Sequence[Part]) -> Findings:
         hidden=whole[2],
         in_flight=whole[0],
         waited=whole[1],
-        steps=tuple(_steps(parts)),
+        steps=tuple(_steps(parts, seconds)),
         waits=tuple(_waits(warm)),
         lateness=lateness,
         late=_late(lateness, seconds - began) if len(parts) > 1 else None,
@@ -177,27 +177,41 @@ def hidden_fraction(spans: Sequence[Span], start: float, end: float) -> float:
     return length(intersection(busy, compute)) / total
 
 
-def _share(parts: Sequence[Part], start: float, end: float) -> tuple[float, float, float | None]:
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """When a rank had anything in flight, and when it computed."""
+
+    in_flight: list[Interval]
+    compute: list[Interval]
+
+
+def _times(parts: Iterable[Part], seconds: float) -> list[_Times]:
+    return [
+        _Times(*(_busy(part.spans, 0.0, seconds, operations=one) for one in (True, False)))
+        for part in parts
+    ]  # fmt: skip
+
+
+def _share(ranks: Sequence[_Times], start: float, end: float) -> tuple[float, float, float | None]:
     """Seconds in flight and of that without compute, as means over ranks; and the share that is hidden."""
     in_flight = hidden = 0.0
-    marked = False
-    for part in parts:
-        busy = _busy(part.spans, start, end, operations=True)
+    for one in ranks:
+        busy = within(one.in_flight, start, end)
         in_flight += length(busy)
-        hidden += length(intersection(busy, _busy(part.spans, start, end, operations=False)))
-        marked = marked or any(not span.is_operation for span in part.spans)
-    ranks = max(1, len(parts))
-    share = hidden / in_flight if in_flight and marked else None
-    return in_flight / ranks, (in_flight - hidden) / ranks, share
+        hidden += length(intersection(busy, within(one.compute, start, end)))
+    count = max(1, len(ranks))
+    share = hidden / in_flight if in_flight and any(one.compute for one in ranks) else None
+    return in_flight / count, (in_flight - hidden) / count, share
 
 
-def _steps(parts: Sequence[Part]) -> Iterable[Step]:
+def _steps(parts: Sequence[Part], seconds: float) -> Iterable[Step]:
     """As many as every rank has ended; from the first of the ranks to the last."""
     count = min((len(part.steps) for part in parts), default=0)
+    times = _times(parts, seconds)
     for number in range(count):
         begins = [part.steps[number - 1] if number else _first(part) for part in parts]
         ends = [part.steps[number] for part in parts]
-        shares = [_share([part], *when) for part, *when in zip(parts, begins, ends, strict=True)]
+        shares = [_share([rank], *when) for rank, *when in zip(times, begins, ends, strict=True)]
         in_flight = statistics.mean(share[0] for share in shares)
         waited = statistics.mean(share[1] for share in shares)
         known = any(share[2] is not None for share in shares)
@@ -216,7 +230,7 @@ def _exposed(part: Part) -> Iterable[tuple[Span, list[Interval]]]:
     for span in part.spans:
         if span.is_operation:
             end = part.seconds if span.end is None else span.end
-            yield span, intersection([(span.start, end)], idle)
+            yield span, within(idle, span.start, end)
 
 
 def _gaps(busy: Sequence[Interval], end: float) -> list[Interval]:

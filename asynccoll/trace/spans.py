@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Span", "covered", "intersection", "length", "stack"]
+__all__ = ["Span", "covered", "intersection", "length", "stack", "within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,16 @@ def intersection(
         else:
             j += 1
     return both
+
+
+def within(intervals: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    """What of disjoint ``intervals`` in order lies between; without a look at those that lie far off."""
+    found = []
+    for at in range(bisect_right(intervals, start, key=lambda one: one[1]), len(intervals)):
+        if intervals[at][0] >= end:
+            break
+        found.append((max(start, intervals[at][0]), min(end, intervals[at][1])))
+    return found
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
