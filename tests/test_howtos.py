@@ -1,59 +1,70 @@
-"""The programs of the how-to page run as they stand there, on two ranks."""
+"""The programs of the how-to page run as a reader types them, on two ranks and on one."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from jobs import Job
+from patience import patient
+from worlds import rank_environment
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to.md"
+PAGE = (Path(__file__).parent.parent / "docs" / "how-to.md").read_text()
 #: All in one job, one after the other: starting one takes longer than running most of them.
 RUN = """
-import asyncio, sys, warnings
+import sys, warnings
 import asynccoll as ac
 warnings.simplefilter("error", ac.UnawaitedWorkWarning)
-ac.initialize()
 for path in sys.argv[1:]:
-    names = {"__name__": "howto"}
-    exec(compile(open(path).read(), path, "exec"), names)
-    asyncio.run(names["main"]())
-    ac.barrier(timeout=60).wait()
-    ac.print0("done:", path)
-ac.finalize()
+    exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
+    print("done:", path)
 """
 
 
-def programs() -> dict[str, str]:
-    """By the titles that they stand under."""
-    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    blocks = {
-        title: re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        for title, text in sections
-    }
-    return {title: code for title, found in blocks.items() for code in found}
+def appended() -> str:
+    """What the page says to append to a program."""
+    found = re.search(r"append these lines.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
-def starts_itself(code: str) -> bool:
-    """Whether it makes torch's process group, and so is a job of its own."""
-    return "init_process_group(" in code
+def programs() -> list[str]:
+    """As a reader puts them into files."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return [code if "asyncio.run(" in code else f"{code}\n{appended()}" for code in blocks]
 
 
-def test_programs_that_make_their_group_run(start: Callable[..., Job], script: Callable[..., str]) -> None:
-    found = [code for code in programs().values() if starts_itself(code)]
-    assert found
-    for number, code in enumerate(found):
-        ended, said, error = start("run", "-n", "2", script(code, f"own_{number}.py")).wait()
-        assert ended == 0, f"{said}\n{error[-3000:]}"
+def written(found: list[str], script: Callable[..., str]) -> list[str]:
+    return [script(code, f"howto_{number}.py") for number, code in enumerate(found)]
 
 
 def test_every_program_runs(start: Callable[..., Job], script: Callable[..., str]) -> None:
     """To its end, with what it asserts, on two ranks."""
-    found = {title: code for title, code in programs().items() if not starts_itself(code)}
-    assert len(found) >= 12
-    names = [script(code, f"howto_{number}.py") for number, code in enumerate(found.values())]
+    names = written(programs(), script)
+    assert len(names) >= 16
     code, said, error = start("run", "-n", "2", script(RUN, "run.py"), *names).wait()
     assert code == 0, f"{said}\n{error[-3000:]}"
     done = [line for line in said.splitlines() if line.startswith("done: ")]
-    assert done == [f"done: {name}" for name in names]
+    assert sorted(done) == sorted(f"done: {name}" for name in names * 2)
+
+
+def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[..., str]) -> None:
+    """But those that say that they take two ranks."""
+    names = written(
+        [code for code in programs() if "# two ranks" not in code], script
+    )
+    assert len(names) >= 12
+    done = subprocess.run(
+        [sys.executable, script(RUN, "run.py"), *names],
+        cwd=tmp_path,
+        env=rank_environment(),
+        timeout=patient(60),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    assert done.stdout.count("done: ") == len(names)
