@@ -87,7 +87,7 @@ def within(intervals: Sequence[tuple[float, float]], start: float, end: float) -
     """What of disjoint ``intervals`` in order lies between; without a look at those that lie far off."""
     found = []
     for at in range(bisect_right(intervals, start, key=lambda one: one[1]), len(intervals)):
-        if intervals[at][0] >= end:
+        if max(start, intervals[at][0]) >= end:
             break
         found.append((max(start, intervals[at][0]), min(end, intervals[at][1])))
     return found
