@@ -68,12 +68,15 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 WAYS = ("asyncio", "trio", "blocking")
 
-#: Where it is tried: the backend's name, and what `initialize` is told besides.
-PLACES: dict[str, tuple[str, dict[str, Any]]] = {
-    "memory": ("gloo", {"memory": True}),
-    "gloo": ("gloo", {"memory": False}),
-    "mpi": ("mpi", {}),
-    "horovod": ("horovod", {}),
+#: Where it is tried: the backend's name, what `initialize` is told besides, and whether each rank is told that
+#: it is on a host of its own.
+PLACES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "memory": ("gloo", {"memory": True}, False),
+    "gloo": ("gloo", {"memory": False}, False),
+    "mpi": ("mpi", {}, False),
+    "horovod": ("horovod", {}, False),
+    "gloo, hosts": ("gloo", {}, True),
+    "mpi, hosts": ("mpi", {}, True),
 }
 
 Heard = tuple[str, tuple[int, ...], float, str]
@@ -335,7 +338,7 @@ def cells(places: tuple[str, ...] = tuple(PLACES)) -> Iterator[Cell]:
     for (at, place), (number, (name, fault)) in itertools.product(
         enumerate(PLACES), enumerate(FAULTS.items())
     ):
-        backend, _ = PLACES[place]
+        backend = PLACES[place][0]
         fitting = [
             one for one, (_, words) in OPERATIONS.items() if not fault.word or fault.word in words.split()
         ]

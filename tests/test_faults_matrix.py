@@ -13,7 +13,7 @@ import worlds
 from faults_matrix import CULPRIT, FAULTS, PLACES, Cell
 from patience import patient
 
-PLACES_HERE = tuple(name for name, (backend, _) in PLACES.items() if backend in worlds.BACKENDS)
+PLACES_HERE = tuple(name for name, (backend, _, _) in PLACES.items() if backend in worlds.BACKENDS)
 CELLS = list(faults_matrix.cells(PLACES_HERE))
 TRIED = {"all": CELLS, "some": faults_matrix.some(CELLS, len(FAULTS))}.get(
     os.environ.get("ASYNCCOLL_TEST_FAULTS", "some"), []
@@ -24,8 +24,9 @@ TRIED = {"all": CELLS, "some": faults_matrix.some(CELLS, len(FAULTS))}.get(
 @pytest.mark.parametrize("one", TRIED, ids=str)
 def test_a_fault_is_told_as_the_table_says(one: Cell) -> None:
     fault = FAULTS[one.fault]
-    backend, options = PLACES[one.place]
-    with worlds.fresh(backend, one.size, **options, **fault.options) as world:
+    backend, options, apart = PLACES[one.place]
+    nodes = {"nodes": tuple(range(one.size))} if apart else {}
+    with worlds.fresh(backend, one.size, **options, **nodes, **fault.options) as world:
         dies = [CULPRIT] if fault.dies else []
         results = world.run(
             faults_matrix.cell, one.fault, one.operation, runner=one.way, dies=dies, timeout=patient(20)

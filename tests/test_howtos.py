@@ -53,9 +53,7 @@ def test_every_program_runs(start: Callable[..., Job], script: Callable[..., str
 
 def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[..., str]) -> None:
     """But those that say that they take two ranks."""
-    names = written(
-        [code for code in programs() if "# two ranks" not in code], script
-    )
+    names = written([code for code in programs() if "# two ranks" not in code], script)
     assert len(names) >= 12
     done = subprocess.run(
         [sys.executable, script(RUN, "run.py"), *names],
