@@ -67,18 +67,21 @@ async def used_as_its_result(me: Rank) -> None:
     work = ac.all_reduce(torch.ones(2))
     one = torch.ones(2)
     for name, mistake in {
-        "add": lambda: work + 1,
-        "rsub": lambda: 1 - work,
-        "rmul": lambda: one * work,
-        "lt": lambda: work < 1,
-        "getitem": lambda: work[0],
-        "float": lambda: float(work),
+        "`+`": lambda: work + 1,
+        "`-`": lambda: 1 - work,
+        "`*`": lambda: one * work,
+        "`<`": lambda: work < 1,
+        "`[]`": lambda: work[0],
+        "`float()`": lambda: float(work),
         "relu": lambda: torch.relu(work),
         "cat": lambda: torch.cat([one, work]),
         "add_": lambda: one.add_(work),
         "'.3f'": lambda: f"{work:.3f}",
     }.items():
-        with me.case(name), raising(ac.PayloadTypeError, name, "all_reduce", "await work", "wait()"):
+        with (
+            me.case(name),
+            raising(ac.PayloadTypeError, name, "all_reduce", "test_work.py:", "await work", "wait()"),
+        ):
             mistake()
     with me.case("attribute"), raising(AttributeError, "'shape'", "all_reduce", "await work"):
         _ = work.shape

@@ -16,20 +16,26 @@ __all__ = ["NotItsResult"]
 
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
+#: Those that are written as signs.
+_SIGNED = (
+    "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor neg pos invert lt le gt ge getitem"
+)
+_AS_SIGNS = "+ - * @ / // % ** << >> & | ^ - + ~ < <= > >= []"
+_SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 
 
 def _refuse(work: object, what: str) -> PayloadTypeError:
     return PayloadTypeError(
-        f"{what} was asked of {work!r}, which is the handle of a call, not its result: was an await "
-        "forgotten? Use `await work`, or work.wait() where no event loop runs"
+        f"{what} of {work!r}, which is the handle of a call, not its result: was an await forgotten? Use "
+        "`await work`, or work.wait() where no event loop runs"
     )
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _refusing(name: str, told: str) -> Callable[..., NoReturn]:
     def method(self: object, *_: object) -> NoReturn:
-        raise _refuse(self, name)
+        raise _refuse(self, told)
 
-    method.__name__ = method.__qualname__ = f"__{name}__"
+    method.__name__ = method.__qualname__ = name
     return method
 
 
@@ -68,4 +74,5 @@ for _name in (
     *_TAKES_ONE.split(),
     *(f"{side}{name}" for name in _ARITHMETIC.split() for side in ("", "r")),
 ):
-    setattr(NotItsResult, f"__{_name}__", _refusing(f"__{_name}__"))
+    _told = _SIGNS.get(_name) or _SIGNS.get(_name.removeprefix("r")) or f"{_name}()"
+    setattr(NotItsResult, f"__{_name}__", _refusing(f"__{_name}__", f"`{_told}`"))

@@ -261,7 +261,8 @@ class Work(NotItsResult, Generic[T]):
         state = "failed" if self._state == _FAILED else "done" if self.done() else "in flight"
         names = ", ".join(f"{op.name} #{op.sequence} on {op.lane}" for op in self._operations[:3])
         more = ", ..." if len(self._operations) > 3 else ""
-        return f"<Work {names or 'complete'}{more}: {state}>"
+        called = f" from {self._operations[0].place}" if self._operations else ""
+        return f"<Work {names or 'complete'}{more}{called}: {state}>"
 
     # Deriving
 
