@@ -68,8 +68,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 WAYS = ("asyncio", "trio", "blocking")
 
-#: Where it is tried: the backend's name, what `initialize` is told besides, and whether each rank is told that
-#: it is on a host of its own.
+#: Where it is tried: the backend's name, what `initialize` is told besides, and whether each rank is told
+#: that it is on a host of its own.
 PLACES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "memory": ("gloo", {"memory": True}, False),
     "gloo": ("gloo", {"memory": False}, False),
