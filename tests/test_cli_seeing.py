@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asynccoll.cli import layout, main, output, top, trials, where
+from asynccoll.cli import calls, layout, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Progress
 from asynccoll.health.accounts import Account
 from asynccoll.trace.live import Snapshot, survey
@@ -243,6 +243,19 @@ def test_a_screen_shows_as_many_rows_as_it_has_room_for(monkeypatch, capsys):
     screen.show(["head", *map(str, range(9))], ["rank 1 is stopped"])
     shown = re.sub(r"\x1b\[[0-9;]*[HJK]", "", capsys.readouterr().out)
     assert shown == "head\r\n0\r\n... 8 lines more\r\nrank 1 is stopped\r\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ((0, 1), "ranks 0, 1 called the same, as far as is recorded\n"),
+        ((0,), "less than two ranks are known: nothing to compare\nof rank 1 nothing is known: "),
+        ((), "less than two ranks are known: nothing to compare\n"),
+    ],
+)
+def test_ranks_of_which_nothing_is_known_have_not_called_the_same(capsys, ranks, told):
+    assert calls.print_partings([], {rank: flight(rank, [], {}) for rank in ranks}) is False
+    assert capsys.readouterr().out.startswith(told)
 
 
 def test_stacks_that_are_the_same_are_shown_once():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asynccoll.cli.output import Table, print_table
+from asynccoll.cli.output import Table, print_table, print_text
 
 if TYPE_CHECKING:
-    from asynccoll.flight import Call, Parting
+    from asynccoll.flight import Call, Flight, Parting
 
 __all__ = ["call_cells", "call_columns", "nobody", "print_partings"]
 
@@ -39,20 +39,26 @@ def nobody(job: str | None) -> str:
     return f"no rank of this host has met at {job}"
 
 
-def print_partings(partings: Iterable[Parting], ranks: Mapping[int, object]) -> bool:
-    """Where ``ranks`` part, lane by lane; whether they do."""
-    found = list(partings)
-    if not found:
-        print(
-            f"the {len(ranks)} ranks called the same, as far as is recorded"
-            if len(ranks) > 1
-            else "there is one rank only: nothing to compare"
-        )
-        return False
-    for one in found:
+def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) -> bool:
+    """Where the ranks of ``recorded`` part, lane by lane, and who is not among them; whether they do."""
+    from asynccoll.trace.words import listed
+
+    _print_partings(partings)
+    world_size = max((one.world_size for one in recorded.values()), default=0)
+    unknown = sorted(set(range(world_size)) - recorded.keys())
+    if not partings and len(recorded) > 1:
+        print_text(f"{listed([*recorded])} called the same, as far as is recorded")
+    elif not partings:
+        print_text("less than two ranks are known: nothing to compare")
+    if unknown:
+        print_text(f"of {listed(unknown)} nothing is known: ended, or on a host that does not answer")
+    return bool(partings)
+
+
+def _print_partings(partings: Sequence[Parting]) -> None:
+    for one in partings:
         what = "ranks called different things" if one.kind == "different" else "not all ranks have called"
         title = f"lane {one.lane!r}: {what} at #{one.agreed + 1}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
         table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
         print_table(table)
-    return True

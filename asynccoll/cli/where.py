@@ -74,7 +74,7 @@ def _print(job: Job, calls: int) -> None:
         print_text(f"{listed(ranks)}{', ' * bool(of)}{of} {'stand' if len(ranks) > 1 else 'stands'} in")
         print("\n".join(f"  {frame}" for frame in frames))
     print()
-    print_partings(job.partings, {one.rank: one for one in job.ranks})
+    print_partings(job.partings, job.recorded)
 
 
 def same_stacks(job: Job) -> dict[tuple[str, tuple[str, ...]], list[int]]:

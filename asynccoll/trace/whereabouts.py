@@ -80,8 +80,12 @@ class Job:
     @property
     def partings(self) -> list[Parting]:
         """See ``flight.partings``."""
-        recorded = {one.rank: one.account.flight for one in self.ranks if one.account.flight is not None}
-        return partings(recorded)
+        return partings(self.recorded)
+
+    @property
+    def recorded(self) -> dict[int, Flight]:
+        """By rank, of those that could be read."""
+        return {one.rank: one.account.flight for one in self.ranks if one.account.flight is not None}
 
     def to_dict(self, calls: int) -> dict[str, object]:
         """For programs."""
