@@ -175,7 +175,8 @@ def recv_any(
 
     Each message that is asked for is a ``recv``, posted at once. So the sources send as many with this tag
     as are asked for. If you stop early, the receives that are left get the next messages of their sources,
-    and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``).
+    and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``). On nccl a ``recv`` into a GPU is
+    ready once it is issued: there the order is that of ``sources``.
 
     Raises:
         CollectiveTimeoutError: a message has not come ``timeout`` seconds after it was asked for; the error
