@@ -68,7 +68,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 WAYS = ("asyncio", "trio", "blocking")
 
-#: Where it is tried: the backend's name, what `initialize` is told besides, and whether each rank is told
+#: Where it is tried: the backend's name, what `initialize` is told, and whether each rank is told
 #: that it is on a host of its own.
 PLACES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "memory": ("gloo", {"memory": True}, False),
