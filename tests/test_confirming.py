@@ -193,8 +193,11 @@ def test_messages_pass_a_call_that_is_held() -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_a_rank_that_comes_hundreds_of_calls_late_hears_what_the_others_have_called(transport: str) -> None:
+def test_a_rank_that_comes_hundreds_of_calls_late_hears_what_the_others_have_called(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1's node has spoken for it: the others are through on MPI, and have it all in flight on gloo."""
+    monkeypatch.setattr(confirming, "OVER", 64)
 
     async def main(rank: int) -> bool:
         if rank == 1:
@@ -211,7 +214,7 @@ def test_a_rank_that_comes_hundreds_of_calls_late_hears_what_the_others_have_cal
 def test_calls_that_are_forgotten_are_taken_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more calls that could not be expected than a rank keeps."""
     monkeypatch.setattr(confirming, "MOST_UNEXPECTED", 8)
-    monkeypatch.setattr(confirming, "OVER", 4)
+    monkeypatch.setattr(confirming, "OVER", 2)
 
     async def main(rank: int) -> bool:
         if rank == 1:
@@ -226,9 +229,10 @@ def test_calls_that_are_forgotten_are_taken_for_the_same(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("transport", "told"), [("gloo", "broadcast src=1"), ("mpi", "which is over")])
 def test_a_rank_that_differs_about_what_was_expected_hundreds_of_calls_ago_is_told(
-    transport: str, told: str
+    transport: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On MPI the root was through before, and goes on with what is in step again."""
+    monkeypatch.setattr(confirming, "OVER", 64)
 
     async def main(rank: int) -> list[str]:
         for _ in range(6):

@@ -279,9 +279,10 @@ class Confirming:
         self._lane = lane
         self._all = all_of_them
         self._prediction = Prediction()
-        #: what was called since then, by its number; the oldest that is there
+        #: what was called since then, by its number; the oldest that is there, and when to forget some
         self._said: dict[int, Announced] = {}
         self._oldest = 1
+        self._most = 2 * OVER
         #: those of them that could not be expected; up to where they are not all there
         self._unexpected: dict[int, Announced] = {}
         self._forgotten = 0
@@ -312,15 +313,14 @@ class Confirming:
 
         ``nth``: of those since all ranks were in step.
         """
-        where = Where(self.since, nth)
         expected = self._prediction.expects(call.checksum << 1 | (call.part > 1))
         if expected:
             # First said, then looked; a note is first kept, then compared with what was said. So one of the
             # two threads finds the other's.
-            self._say(where, call)
+            self._say(nth, call)
             if not self._all.notes:
                 return None
-        return self._look(call, where, expected)
+        return self._look(call, Where(self.since, nth), expected)
 
     def _look(
         self, call: Announced, where: Where, expected: bool
@@ -333,18 +333,24 @@ class Confirming:
             for rank, note in notes.items():
                 held.learn(rank, note)
             if not expected:
-                self._say(where, call)
+                self._say(where.nth, call)
                 self._keep(where, call)
             if held.differ:
                 return self.error(call, held.differ)
             self._all.hold(held)
             return held.promise if held.unheard else None
 
-    def _say(self, where: Where, call: Announced) -> None:
-        self._said[where.nth] = call
+    def _say(self, nth: int, call: Announced) -> None:
+        self._said[nth] = call
+        if len(self._said) >= self._most:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Of what is over the latest are kept; of what is in flight, all."""
         while len(self._said) > OVER and self._lane.is_over(self._said[self._oldest].place):
             del self._said[self._oldest]
             self._oldest += 1
+        self._most = 2 * len(self._said)
 
     def _keep(self, where: Where, call: Announced) -> None:
         if len(self._unexpected) >= MOST_UNEXPECTED:
