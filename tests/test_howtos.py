@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,25 @@ warnings.simplefilter("error", ac.UnawaitedWorkWarning)
 for path in sys.argv[1:]:
     exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
     print("done:", path)
+"""
+#: As on the page, on real ranks.
+SURVIVE = """
+import asyncio, os, signal, sys
+import asynccoll as ac
+
+async def survive(rank):
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return await ac.all_reduce(1)
+    except ac.PeerLostError as error:
+        alive = [one for one in range(ac.get_world_size()) if one not in error.ranks]
+        return await ac.all_reduce(1, group=alive)
+
+rank = int(sys.argv[1])
+ac.initialize("gloo", init_method=sys.argv[2], rank=rank, world_size=3)
+print(asyncio.run(survive(rank)))
+ac.finalize()
 """
 
 
@@ -51,13 +71,11 @@ def test_every_program_runs(start: Callable[..., Job], script: Callable[..., str
     assert sorted(done) == sorted(f"done: {name}" for name in names * 2)
 
 
-def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[..., str]) -> None:
-    """But those that say that they take two ranks."""
-    names = written([code for code in programs() if "# two ranks" not in code], script)
-    assert len(names) >= 12
+def alone(directory: Path, *arguments: str) -> str:
+    """What a program prints that no launcher starts."""
     done = subprocess.run(
-        [sys.executable, script(RUN, "run.py"), *names],
-        cwd=tmp_path,
+        [sys.executable, *arguments],
+        cwd=directory,
         env=rank_environment(),
         timeout=patient(60),
         capture_output=True,
@@ -65,4 +83,42 @@ def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert done.stdout.count("done: ") == len(names)
+    return done.stdout
+
+
+def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[..., str]) -> None:
+    """Except those that say that they need two ranks."""
+    names = written([code for code in programs() if "# two ranks" not in code], script)
+    assert len(names) >= 14
+    assert alone(tmp_path, script(RUN, "run.py"), *names).count("done: ") == len(names)
+
+
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
+    tmp_path: Path, start: Callable[..., Job], script: Callable[..., str]
+) -> None:
+    """In the middle of an epoch, and it comes to the same weight."""
+    (code,) = [code for code in programs() if "FILE.exists()" in code]
+    name = script(code, "resumable.py")
+    ended, first, error = start("run", "-n", "2", name).wait()
+    assert ended == 0, error[-3000:]
+    assert first.startswith("after step 12 the weight is ")
+    assert alone(tmp_path, name) == f"resumed after step 10\n{first}"
+
+
+def test_survivors_go_on_where_no_launcher_stops_them(tmp_path: Path, script: Callable[..., str]) -> None:
+    """Of ranks that are started by hand, and meet at a file, even rank 0 may be lost."""
+    name = script(SURVIVE, "survive.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, name, str(rank), (tmp_path / "meet").as_uri()],
+            cwd=tmp_path,
+            env=rank_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=patient(60))[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0, 0], said
+    assert said[1:] == ["2\n", "2\n"]
