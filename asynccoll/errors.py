@@ -6,6 +6,7 @@
     ├── BackendNotFoundError (ImportError)      unknown name, or its package is missing
     ├── LaunchEnvironmentError (ValueError)     contradictory or incomplete launcher variables
     ├── InvalidArgumentError (ValueError)       a value no call of this kind can have
+    │   └── InvalidCallError (TypeError)        arguments that do not fit the function
     ├── PayloadTypeError (TypeError)            a payload no collective of this kind can carry
     ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the text names those that have it
     ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
@@ -37,6 +38,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ForkedProcessError",
     "InvalidArgumentError",
+    "InvalidCallError",
     "LaneLimitError",
     "LaneOrderError",
     "LaunchEnvironmentError",
@@ -69,6 +71,10 @@ class LaunchEnvironmentError(AsyncCollError, ValueError):
 
 class InvalidArgumentError(AsyncCollError, ValueError):
     """An argument has a value that no call of this kind can have."""
+
+
+class InvalidCallError(InvalidArgumentError, TypeError):
+    """The arguments do not fit the function: too many by position, or a name it does not have."""
 
 
 class PayloadTypeError(AsyncCollError, TypeError):

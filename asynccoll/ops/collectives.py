@@ -21,9 +21,9 @@ Said once, for every function here:
 - **Gradients** are those of the sum of all ranks' losses. Whether autograd records is settled by the call,
   not where its work is awaited; ``out=`` for what it records is refused (``InvalidArgumentError``).
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
-  ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``; the peers that did call get a
-  ``PeerRefusedError``. From ``await``: ``CollectiveTimeoutError``, ``CollectiveMismatchError``,
-  ``PeerLostError``, ``PeerRefusedError``.
+  ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``, and ``InvalidCallError`` for arguments
+  that do not fit the function; the peers that did call get a ``PeerRefusedError``. From ``await``:
+  ``CollectiveTimeoutError``, ``CollectiveMismatchError``, ``PeerLostError``, ``PeerRefusedError``.
 
 In the examples two ranks call; ``r0``/``r1`` is what each gets.
 """
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
@@ -43,6 +44,7 @@ from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.ops.signatures import misfit
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
@@ -80,11 +82,13 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., object])
 #: Gathered as they are, one from each rank.
 Plain = TypeVar("Plain", bool, int, float, str)
 
 #: They have no place in a lane's order of calls; a refusal is between the two ranks.
 _MESSAGES = (payload.send, payload.recv, objects.send_object, objects.recv_object)
+_MESSAGE_NAMES = frozenset(start.__name__ for start in _MESSAGES)
 
 
 class Common(TypedDict, total=False):
@@ -140,6 +144,24 @@ def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None =
     raise AssertionError("start raises")
 
 
+def _fitting(function: Function) -> Function:
+    """``function``, and of arguments that do not fit it an error that says what does; its peers are told."""
+
+    @wraps(function)
+    def call(*args: Any, **given: Any) -> object:
+        try:
+            return function(*args, **given)
+        except TypeError as error:
+            if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
+                raise
+            wrong = misfit(function, args, given, error)
+        if function.__name__ in _MESSAGE_NAMES:
+            raise wrong.error
+        refuse(wrong.error, group=wrong.group, lane=given.get("lane"))
+
+    return call  # type: ignore[return-value]  # by its signature
+
+
 def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:
     """The global rank of a collective's root; what is wrong with it is told to the peers."""
     if index is None:
@@ -170,6 +192,7 @@ def _check_timeout(timeout: object) -> None:
         raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
 
 
+@_fitting
 def all_reduce(
     x: T,
     /,
@@ -217,6 +240,7 @@ def all_reduce(
     return _start(group, lane, timeout, payload.all_reduce, x, op, out=out)
 
 
+@_fitting
 def reduce(
     x: T,
     /,
@@ -241,6 +265,7 @@ def reduce(
     return _start(group, lane, timeout, payload.reduce, x, dst, op, out=out)
 
 
+@_fitting
 def broadcast(
     x: T,
     /,
@@ -299,6 +324,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     **common: Unpack[Common],
 ) -> Work[Any]: ...
+@_fitting
 def all_gather(
     x: object,
     /,
@@ -371,6 +397,7 @@ def gather(
     out: torch.Tensor | None = None,
     **common: Unpack[Common],
 ) -> Work[Any]: ...
+@_fitting
 def gather(
     x: object,
     /,
@@ -414,6 +441,7 @@ def scatter(
 def scatter(
     x: Sequence[T], /, *, src: int = 0, group_src: int | None = None, **common: Unpack[Common]
 ) -> Work[T]: ...
+@_fitting
 def scatter(
     x: object,
     /,
@@ -443,6 +471,7 @@ def scatter(
     return _start(group, lane, timeout, payload.scatter, x, src, out=out)
 
 
+@_fitting
 def reduce_scatter(
     x: T,
     /,
@@ -482,6 +511,7 @@ def all_to_all(
 ) -> Work[torch.Tensor]: ...
 @overload
 def all_to_all(x: Sequence[T], /, **common: Unpack[Common]) -> Work[list[T]]: ...
+@_fitting
 def all_to_all(
     x: object,
     /,
@@ -520,6 +550,7 @@ def all_to_all(
     return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out=out)
 
 
+@_fitting
 def permute(
     x: T,
     pairs: Iterable[tuple[int, int]],
@@ -544,6 +575,7 @@ def permute(
     return _start(group, lane, timeout, payload.permute, x, pairs, out=out)
 
 
+@_fitting
 def send(
     x: torch.Tensor,
     /,
@@ -565,6 +597,7 @@ def send(
     return _start(group, lane, timeout, payload.send, x, dst, tag)
 
 
+@_fitting
 def recv(
     like: torch.Tensor,
     /,
@@ -590,6 +623,7 @@ def recv(
     return _start(group, lane, timeout, payload.recv, like, src, tag, out=out)
 
 
+@_fitting
 def barrier(*, group: GroupLike = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:
     """Ready once every rank of the group has called it.
 
@@ -598,6 +632,7 @@ def barrier(*, group: GroupLike = None, lane: str | None = None, timeout: float 
     return _start(group, lane, timeout, tensors.start_barrier)
 
 
+@_fitting
 def monitored_barrier(
     *,
     group: GroupLike = None,
@@ -620,6 +655,7 @@ def monitored_barrier(
     return barrier(group=group, lane=lane, timeout=seconds)
 
 
+@_fitting
 def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
     """For inputs of uneven length: this rank has no more; ready, with the rank that came last, once all have.
 
@@ -641,6 +677,7 @@ def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
 # Objects
 
 
+@_fitting
 def all_gather_object(
     obj: T,
     /,
@@ -664,6 +701,7 @@ def all_gather_object(
     return _start(group, lane, timeout, objects.all_gather_object, obj, codec)
 
 
+@_fitting
 def gather_object(
     obj: T,
     /,
@@ -685,6 +723,7 @@ def gather_object(
     return _start(group, lane, timeout, objects.gather_object, obj, dst, codec)
 
 
+@_fitting
 def broadcast_object(
     obj: object = None,
     /,
@@ -707,6 +746,7 @@ def broadcast_object(
     return _start(group, lane, timeout, objects.broadcast_object, obj, src, codec)
 
 
+@_fitting
 def scatter_object(
     obj: Sequence[T] | None,
     /,
@@ -728,6 +768,7 @@ def scatter_object(
     return _start(group, lane, timeout, objects.scatter_object, obj, src, codec)
 
 
+@_fitting
 def send_object(
     obj: object,
     /,
@@ -751,6 +792,7 @@ def send_object(
     return _start(group, lane, timeout, objects.send_object, obj, dst, tag, codec)
 
 
+@_fitting
 def recv_object(
     *,
     src: int | None = None,

@@ -1,0 +1,103 @@
+"""What a call that fits no signature of ours meant: the error for it, which writes the call as it has to be.
+
+Users of torch.distributed pass ``op``, roots and groups by position, memory for the results first, and
+``async_op=True``. Python says of these only how many arguments it expected. Must not know what a call does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.payload.codecs import Codec
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.world.group import Group, GroupLike
+
+__all__ = ["Misfit", "misfit"]
+
+
+class Misfit(NamedTuple):
+    """The error to be raised, and the group that the call was for."""
+
+    error: InvalidCallError
+    group: GroupLike
+
+
+class _Meaning(NamedTuple):
+    """Of an argument by position: the parameter that it is meant for, and how it is written there."""
+
+    name: str
+    fits: Callable[[Any], bool]
+    shown: Callable[[Any], str]
+
+
+def _is_reduction(x: object) -> bool:
+    try:
+        return isinstance(x, (str, dist.ReduceOp, dist.ReduceOp.RedOpType)) and bool(ReduceOp.parse(x))
+    except InvalidArgumentError:  # another text
+        return False
+
+
+def _is_group(x: object) -> bool:
+    return isinstance(x, (Group, dist.ProcessGroup)) or (hasattr(x, "mesh") and hasattr(x, "get_group"))
+
+
+def _is_rank(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+#: An argument is meant for the first that it fits, if the function has it and it is not given yet.
+_MEANINGS = (
+    _Meaning("op", _is_reduction, lambda op: repr(ReduceOp.parse(op).value)),
+    _Meaning("group", _is_group, lambda _: "group"),
+    _Meaning("src", _is_rank, repr),
+    _Meaning("dst", _is_rank, repr),
+    _Meaning("tag", _is_rank, repr),
+    _Meaning("codec", lambda x: isinstance(x, (str, Codec)), lambda x: repr(getattr(x, "name", x))),
+)
+_NO_ASYNC_OP = "every call starts at once and returns a Work: drop async_op"
+_RETURNED = "the result is returned: pass only what this rank sends"
+
+
+def misfit(
+    function: Callable[..., object], args: Sequence[object], given: Mapping[str, object], said: TypeError
+) -> Misfit:
+    """What is wrong with ``function(*args, **given)``, of which Python has ``said`` that it does not fit."""
+    parameters = inspect.signature(function).parameters.values()
+    first = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
+    named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    written = {name: "..." for name in given if name in named}
+    group: Any = given.get("group")
+    advice = list(_on_names(set(given) - set(named), named))
+    for x in args[len(first) :]:
+        meant = next((one for one in _MEANINGS if _takes(one, x, named, written)), None)
+        if meant is not None:
+            written[meant.name] = meant.shown(x)
+            group = x if meant.name == "group" else group
+        else:
+            advice.append(_NO_ASYNC_OP if isinstance(x, bool) else _RETURNED)
+    right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
+    text = "; ".join([str(said), *dict.fromkeys(advice)])
+    return Misfit(
+        InvalidCallError(f"{text}: write {getattr(function, '__name__', function)}({right})"), group
+    )
+
+
+def _takes(meaning: _Meaning, x: object, named: Iterable[str], written: Mapping[str, str]) -> bool:
+    return meaning.name in named and meaning.name not in written and meaning.fits(x)
+
+
+def _on_names(unknown: set[str], named: Sequence[str]) -> Iterable[str]:
+    for name in sorted(unknown):
+        close = difflib.get_close_matches(name, named, 1)
+        if name == "async_op":
+            yield _NO_ASYNC_OP
+        elif close:
+            yield f"did you mean {close[0]}=?"
+        else:
+            yield f"data is passed by position, by name there are {', '.join(named)}"

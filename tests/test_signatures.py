@@ -1,0 +1,108 @@
+"""Calls that fit no signature, as users of torch.distributed make them: the error writes the right one."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import asynccoll as ac
+from patience import patient
+from ranks import Rank, raising
+from worlds import World
+
+X = torch.ones(2)
+called: Any = ac  # wrongly, which a type checker would say
+
+DROPPED = "starts at once and returns a Work: drop async_op"
+RETURNED = "the result is returned"
+MISFITS = {
+    "reduction": (lambda: called.all_reduce(X, dist.ReduceOp.MAX), ["write all_reduce(x, op='max')"]),
+    "by name": (lambda: called.all_reduce(X, "mean"), ["write all_reduce(x, op='avg')"]),
+    "root": (lambda: called.broadcast(X, 0), ["write broadcast(x, src=0)"]),
+    "root and reduction": (
+        lambda: called.reduce(X, 0, dist.ReduceOp.SUM),
+        ["write reduce(x, dst=0, op='sum')"],
+    ),
+    "async_op": (lambda: called.all_reduce(X, async_op=True), [DROPPED, "write all_reduce(x)"]),
+    "all at once": (
+        lambda: called.all_reduce(X, dist.ReduceOp.SUM, ac.new_group([0]), True),
+        [DROPPED, "write all_reduce(x, op='sum', group=group)"],
+    ),
+    "what is right stays": (
+        lambda: called.all_reduce(X, op="max", async_op=False),
+        ["write all_reduce(x, op=...)"],
+    ),
+    "list first": (lambda: called.all_gather([X, X], X), [RETURNED, "write all_gather(x)"]),
+    "list between": (lambda: called.gather(X, [X], 0), [RETURNED, "write gather(x, dst=0)"]),
+    "objects": (lambda: called.all_gather_object([None], 3), [RETURNED, "write all_gather_object(obj)"]),
+    "codec": (
+        lambda: called.all_gather_object(3, "pickle"),
+        ["write all_gather_object(obj, codec='pickle')"],
+    ),
+    "object's root": (lambda: called.broadcast_object([1], 0), ["write broadcast_object(obj, src=0)"]),
+    "send": (lambda: called.send(X, 1, ac.new_group([0]), 3), ["write send(x, dst=1, group=group, tag=3)"]),
+    "recv": (lambda: called.recv(X, 1), ["write recv(like, src=1)"]),
+    "barrier": (lambda: called.barrier(ac.new_group([0])), ["write barrier(group=group)"]),
+    "nothing": (called.all_reduce, ["'x'", "write all_reduce(x)"]),
+    "data by name": (
+        lambda: called.all_gather(tensor=X),
+        ["data is passed by position, by name there are dim, uneven", "write all_gather(x)"],
+    ),
+    "mistyped": (lambda: called.all_reduce(X, grup=None), ["did you mean group=?", "write all_reduce(x)"]),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_the_error_writes_the_right_call(name: str) -> None:
+    """It is Python's ``TypeError``, too, says what Python says, and has no other error behind it."""
+    call, says = MISFITS[name]
+    with raising(ac.InvalidCallError, *says) as caught:
+        call()
+    assert isinstance(caught.error, ac.InvalidArgumentError)
+    assert isinstance(caught.error, TypeError)
+    assert caught.error.__context__ is None
+
+
+def test_a_type_error_of_what_is_called_stays_as_it_is() -> None:
+    """Whatever a user's codec raises is not about the arguments."""
+
+    def encode(_: object) -> bytes:
+        raise TypeError("a codec's own")
+
+    with pytest.raises(TypeError, match="a codec's own") as caught:
+        ac.all_gather_object(1, codec=ac.Codec("own", encode, pickle.loads))
+    assert not isinstance(caught.value, ac.InvalidCallError)
+
+
+async def told(me: Rank) -> None:
+    group = ac.new_group([0, 1])  # where every rank has to make it
+    if me.rank == 0:
+        for name, call in {
+            "world": lambda: called.all_reduce(torch.ones(2), dist.ReduceOp.MAX),
+            "lane": lambda: called.broadcast(torch.ones(2), 0, lane="torch's"),
+            "group": lambda: called.all_reduce(torch.ones(2), group, async_op=True),
+        }.items():
+            with me.case(name), raising(ac.InvalidCallError, "write"):
+                call()
+    else:
+        works: dict[str, Any] = {
+            "world": ac.all_reduce(torch.ones(2)),
+            "lane": ac.broadcast(torch.ones(2), lane="torch's"),
+        }
+        if me.rank == 1:
+            works["group"] = ac.all_reduce(torch.ones(2), group=group)
+        for name, work in works.items():
+            with me.case(name), raising(ac.PeerRefusedError, "rank 0", "InvalidCallError"):
+                await me.get(work)
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+    if me.rank < 2:
+        await me.check("in the group", ac.all_reduce, 1, group=group, expect=2)
+
+
+def test_the_peers_are_told(four: World, runner: str) -> None:
+    """On the lane and group that were meant, also where the group was passed by position."""
+    four.run(told, runner=runner, timeout=patient(30))
