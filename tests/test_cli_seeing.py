@@ -14,7 +14,7 @@ import pytest
 
 from asynccoll.cli import calls, layout, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Progress
-from asynccoll.health.accounts import Account
+from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace.live import Snapshot, survey
 from asynccoll.trace.whereabouts import Job, Whereabouts
 from patience import patient
@@ -233,6 +233,18 @@ def test_top_of_a_process_ends_with_it(monkeypatch, capsys):
         for command in ("top", "where"):
             assert main([command, str(child.pid)]) == 2
             assert f"there is no process {child.pid} on this host" in capsys.readouterr().err
+
+
+def test_the_program_of_a_job_is_named():
+    program = "import time; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program, "--epochs", "3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()  # it is what it will be
+        job = Job(1, "", (Whereabouts(0, Peer("", 0, "", child.pid, "", -1, 0), Account(0, near=True)),))
+        assert job.command == f"-c {program} --epochs 3"
+        child.communicate(b"\n", timeout=patient(30))
+    assert job.command == ""
 
 
 def test_a_screen_shows_as_many_rows_as_it_has_room_for(monkeypatch, capsys):

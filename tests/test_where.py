@@ -200,7 +200,8 @@ def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str
         if how == "stopped":
             os.kill(int(pid), signal.SIGCONT)
     zero, one = asked["ranks"]
-    assert (one["pid"], asked["world_size"]) == (int(pid), 2)
+    assert (one["pid"], asked["world_size"], asked["command"]) == (int(pid), 2, f"{script} {how}")
+    assert shown.startswith(f"2 of 2 ranks of {script} {how}, met at {met}\n")
     states = {"sleeping": "running", "stopped": "stopped", "native": "does not answer (native code?)"}
     assert (zero["state"], one["state"]) == ("running", states[how])
     assert [(c["operation"], c["of"], c["state"]) for c in one["calls"]] == [

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["add", "same_stacks"]
 
 
+#: So many letters of a program and its arguments are shown.
+_LONGEST = 80
+
+
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "where",
@@ -57,7 +61,8 @@ def _print(job: Job, calls: int) -> None:
     from asynccoll.trace.words import listed
 
     met = f", met at {job.meets}" if job.meets else ""
-    title = f"{len(job.ranks)} of {job.world_size} ranks{met}"
+    program = " ".join(job.command.split())[:_LONGEST]
+    title = f"{len(job.ranks)} of {job.world_size} ranks{' of ' * bool(program)}{program}{met}"
     columns = ("rank", "host", "pid", "process", *call_columns)
     spare = ["host"] * (len({one.peer.host for one in job.ranks}) == 1)
     spare += ["process"] * all(one.state == "running" for one in job.ranks)

@@ -16,7 +16,7 @@ from asynccoll.flight import Call, Flight
 from asynccoll.flight.comparing import members
 from asynccoll.host import shared_memory
 
-__all__ = ["STATES", "RankNow", "Snapshot", "check_running", "is_running", "snapshot", "survey"]
+__all__ = ["STATES", "RankNow", "Snapshot", "check_running", "command_of", "is_running", "snapshot", "survey"]
 
 _PROC = Path("/proc")
 STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
@@ -73,6 +73,19 @@ def check_running(pid: int) -> None:
 def is_running(pid: int) -> bool:
     """Whether there is such a process."""
     return (_PROC / str(pid)).exists()
+
+
+def command_of(pid: int) -> str:
+    """What was typed to start a process of this host, without the interpreter; "" if nobody knows."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:  # it has ended, or is somebody else's
+        return ""
+    if Path(words[0]).name.startswith("python"):
+        words = words[2:] if words[1:2] == ["-u"] else words[1:]
+    if words and words[0].endswith("/asynccoll/launch/child.py"):  # with the kind of program, then as typed
+        words = words[2:]
+    return " ".join(words)
 
 
 def snapshot(root: int | None = None) -> Snapshot:

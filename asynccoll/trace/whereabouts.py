@@ -19,7 +19,7 @@ from asynccoll.flight.plain import plain_call
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Peer, ask, with_answer
 from asynccoll.health.blame import ending
 from asynccoll.host import shared_memory
-from asynccoll.trace.live import STATES, check_running, snapshot
+from asynccoll.trace.live import STATES, check_running, command_of, snapshot
 
 __all__ = ["Job", "Whereabouts", "find_jobs"]
 
@@ -83,6 +83,12 @@ class Job:
         return partings(self.recorded)
 
     @property
+    def command(self) -> str:
+        """The program, as one of its ranks on this host was started; "" if nobody knows."""
+        told = (command_of(one.peer.pid) for one in self.ranks if one.account.near)
+        return next(filter(None, told), "")
+
+    @property
     def recorded(self) -> dict[int, Flight]:
         """By rank, of those that could be read."""
         return {one.rank: one.account.flight for one in self.ranks if one.account.flight is not None}
@@ -92,6 +98,7 @@ class Job:
         return {
             "world_size": self.world_size,
             "meets": self.meets,
+            "command": self.command,
             "ranks": [one.to_dict(calls) for one in self.ranks],
             "partings": [one.to_dict() for one in self.partings],
         }
