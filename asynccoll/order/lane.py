@@ -636,7 +636,7 @@ class Lane:
 
     def _lose_messages(self, error: BaseException) -> None:
         """The library has not taken a message: its receiver, or sender, would take the next one for it."""
-        if not isinstance(error, CollectiveError):
+        if not isinstance(error, AsyncCollError):  # such as a tag that it lacks: nothing was sent
             self._lose_soon(collective_error(error, f"a message on {self}"))
 
     def _lose_soon(self, failure: CollectiveError) -> None:
