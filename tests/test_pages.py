@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import types
@@ -107,3 +108,17 @@ def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) ->
     explained = fields_on("json.md")
     assert explained.keys() - documents.keys() == {"`bench`", "`explore`"}
     assert {name: explained[name] for name in documents} == documents
+
+
+def test_the_default_timeout_is_told() -> None:
+    """Where a reader learns of timeouts."""
+    default = inspect.signature(asynccoll.initialize).parameters["timeout"].default
+    for page in ("guide.md", "how-to.md"):
+        assert f"{default:.0f}" in (DOCS / page).read_text(), page
+
+
+def test_what_a_reader_types_to_look_at_a_hanging_job_is_about_one_job() -> None:
+    """Without an argument the command tells of all that run on the machine."""
+    typed = re.findall(r"^\$ asynccoll where(.*)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert typed
+    assert all(typed)
