@@ -80,7 +80,7 @@ _SEEDED = (
         "            begun = None\n",
     ),
     ("order/lane.py", "self.sequence = place = self.sequence + 1", "place = self.sequence + 1"),
-    ("order/lane.py", "max(self.sequence if first is None else", "max(0 if first is None else"),
+    ("order/lane.py", "queued = self.sequence if first is None else", "queued = 0 if first is None else"),
     ("transport/completion.py", "            self._event.set()\n", "            pass\n"),
     (
         "transport/completion.py",
