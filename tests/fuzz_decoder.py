@@ -12,7 +12,8 @@ import random
 import sys
 import time
 import tracemalloc
-from collections import OrderedDict
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
 from types import FrameType
 from typing import Any
 
@@ -44,6 +45,8 @@ SEEDS: list[Any] = [
     OrderedDict(a=1), range(3), slice(1, None), torch.arange(6).view(2, 3), torch.zeros(0),
     torch.tensor([1.0], dtype=torch.bfloat16), np.arange(4.0), np.float32(2), np.array(["a", "bc"]),
     [{"k": i} for i in range(5)], torch.Size([1, 2]), torch.float32, torch.device("cpu"), 10**30,
+    Namespace(lr=0.1, path=None, layers=[1, 2]), [Namespace(a=i, b="x") for i in range(3)], Namespace(),
+    defaultdict(list, a=[1]), defaultdict(None, {(1, 2): 0.5}), defaultdict(int), np.float64(1.5),
 ]  # fmt: skip
 _found: set[tuple[str, int]] = set()
 _new = False

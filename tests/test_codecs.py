@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -94,6 +95,52 @@ def test_arrays_go_round(value: Any) -> None:
     assert type(got) is type(value)
     assert got.dtype == value.dtype
     np.testing.assert_array_equal(got, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(),
+        argparse.Namespace(lr=0.1, data=Path("x"), layers=[1, 2], nested=argparse.Namespace(seed=None)),
+        [argparse.Namespace(a=turn, b="x") for turn in range(3)],
+    ],
+)
+def test_arguments_of_a_command_line_go_round(value: Any) -> None:
+    """What ``parse_args`` gives, the commonest object of all."""
+    got = SAFE.decode(SAFE.encode(value))
+    assert type(got) is type(value)
+    assert got == value
+    assert repr(got) == repr(value)
+
+
+@pytest.mark.parametrize("factory", [None, list, dict, set, int, float, str])
+def test_a_defaultdict_keeps_its_default(factory: Any) -> None:
+    """Where it is made by a type of Python's own."""
+    value = collections.defaultdict(factory, {"a": [1], (2, 3): {"b": 4.0}})
+    got = SAFE.decode(SAFE.encode(value))
+    assert type(got) is collections.defaultdict
+    assert got == value
+    assert got.default_factory is factory
+    empty = SAFE.decode(SAFE.encode(collections.defaultdict(factory)))
+    assert (empty, empty.default_factory) == ({}, factory)
+
+
+def test_new_kinds_are_shared_and_may_contain_themselves() -> None:
+    arguments = argparse.Namespace(seen=collections.defaultdict(list))
+    arguments.seen["again"].append(arguments)
+    got, same = SAFE.decode(SAFE.encode([arguments, arguments.seen]))
+    assert got.seen is same
+    assert same["again"][0] is got
+
+
+@pytest.mark.parametrize("name", ["__deepcopy__", "__dict__", "_get_kwargs", 3])
+def test_a_message_sets_no_attribute_that_is_called(name: object) -> None:
+    """The names of a Namespace's attributes are the sender's."""
+    plain = SAFE.encode(collections.OrderedDict({name: 1, "b": 2}))
+    crafted = bytes([tags.NAMESPACE]) + plain[1:]
+    assert plain[0] == tags.ORDERED
+    with pytest.raises(ac.CollectiveError, match="attribute"):
+        SAFE.decode(crafted)
 
 
 def test_what_comes_back_may_be_written_to() -> None:
@@ -257,7 +304,9 @@ class Access(enum.Flag):
         ({(1, WithHash())}, "__hash__"),
         (Access.READ | Access.WRITE, "no single member"),
         (dataclasses.make_dataclass("Elsewhere", [("a", int)])(1), "Elsewhere"),
-        (collections.defaultdict(int), "defaultdict"),
+        (collections.defaultdict(lambda: 1), "default_factory is none of list, dict"),
+        (argparse.Namespace(__deepcopy__=1), "__deepcopy__ stands before a method"),
+        (argparse.Namespace(run=print), "builtin_function"),
         (np.ma.masked_array([1], [True]), "MaskedArray"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -343,6 +392,7 @@ def test_every_mutation_is_a_value_or_a_typed_error() -> None:
     """Messages with bytes changed, lost and doubled: no other error, and nothing that they name runs."""
     values = [Record([1], {"a": Key()}), {Key(1): [torch.ones(2), np.ones(2)]}, {"a": [1, 2.5, None]}]
     values += [[Colour.RED, ac.ReduceOp.SUM], collections.Counter("abca"), [dt.date(2020, 1, 1)] * 2]
+    values += [argparse.Namespace(a=[1], b="x"), collections.defaultdict(list, a=[1])]
     draw = random.Random(7)
     for raw in map(SAFE.encode, values):
         for _ in range(400):

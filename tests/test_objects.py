@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import gc
 import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +51,8 @@ PLAIN = {
     "bfloat16": lambda rank: [oracle.moving(rank, (3,), torch.bfloat16)],
     "dataclass": lambda rank: Record(f"é{rank}", rank),
     "named tuple": lambda rank: payloads.Point(torch.full((2,), float(rank)), rank),
+    "arguments": lambda rank: argparse.Namespace(lr=0.1, rank=rank, path=None),
+    "defaultdict": lambda rank: collections.defaultdict(list, {rank: [1]}),
     "large": lambda rank: ["x" * 100_000] * (rank + 1),
     "large on one": lambda rank: list(range(30_000)) if rank == 0 else [],
 }
@@ -96,6 +101,16 @@ def test_plain_objects_by_the_default_codec(world: World, runner: str) -> None:
 def test_any_object_by_pickle(world: World, runner: str) -> None:
     """codec="pickle", asked for by name, carries any class."""
     world.run(exchange, "pickle", runner=runner)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.1), np.int16(3), np.bool_(True), np.array(1.5)])
+@pytest.mark.parametrize("codec", [None, "pickle"])
+def test_a_numpy_scalar_keeps_its_type(value: Any, codec: str | None) -> None:
+    """Also as the whole object: it became a Python number before a codec saw it."""
+    for got in (ac.broadcast_object(value, codec=codec).wait(), *ac.all_gather_object([value]).wait()[0]):
+        assert type(got) is type(value)
+        assert got.dtype == value.dtype
+        assert got == value
 
 
 class Trap:

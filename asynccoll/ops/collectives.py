@@ -690,7 +690,8 @@ def all_gather_object(
     """Every rank's ``obj``, as a list in rank order, on every rank.
 
     The default codec carries plain data: None, numbers of any size, strings, bytes, containers, dates,
-    paths, NumPy arrays, tensors (which arrive on the CPU); it decodes without running code.
+    paths, ``argparse.Namespace``, NumPy arrays and scalars, tensors (which arrive on the CPU); it decodes
+    without running code. docs/guide.md has the list.
     ``codec="pickle"`` carries any picklable object; use it if you trust every rank.
 
     >>> await ac.all_gather_object({"rank": rank})

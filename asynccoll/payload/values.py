@@ -41,11 +41,11 @@ def as_number(x: object) -> object:
 
 def to_message(x: object, codec: Codec | None = None) -> Message:
     """``x`` as a message; with a ``codec``, anything that it can encode."""
-    x = as_number(x)
-    if isinstance(x, torch.Tensor) and codec is None:
-        return _tensor_message(x)
     if codec is not None:
         return Message(OBJECT, codec.name.encode(), codec.encode(x))
+    x = as_number(x)
+    if isinstance(x, torch.Tensor):
+        return _tensor_message(x)
     kind = kind_of(x)
     if kind is not None:
         return Message(kind, b"", KINDS[kind].pack(x))

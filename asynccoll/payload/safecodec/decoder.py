@@ -5,6 +5,7 @@ See the package's docstring for what a message cannot do.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
 import struct
@@ -18,8 +19,10 @@ import torch
 from asynccoll.errors import CollectiveError
 from asynccoll.payload.safecodec import tags
 from asynccoll.payload.safecodec.types import (
+    FACTORIES,
     PARTS,
     UnfitError,
+    check_attributes,
     class_named,
     fields_of,
     plain_hash,
@@ -261,6 +264,22 @@ def _mapping(kind: Callable[[], dict[object, Any]]) -> Callable[[_Decoder], obje
     return read
 
 
+def _defaultdict(of: _Decoder) -> object:
+    made: collections.defaultdict[object, object] = collections.defaultdict(FACTORIES[of.size()])
+    of.remember(made)
+    made.update(of.mapping())
+    return made
+
+
+def _namespace(of: _Decoder) -> argparse.Namespace:
+    made = argparse.Namespace()
+    of.remember(made)
+    attributes = dict(of.mapping())
+    check_attributes(attributes)
+    vars(made).update(attributes)  # type: ignore[arg-type]  # texts, as was checked
+    return made
+
+
 def _deque(of: _Decoder) -> collections.deque[object]:
     maxlen = of.value()
     if not (maxlen is None or type(maxlen) is int):
@@ -373,6 +392,8 @@ _BY_TAG: dict[int, Callable[[_Decoder], object]] = {
     tags.ORDERED: _mapping(collections.OrderedDict),
     tags.COUNTER: _mapping(collections.Counter),
     tags.DEQUE: _deque,
+    tags.DEFAULTDICT: _defaultdict,
+    tags.NAMESPACE: _namespace,
     tags.TENSOR: _tensor,
     tags.ARRAY: _array,
     tags.SCALAR: _scalar,

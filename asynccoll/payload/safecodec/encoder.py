@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import enum
@@ -17,8 +18,10 @@ from asynccoll.errors import PayloadTypeError
 from asynccoll.memory.plain import plain_tensor, raw
 from asynccoll.payload.safecodec import tags
 from asynccoll.payload.safecodec.types import (
+    FACTORIES,
     PARTS,
     UnfitError,
+    check_attributes,
     class_named,
     fields_of,
     plain_hash,
@@ -301,6 +304,25 @@ def _counter(to: _Encoder, x: collections.Counter[object]) -> None:
         to.mapping(x)
 
 
+def _defaultdict(to: _Encoder, x: collections.defaultdict[object, object]) -> None:
+    if not to.again(x):
+        if x.default_factory not in FACTORIES:
+            known = ", ".join(kind.__name__ for kind in FACTORIES if kind is not None)
+            raise _refused(type(x), f"its default_factory is none of {known}, so send dict(x)")
+        to.remember(x)
+        to.parts.append(_BYTE[tags.DEFAULTDICT])
+        to.size(FACTORIES.index(x.default_factory))
+        to.mapping(x)
+
+
+def _namespace(to: _Encoder, x: argparse.Namespace) -> None:
+    if not to.again(x):
+        check_attributes(vars(x))
+        to.remember(x)
+        to.parts.append(_BYTE[tags.NAMESPACE])
+        to.mapping(vars(x))  # type: ignore[arg-type]  # keys are of any type for a mapping
+
+
 def _deque(to: _Encoder, x: collections.deque[object]) -> None:
     if not to.again(x):
         to.remember(x)
@@ -398,6 +420,8 @@ _WRITE: dict[type, Callable[[_Encoder, Any], None]] = {
     dict: _dict,
     collections.OrderedDict: _ordered,
     collections.Counter: _counter,
+    collections.defaultdict: _defaultdict,
+    argparse.Namespace: _namespace,
     collections.deque: _deque,
     set: _set,
     frozenset: _frozenset,

@@ -16,6 +16,7 @@ MIN_RUN = 4
 NONE, TRUE, FALSE, INT, FLOAT, TEXT, BYTES, AGAIN = range(8)
 LIST, TUPLE, DICT, SET, FROZENSET, BYTEARRAY, ORDERED, COUNTER, DEQUE = range(8, 17)
 TENSOR, ARRAY, SCALAR, ENUM, DATACLASS, NAMEDTUPLE, PARTS, JSON = range(17, 25)
+NAMESPACE, DEFAULTDICT = range(25, 27)
 
 #: How the members of a container follow: one by one with their tags, or all of one type.
 MIXED, FLOATS, INTS, TEXTS, BOOLS = range(5)

@@ -6,6 +6,7 @@ built without ``__new__``, ``__init__`` or ``__setattr__`` of their own.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime as dt
 import decimal
@@ -16,13 +17,23 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["PARTS", "Parts", "UnfitError", "class_named", "fields_of", "plain_hash", "scalar_dtype"]
+__all__ = [
+    "FACTORIES",
+    "PARTS",
+    "Parts",
+    "UnfitError",
+    "check_attributes",
+    "class_named",
+    "fields_of",
+    "plain_hash",
+    "scalar_dtype",
+]
 
 
 class UnfitError(Exception):
@@ -104,6 +115,19 @@ _ALL = (
 )
 #: By the number that a message gives.
 PARTS: dict[int, Parts] = dict(enumerate(_ALL))
+
+#: What a defaultdict may make of a key that it lacks, by the number that a message gives: nobody's code.
+FACTORIES: tuple[type | None, ...] = (None, list, dict, set, int, float, str)
+
+
+def check_attributes(names: Iterable[object]) -> None:
+    """Refuse attributes of a Namespace that Python, ``copy`` or its ``repr`` would call."""
+    for name in names:
+        if type(name) is not str:
+            raise UnfitError("an attribute whose name is no text")
+        if name.startswith("__") or hasattr(argparse.Namespace, name):
+            raise UnfitError(f"its attribute {name} stands before a method")
+
 
 _SCALAR_DTYPE = re.compile(r"[<>|=]?([biufc]\d{1,2}|[SU]\d{1,12}|[Mm]8(\[\d{0,6}[A-Za-zμ]{1,7}\])?)")
 
