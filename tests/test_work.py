@@ -26,6 +26,7 @@ import trio
 import asynccoll as ac
 import oracle
 from asynccoll import flight
+from asynccoll.host.call_number import ROUND, numbered
 from asynccoll.runtime.process import current
 from patience import patient
 from ranks import Rank, raising
@@ -853,3 +854,12 @@ def test_is_done_at_once_alone(call: str) -> None:
     work = getattr(ac, call)(torch.ones(2))
     assert work.done()
     oracle.same(work.result(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "told"),
+    [(1, "#1"), (12, "#12"), (ROUND + 3, "#3 after 1 join"), (5 * ROUND + 4, "#4 after 5 joins")],
+)
+def test_the_number_of_a_call(sequence: int, told: str) -> None:
+    """After a join all ranks count on from one far-off number, which nobody wants to read."""
+    assert numbered(sequence) == told

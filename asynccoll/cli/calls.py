@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.output import Table, print_table, print_text
+from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
     from asynccoll.flight import Call, Flight, Parting
@@ -19,7 +20,7 @@ def call_cells(call: Call, now: float) -> tuple[str, ...]:
     """One call under ``call_columns``; ``now``: its rank's clock, 0.0 if that is not known."""
     from asynccoll.trace.words import duration
 
-    number = f" #{call.sequence}" if call.sequence else ""
+    number = f" {numbered(call.sequence)}" if call.sequence else ""
     ago = f"{duration(max(0.0, now - call.called))} ago" if now else "-"
     return f"{call.operation}{number}", call.of or "-", call.lane, ago, call.state, call.place
 
@@ -58,7 +59,7 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
 def _print_partings(partings: Sequence[Parting]) -> None:
     for one in partings:
         what = "ranks called different things" if one.kind == "different" else "not all ranks have called"
-        title = f"lane {one.lane!r}: {what} at #{one.agreed + 1}"
+        title = f"lane {one.lane!r}: {what} at {numbered(one.agreed + 1)}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
         table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
         print_table(table)

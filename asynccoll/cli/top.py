@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from asynccoll.cli.calls import nobody
 from asynccoll.cli.common import Commands
 from asynccoll.cli.output import Screen, Table, add_json, from_here, print_json, table_lines, text_lines
+from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
     from asynccoll.trace.live import RankNow
@@ -110,7 +111,7 @@ def _table(ranks: list[RankNow]) -> Table:
     one_job = len({one.job for one in ranks}) == 1
     table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "lane", "calls/s"))
     for one in ranks:
-        call = f"{one.operation} #{one.sequence}" if one.sequence else one.operation or "-"
+        call = f"{one.operation} {numbered(one.sequence)}" if one.sequence else one.operation or "-"
         since = duration(one.seconds if one.in_flight else one.idle)
         if one.behind or one.state != "running":
             table.bad.add(len(table.rows))
@@ -146,7 +147,7 @@ def remarks(ranks: list[RankNow]) -> list[str]:
             longest = max(waiting, key=lambda other: other.seconds)
             said.append(
                 f"rank {one.rank} (pid {one.pid}, {one.state}) is {one.behind} behind: rank {longest.rank} "
-                f"has waited {duration(longest.seconds)} in {longest.operation} #{longest.sequence} "
+                f"has waited {duration(longest.seconds)} in {longest.operation} {numbered(longest.sequence)} "
                 f"({longest.place})"
             )
         elif one.state != "running":

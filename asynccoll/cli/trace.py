@@ -15,6 +15,7 @@ from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
 from asynccoll.cli.output import Table, add_json, check_writable, print_json, print_table, print_text
+from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
     from asynccoll.trace import Trace
@@ -251,10 +252,10 @@ def _hanging(found: Findings) -> str:
         if (one.operation, one.lane, one.sequence) == (hangs.operation, hangs.lane, hangs.sequence)
     )  # fmt: skip
     waits = "waited" if hangs.failed else f"{_has(waiting)} waited"
+    call = f"{hangs.operation} {numbered(hangs.sequence)} on lane {hangs.lane!r}"
     return (
-        f"{listed(hangs.missing)} {_has(hangs.missing)} not called {hangs.operation} #{hangs.sequence} on "
-        f"lane {hangs.lane!r}, in which {listed(waiting)} {waits} {duration(hangs.seconds)} "
-        f"({hangs.place})"
+        f"{listed(hangs.missing)} {_has(hangs.missing)} not called {call}, in which {listed(waiting)} "
+        f"{waits} {duration(hangs.seconds)} ({hangs.place})"
     )
 
 
@@ -319,7 +320,7 @@ def _unfinished(found: Findings) -> Table:
     )
     for one in found.unfinished[:10]:
         missing = ", ".join(f"rank {rank}" for rank in one.missing) or "-"
-        call = f"#{one.sequence}"
+        call = numbered(one.sequence)
         row = (str(one.rank), one.operation, one.lane, call, duration(one.seconds), missing, one.place)
         table.rows.append(row)
     return table

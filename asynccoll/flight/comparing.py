@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from asynccoll.flight.reading import Call, Flight
+from asynccoll.host.call_number import numbered
 
 __all__ = ["Parting", "members", "partings"]
 
@@ -55,7 +56,7 @@ class Parting:
         sides = "; ".join(
             f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}: {text}" for ranks, text in self.sides()
         )
-        return f"lane {self.lane!r}{where}, #{self.agreed + 1}: {sides}"
+        return f"lane {self.lane!r}{where}, {numbered(self.agreed + 1)}: {sides}"
 
 
 def partings(flights: Mapping[int, Flight]) -> list[Parting]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, CollectiveTimeoutError
+from asynccoll.host.call_number import numbered
 from asynccoll.host.store import values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
 
@@ -191,8 +192,8 @@ class Refusals:
     def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
         lost: CollectiveError | None = lane.world.loss(lane)
         if lost is None:
-            text = f"{lane}: after call #{cut.place} was refused the other ranks were not heard of ({error})"
-            lost = CollectiveTimeoutError(text)
+            after = f"after call {numbered(cut.place)} was refused"
+            lost = CollectiveTimeoutError(f"{lane}: {after} the other ranks were not heard of ({error})")
         lane.break_off(lost)
 
     # Keys

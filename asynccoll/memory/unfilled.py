@@ -14,6 +14,7 @@ import torch
 
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.call_number import numbered
 from asynccoll.memory.aliasing import Claim, Claims
 
 __all__ = ["claims", "let_go", "refuse_unfilled"]
@@ -99,7 +100,7 @@ def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = N
     found = cast("Filler | _Dropped", claim)
     first = next(iter(found.operations), None)
     by = (
-        f"{first.name} #{first.sequence} at {first.place}"
+        f"{first.name} {numbered(first.sequence)} at {first.place}"
         if first
         else "an earlier call of a coalescing block"
     )

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
+from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
     from asynccoll.order.job import Job
@@ -68,11 +69,12 @@ class Refusal:
             return CollectiveMismatchError(self.why.removeprefix(_MISMATCH), (self.rank,))
         if place == self.place:
             return PeerRefusedError(
-                f"rank {self.rank} refused its side of call #{place} on {lane}: {self.why}", (self.rank,)
+                f"rank {self.rank} refused its side of call {numbered(place)} on {lane}: {self.why}",
+                (self.rank,),
             )
         return PeerRefusedError(
-            f"call #{place} on {lane} was in flight behind #{self.place}, which rank {self.rank} refused "
-            f"({self.why}); issue it again",
+            f"call {numbered(place)} on {lane} was in flight behind {numbered(self.place)}, which rank "
+            f"{self.rank} refused ({self.why}); issue it again",
             (self.rank,),
         )
 

@@ -29,6 +29,7 @@ from asynccoll.errors import (
     collective_error,
 )
 from asynccoll.host import profiling
+from asynccoll.host.call_number import ROUND, numbered
 from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.connection import Connection
@@ -53,8 +54,6 @@ __all__ = ["BACKWARD", "DEFAULT", "Lane"]
 
 DEFAULT = "default"
 BACKWARD = "/backward"
-#: More calls than a rank makes between two joins.
-ROUND = 1 << 30
 
 #: How often a waiter for a lane to open asks whether all ranks are still alive.
 _ASK_SECONDS = 0.5
@@ -933,7 +932,7 @@ class Lane:
             return refusal.error(self, operation.sequence)  # its peers have closed the communicator
         if self.broken is not None and not isinstance(native, CollectiveError):
             return self.broken.for_waiter()  # with which the communicator was given up
-        error = collective_error(native, f"{operation.name} #{operation.sequence} on {self}")
+        error = collective_error(native, f"{operation.name} {numbered(operation.sequence)} on {self}")
         error = self.world.diagnose(self, error)
         if isinstance(error, PeerLostError):
             self.lose(error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, PeerLostError, forget_frames
+from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
 from asynccoll.transport.completion import Completion, Ready
@@ -136,7 +137,7 @@ class Operation:
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "in flight"
-        return f"{self.name} #{self.sequence} on {self.lane} from {self.place} ({state})"
+        return f"{self.name} {numbered(self.sequence)} on {self.lane} from {self.place} ({state})"
 
     def done(self) -> bool:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""

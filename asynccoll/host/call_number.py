@@ -1,0 +1,14 @@
+"""The number of a call in its lane's order, and how people read it."""
+
+from __future__ import annotations
+
+__all__ = ["ROUND", "numbered"]
+
+#: More calls than a rank makes between two joins: after each, all ranks count on from the next multiple.
+ROUND = 1 << 30
+
+
+def numbered(sequence: int) -> str:
+    """``#12``, or ``#12 after 2 joins``."""
+    joins, number = divmod(sequence, ROUND)
+    return f"#{number} after {joins} join{'s' * (joins > 1)}" if joins else f"#{number}"
