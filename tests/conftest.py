@@ -69,7 +69,7 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
 def _as_never_initialized() -> Iterator[None]:
     """A test that has finalized a world of this process leaves it as it was found."""
     yield
-    state.process.finalized = False
+    state.process.left = None
 
 
 @pytest.fixture(autouse=True)

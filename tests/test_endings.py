@@ -132,6 +132,18 @@ def test_a_process_that_runs_has_no_exit_code() -> None:
     assert endings.in_a_line(KeyError("a\nb")) == "KeyError: 'a\\nb'"
 
 
+class Several(Exception):  # noqa: N818  # as ExceptionGroup, which Python 3.10 has not
+    def __init__(self, *exceptions: Exception) -> None:
+        super().__init__(f"{len(exceptions)} sub-exceptions")
+        self.exceptions = exceptions
+
+
+def test_a_group_is_told_by_what_is_in_it() -> None:
+    """That it is unhandled and has so many sub-exceptions tells nobody why a rank ended."""
+    group = Several(ValueError("a"), Several(OSError("b")))
+    assert endings.in_a_line(group) == "ValueError: a; OSError: b (in Several) (in Several)"
+
+
 # What an abort means
 
 DIFFER = """

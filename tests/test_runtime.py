@@ -264,6 +264,7 @@ def forgotten(me: Rank, port: int) -> None:
             ac.all_reduce(1)
     with raising(ac.NotInitializedError, "finalized"):
         ac.all_reduce(1)
+    assert ac.is_main() is (me.rank == 0), "the last line of a program, which prints on one rank"
 
 
 def test_a_forgotten_initialize_is_an_error() -> None:

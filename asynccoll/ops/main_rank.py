@@ -8,15 +8,18 @@ from typing import IO
 
 from asynccoll.errors import AsyncCollError, CollectiveError
 from asynccoll.ops.collectives import barrier, refuse
-from asynccoll.runtime.process import get_local_rank, get_rank
+from asynccoll.runtime.process import was_rank
 from asynccoll.waiting.work import Work
 
 __all__ = ["is_main", "main_first", "print0"]
 
 
 def is_main(*, local: bool = False) -> bool:
-    """Whether this is rank 0; with ``local=True``, whether it is the first rank of its node."""
-    return (get_local_rank() if local else get_rank()) == 0
+    """Whether this is rank 0; with ``local=True``, whether it is the first rank of its node.
+
+    After ``finalize()``: whether it was.
+    """
+    return was_rank(local=local) == 0
 
 
 def print0(

@@ -136,8 +136,11 @@ class Operation:
         return self._spot.place
 
     def __repr__(self) -> str:
-        state = "done" if self.done() else "in flight"
-        return f"{self.name} {numbered(self.sequence)} on {self.lane} from {self.place} ({state})"
+        return f"{self} ({'done' if self.done() else 'in flight'})"
+
+    def __str__(self) -> str:
+        number = f" {numbered(self.sequence)}" if self.sequence else ""  # a message has none
+        return f"{self.name}{number} on {self.lane} from {self.place}"
 
     def done(self) -> bool:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""

@@ -48,6 +48,7 @@ __all__ = [
     "is_initialized",
     "new_group",
     "new_subgroups",
+    "was_rank",
 ]
 
 CHECK_VARIABLE = "ASYNCCOLL_CHECK"
@@ -97,7 +98,7 @@ def _implicit() -> Context:
         return _adopt()
     if (before := parent()) is not None:
         raise refused(before)
-    if process.finalized:
+    if process.left is not None:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
     said = os.environ.get("WORLD_SIZE")  # what people set by hand; a launcher's are there from the start
     if process.embedded is not None and process.said == said:
@@ -199,7 +200,8 @@ def initialize(
     with process.lock:
         if of_thread.get() is not None or process.context is not None:
             raise InvalidArgumentError(
-                f"asynccoll is already initialized ({current()!r}); call ac.finalize() first"
+                f"asynccoll is already initialized ({current()!r}): leave this call out where Parallel, "
+                "spawn or session has made it, or call ac.finalize() first"
             )
         if backend is None:
             backend = os.environ.get(BACKEND_VARIABLE) or None
@@ -222,7 +224,7 @@ def initialize(
             of_thread.set(context)
         else:
             process.context = context
-        process.finalized = False
+        process.left = None
         _install_exit_hook()
     for renew in _renewed:
         renew(context)
@@ -277,7 +279,7 @@ def _forget(context: Context) -> None:
             process.thread_ranks.remove(context)
         elif process.context is context:
             process.context = None
-            process.finalized = True
+            process.left = context.identity
         elif process.adopted is not None and process.adopted[1] is context:
             process.adopted = None
 
@@ -335,6 +337,16 @@ def get_rank(group: GroupLike = None) -> int:
     """This rank's index in ``group`` (the world by default); -1 outside of it."""
     context = known()
     return context.rank if group is None else resolve_group(context, group).rank
+
+
+def was_rank(*, local: bool = False) -> int:
+    """``get_rank()``, or ``get_local_rank()``; after ``finalize``, what that was."""
+    try:
+        return get_local_rank() if local else get_rank()
+    except NotInitializedError:
+        if process.left is None:
+            raise
+        return process.left.local_rank if local else process.left.rank
 
 
 def get_world_size(group: GroupLike = None) -> int:

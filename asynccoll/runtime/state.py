@@ -15,7 +15,7 @@ from asynccoll import host
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from asynccoll.world.context import Context
+    from asynccoll.world.context import Context, Identity
 
 __all__ = ["Process", "of_thread", "process", "torch_group"]
 
@@ -32,7 +32,7 @@ class Process:
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
         self.embedded: Context | None = None  # the world of one
         self.said: str | None = None  # WORLD_SIZE in the environment in which that was right
-        self.finalized = False
+        self.left: Identity | None = None  # who this was in the world that it has finalized
         self.thread_ranks: list[Context] = []  # those that are threads of this process
         self.inherited: object = None  # a parent's torch group, in a forked child: not to be used
         self.parent: Context | None = None  # its context, in a forked child: says who this is

@@ -23,7 +23,6 @@ from asynccoll.errors import (
     UnawaitedWorkWarning,
     WorkNotDoneError,
 )
-from asynccoll.host.call_number import numbered
 from asynccoll.host.forks import renew
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.modes.captured import as_called
@@ -260,10 +259,9 @@ class Work(NotItsResult, Generic[T]):
 
     def __repr__(self) -> str:
         state = "failed" if self._state == _FAILED else "done" if self.done() else "in flight"
-        names = ", ".join(f"{op.name} {numbered(op.sequence)} on {op.lane}" for op in self._operations[:3])
+        names = ", ".join(map(str, self._operations[:3]))
         more = ", ..." if len(self._operations) > 3 else ""
-        called = f" from {self._operations[0].place}" if self._operations else ""
-        return f"<Work {names or 'complete'}{more}{called}: {state}>"
+        return f"<Work {names or 'complete'}{more}: {state}>"
 
     # Deriving
 
