@@ -203,8 +203,25 @@ def test_who_is_behind_and_who_waits():
     assert (second.in_flight, second.behind, second.state) == (0, 1, "stopped")
     assert second.idle == pytest.approx(9.6)
     (said,) = top.remarks([first, second])
-    assert said.startswith("rank 1 (pid 101, stopped) is 1 behind: rank 0 has waited 9.00 s in all_reduce #1")
+    assert said.startswith(
+        "rank 1 (pid 101, stopped) is 1 behind on lane 'gradients': rank 0 has waited 9.00 s in all_reduce #1"
+    )
     assert top.remarks([first]) == []
+
+
+def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
+    """Each is behind on the other's lane: who waits for it waits there, not in its own call."""
+    lanes = [{"metrics": 6, "default": 6}, {"metrics": 5, "default": 7}]
+    calls = [
+        [call(1, called=11.0, sequence=6, lane="metrics")],
+        [call(2, called=12.0, sequence=7, lane="default")],
+    ]
+    ranks = survey(moment(20.0, *map(flight, (0, 1), calls, lanes)), moment(10.0))
+    assert [(one.behind, one.behind_on) for one in ranks] == [(1, "default"), (1, "metrics")]
+    assert [one.partition(" (train")[0] for one in top.remarks(ranks)] == [
+        "rank 0 (pid 100, running) is 1 behind on lane 'default': rank 1 has waited 8.00 s in all_reduce #7",
+        "rank 1 (pid 101, running) is 1 behind on lane 'metrics': rank 0 has waited 9.00 s in all_reduce #6",
+    ]
 
 
 def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):

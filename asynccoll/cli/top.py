@@ -141,14 +141,15 @@ def remarks(ranks: list[RankNow]) -> list[str]:
     for one in ranks:
         waiting = [
             other for other in ranks
-            if other.job == one.job and other is not one and other.in_flight and other.seconds > _LONG_SECONDS
+            if other.job == one.job and other.in_flight and other.lane == one.behind_on
+            and other is not one and other.seconds > _LONG_SECONDS
         ]  # fmt: skip
         if one.behind and waiting:
             longest = max(waiting, key=lambda other: other.seconds)
             said.append(
-                f"rank {one.rank} (pid {one.pid}, {one.state}) is {one.behind} behind: rank {longest.rank} "
-                f"has waited {duration(longest.seconds)} in {longest.operation} {numbered(longest.sequence)} "
-                f"({longest.place})"
+                f"rank {one.rank} (pid {one.pid}, {one.state}) is {one.behind} behind on lane "
+                f"{one.behind_on!r}: rank {longest.rank} has waited {duration(longest.seconds)} in "
+                f"{longest.operation} {numbered(longest.sequence)} ({longest.place})"
             )
         elif one.state != "running":
             said.append(f"rank {one.rank} (pid {one.pid}) is {one.state}")

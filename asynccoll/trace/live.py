@@ -34,7 +34,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """One rank. ``behind`` counts the calls of its latest lane that another rank has made and it has not.
+    """One rank. ``behind`` counts the calls that another rank has made on lane ``behind_on``, and it has not.
 
     ``seconds`` is how long its oldest operation in flight has been so, 0 without any; else ``idle`` is how
     long ago its latest call was.
@@ -55,6 +55,7 @@ class RankNow:
     seconds: float
     idle: float
     behind: int
+    behind_on: str
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -145,6 +146,7 @@ def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iter
     shown = flying[0] if flying else last
     new = _new(recorded, before.flights.get(pid))
     seconds = max(now.at - before.at, 1e-9)
+    behind, lane = _behind(recorded, job)
     return RankNow(
         job=now.parents.get(pid, 0),
         rank=recorded.rank,
@@ -160,7 +162,8 @@ def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iter
         in_flight=len(flying),
         seconds=now.at - oldest,
         idle=now.at - last.called if last else now.at - recorded.began,
-        behind=_behind(recorded, job),
+        behind=behind,
+        behind_on=lane,
     )
 
 
@@ -170,14 +173,13 @@ def _new(recorded: Flight, before: Flight | None) -> list[Call]:
     return [call for call in recorded.calls if call.ticket > last] if before is not None else []
 
 
-def _behind(recorded: Flight, job: Iterable[Flight]) -> int:
-    """On whichever lane of a group of its own it is most; one that it has never used counts."""
-    return max(
-        (
-            lane.sequence - recorded.reached(lane.group, lane.lane_key)
-            for other in job
-            for lane in other.lanes
-            if members({recorded.rank: recorded}, lane.group)
-        ),
-        default=0,
-    )
+def _behind(recorded: Flight, job: Iterable[Flight]) -> tuple[int, str]:
+    """By how much, and on which lane of a group of its own it is most; one that it has never used counts."""
+    most, where = 0, ""
+    for other in job:
+        for lane in other.lanes:
+            missing = lane.sequence - recorded.reached(lane.group, lane.lane_key)
+            if missing > most and members({recorded.rank: recorded}, lane.group):
+                called = other.on_lane(lane.group, lane.lane_key)
+                most, where = missing, called[-1].lane if called else lane.lane_key
+    return most, where
