@@ -198,6 +198,30 @@ def test_bad_splits_are_refused(world: World) -> None:
     world.run(refused)
 
 
+async def unfitting(me: Rank) -> None:
+    first, last = me.rank == 0, me.rank == me.size - 1
+    evenly = [1] * me.size
+    sent = [*evenly[:-1], 2] if first else evenly
+    x = oracle.moving(me.rank, (sum(sent),), torch.float32)
+    with me.case("splits"), pytest.raises((ac.CollectiveMismatchError, ac.PeerRefusedError)) as caught:
+        await me.get(ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=evenly))
+    assert "all_to_all" in str(caught.value)
+    received = [2, *evenly[1:]] if last else evenly
+    with me.case("fitting"):
+        got = await me.get(ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=received))
+        assert got.shape == (sum(received),)
+    longer = torch.ones((2 if first else 1) * me.size)
+    with me.case("even"), pytest.raises(ac.CollectiveMismatchError, match="all_to_all|rows of each rank"):
+        await me.get(ac.all_to_all(longer))
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+@pytest.mark.processes
+def test_splits_that_do_not_fit_between_ranks(several: World, runner: str) -> None:
+    """What one sends is not what another expects: gloo ended the process, MPI returned what was in memory."""
+    several.run(unfitting, runner=runner)
+
+
 async def twice(me: Rank, rows: int, tail: tuple[int, ...], name: str) -> None:
     x = oracle.moving(me.rank, (rows * me.size, *tail), oracle.DTYPES[name])
     with me.case(f"{name} {tuple(x.shape)}"):

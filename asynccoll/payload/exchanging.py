@@ -54,7 +54,8 @@ def all_to_all(
                 "input_split_sizes"
             )
         in_splits = [shape[0] // size] * size
-        out_splits = in_splits if out_splits is None else out_splits
+        if out_splits is None:
+            return autograd.all_to_all(lane, x, in_splits, in_splits, out, timeout, even=True)
     if out_splits is not None:
         return autograd.all_to_all(lane, x, in_splits, out_splits, out, timeout)
     if out is not None or autograd.tracked(x):

@@ -146,7 +146,7 @@ def _all_to_all(
     sent = check_splits("input_split_sizes", input_split_sizes, size, x.shape[0]) or even
     received = check_splits("output_split_sizes", output_split_sizes, size, None) or even
     into = _result_for(x, out, (sum(received), *x.shape[1:]))
-    return _alone(tensors.all_to_all_call(lane, x, sent, received, into))
+    return _alone(tensors.all_to_all_call(lane, x, sent, received, into, even=input_split_sizes is None))
 
 
 PREPARES: dict[Op, Callable[..., Calls]] = {

@@ -202,6 +202,8 @@ class Capabilities:
     #: Where the ranks of each node share memory: from how many bytes in all a collective had better go
     #: through it within nodes, and by this backend only between them. Those that are not here never do.
     near: tuple[tuple[Op, int], ...] = ()
+    #: its all_to_all finds out by itself where ranks do not expect what others send
+    compares_splits: bool = False
     #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
     #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()

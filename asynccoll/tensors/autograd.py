@@ -185,15 +185,19 @@ def all_to_all(
     out_splits: Sequence[int],
     out: torch.Tensor | None,
     timeout: float | None,
+    *,
+    even: bool = False,
 ) -> Started[torch.Tensor]:
-    """Backward: the exchange in the other direction."""
+    """Backward: the exchange in the other direction. ``even``: nobody has said the splits."""
     if _untracked(x, out):
-        return tensors.all_to_all_call(lane, x, in_splits, out_splits, out).begin(lane, timeout)
+        return tensors.all_to_all_call(lane, x, in_splits, out_splits, out, even=even).begin(lane, timeout)
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        return waited_for(all_to_all(lane.of_gradients(), grad, out_splits, in_splits, None, timeout))
+        return waited_for(
+            all_to_all(lane.of_gradients(), grad, out_splits, in_splits, None, timeout, even=even)
+        )
 
-    make = lambda x, out: tensors.all_to_all_call(lane, x, in_splits, out_splits, out)  # noqa: E731
+    make = lambda x, out: tensors.all_to_all_call(lane, x, in_splits, out_splits, out, even=even)  # noqa: E731
     return _begun(lane, "all_to_all", x, out, make, adjoint, timeout, (sum(out_splits), *x.shape[1:]))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op
@@ -34,10 +35,14 @@ def all_to_all_call(
     out: torch.Tensor | None = None,
     op: Op = Op.ALL_TO_ALL,
     detail: str = "",
+    *,
+    even: bool = False,
 ) -> Call:
     """Rows of ``x`` exchanged: ``in_splits[j]`` of them go to rank j; in ``out`` or in memory of its own.
 
-    Without ``out_splits`` the counts are sent first.
+    Without ``out_splits`` the counts are sent first. So they are to compare them where the backend would end
+    the process, or return what happens to be in memory, if they did not fit; not where nobody has said them
+    (``even``), for then the shape has to be the same on all ranks.
     """
     route = route_for(lane, op, x, None, x.numel())
     if out_splits is None:
@@ -50,16 +55,54 @@ def all_to_all_call(
     received = target_for(None if shared else out, wire, (shape[0], *wire.shape[1:]))
     decoded = lambda: decode(received, plan, x.dtype, x.device).view(shape)  # noqa: E731
     value, finish = delivered(received, plan, out, decoded)
+
+    def start(communicator: Communicator) -> Completion:
+        done: Completion = communicator.all_to_all(received, wire, out_splits, in_splits)
+        return done
+
+    def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
+        counts = yield from _counts(communicator, in_splits)
+        _check_fits(lane, counts, out_splits)
+        return start(communicator)
+
+    given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
     return Call(
         plan,
-        lambda communicator: communicator.all_to_all(received, wire, out_splits, in_splits),
+        None if given else start,
         wire,
         finish,
         received.view(shape) if value is received else value,
-        shape=x.shape[1:],
+        shape=x.shape if even else x.shape[1:],
         detail=detail,
         refill=encoding_again(wire, x, plan),
+        program=compared if given else None,
     )
+
+
+def _wants_counts(lane: Lane, wire: torch.Tensor) -> bool:
+    """Whether splits that do not fit are noticed too late; on a device counting would hold up the host."""
+    if lane.group.size == 1 or wire.device.type != "cpu" or not lane.world.checks_order:
+        return False
+    return not lane.group.topology("cpu").capabilities.compares_splits
+
+
+def _counts(communicator: Communicator, in_splits: Sequence[int]) -> Generator[Completion, None, list[int]]:
+    """How many rows each rank sends to this one."""
+    sent = torch.tensor(in_splits, dtype=torch.int64, device="cpu")
+    counts = torch.empty_like(sent)
+    ones = [1] * len(in_splits)
+    yield communicator.all_to_all(counts, sent, ones, ones)
+    found: list[int] = counts.tolist()
+    return found
+
+
+def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int]) -> None:
+    for rank, sent, expected in zip(lane.group.ranks, counts, out_splits, strict=True):
+        if sent != expected:
+            raise InvalidArgumentError(
+                f"all_to_all: rank {rank} sends {sent} rows, and output_split_sizes expects {expected}: pass "
+                "what that rank has in its input_split_sizes"
+            )
 
 
 def _rows(route: Route, x: torch.Tensor) -> torch.Tensor:
@@ -73,13 +116,9 @@ def _counted(lane: Lane, route: Route, x: torch.Tensor, in_splits: Sequence[int]
     plan = route.plan
     wire = sent_as(route, x.reshape(x.shape[0], x.shape[1:].numel()))
     received: list[torch.Tensor] = []
-    ones = [1] * lane.group.size
 
     def counted(communicator: Communicator) -> Generator[Completion, None, Completion]:
-        sent = torch.tensor(in_splits, dtype=torch.int64, device="cpu")
-        counts = torch.empty_like(sent)
-        yield communicator.all_to_all(counts, sent, ones, ones)
-        out_splits = counts.tolist()
+        out_splits = yield from _counts(communicator, in_splits)
         received.append(wire.new_empty((sum(out_splits), wire.shape[1])))
         done: Completion = communicator.all_to_all(received[0], wire, out_splits, list(in_splits))
         return done
