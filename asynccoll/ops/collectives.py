@@ -527,9 +527,9 @@ def all_to_all(
 
     Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
     ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
-    are sent first, and there can be no ``out``. If both are, on the CPU between ranks that do not share memory,
-    the counts are sent first all the same, unless ``check="off"``: what does not fit would end the process or
-    come back as what was in memory. Every rank is told then.
+    are sent first, and there can be no ``out``. If both are, on the CPU between ranks that do not share
+    memory, the counts are sent first all the same, unless ``check="off"``: what does not fit would end the
+    process, or come back as what was in memory. Every rank is told then.
 
     Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
     these. What is sent describes itself, and the result is the list of what came. Has no gradient.
