@@ -602,6 +602,27 @@ def test_permute_refuses_what_is_no_permutation(pair: World) -> None:
     pair.run(permute_refused)
 
 
+async def pairs_that_differ(me: Rank) -> None:
+    says = ("permute along [(0, 1)]", "permute along [(1, 0)]")
+    with me.case("differ"), raising(ac.CollectiveMismatchError, *says):
+        if me.rank == 0:  # whose part would be over at once on MPI
+            me.see("called")
+        work = ac.permute(torch.ones(3), [(1, 0)] if me.rank == 0 else [(0, 1)])
+        if me.rank == 1:
+            me.show("called")
+        await me.get(work)
+    pairs = [(1, 0), (0, 1)] if me.rank == 0 else [(0, 1), (1, 0)]
+    await me.check(
+        "in another order", ac.permute, me.rank * torch.ones(3), pairs, expect=(1 - me.rank) * torch.ones(3)
+    )
+
+
+@pytest.mark.processes
+def test_pairs_that_differ_between_ranks(pair: World, runner: str) -> None:
+    """gloo ended the process; the order in which they are said makes no difference."""
+    pair.run(pairs_that_differ, runner=runner)
+
+
 async def cycle(me: Rank, order: list[int], shape: tuple[int, ...], name: str) -> None:
     pairs = [(order[k], order[(k + 1) % me.size]) for k in range(me.size)]
     x = oracle.moving(me.rank, shape, oracle.DTYPES[name])

@@ -113,11 +113,8 @@ def permute(
         )
     x = _check_permuted(lane, x)
     check_filled("permute", out)
-    ranks = lane.group.ranks
-    me = ranks[lane.group.rank]
-    to = next((ranks.index(target) for source, target in listed if source == me), None)
-    origin = next((ranks.index(source) for source, target in listed if target == me), None)
-    return autograd.permute(lane, x, to, origin, out, timeout)
+    places = [(lane.group.ranks.index(source), lane.group.ranks.index(target)) for source, target in listed]
+    return autograd.permute(lane, x, sorted(places), out, timeout)
 
 
 def _check_permuted(lane: Lane, x: object) -> torch.Tensor:

@@ -226,17 +226,17 @@ def _on_root(lane: Lane, total: torch.Tensor, src: int) -> torch.Tensor:
 def permute(
     lane: Lane,
     x: torch.Tensor,
-    to: int | None,
-    source: int | None,
+    pairs: Sequence[tuple[int, int]],
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[torch.Tensor]:
-    """Backward: the pairs the other way round."""
+    """Backward: the pairs the other way round. They are indices in the group, in order."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        return waited_for(permute(lane.of_gradients(), grad, source, to, None, timeout))
+        back = sorted((target, source) for source, target in pairs)
+        return waited_for(permute(lane.of_gradients(), grad, back, None, timeout))
 
-    make = lambda x, out: tensors.permute_call(lane, x, to, source, out)  # noqa: E731
+    make = lambda x, out: tensors.permute_call(lane, x, pairs, out)  # noqa: E731
     return _begun(lane, "permute", x, out, make, adjoint, timeout)
 
 

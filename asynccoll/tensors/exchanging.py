@@ -133,11 +133,13 @@ def _counted(lane: Lane, route: Route, x: torch.Tensor, in_splits: Sequence[int]
 
 
 def permute_call(
-    lane: Lane, x: torch.Tensor, to: int | None, source: int | None, out: torch.Tensor | None
+    lane: Lane, x: torch.Tensor, pairs: Sequence[tuple[int, int]], out: torch.Tensor | None
 ) -> Call:
-    """``x`` goes to ``to``, the ``x`` of ``source`` comes here; zeros if nobody sends."""
+    """Along each of ``pairs`` (source, target), indices in the group; zeros if nobody sends here."""
     count = x.numel()
-    size = lane.group.size
+    size, me = lane.group.size, lane.group.rank
+    to = next((target for source, target in pairs if source == me), None)
+    source = next((source for source, target in pairs if target == me), None)
     check_out(out, x, x.shape)
     into = kept(x, out)
     flat = x.reshape(-1)
@@ -147,7 +149,7 @@ def permute_call(
         [count if index == to else 0 for index in range(size)],
         [count if index == source else 0 for index in range(size)],
         op=Op.PERMUTE,
-        detail=f"of {list(x.shape)}",
+        detail=f"along {list(pairs)} of {list(x.shape)}",
     )
     if source is None:
         return call.then(lambda _: deliver(torch.zeros_like(x, requires_grad=False), out))
