@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.output import Table, print_table, print_text
-from asynccoll.host.call_number import numbered
+from asynccoll.host.call_number import call_name, numbered
 
 if TYPE_CHECKING:
     from asynccoll.flight import Call, Flight, Parting
@@ -20,9 +20,8 @@ def call_cells(call: Call, now: float) -> tuple[str, ...]:
     """One call under ``call_columns``; ``now``: its rank's clock, 0.0 if that is not known."""
     from asynccoll.trace.words import duration
 
-    number = f" {numbered(call.sequence)}" if call.sequence else ""
     ago = f"{duration(max(0.0, now - call.called))} ago" if now else "-"
-    return f"{call.operation}{number}", call.of or "-", call.lane, ago, call.state, call.place
+    return call_name(call.operation, call.sequence), call.of or "-", call.lane, ago, call.state, call.place
 
 
 def nobody(job: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from asynccoll.cli.calls import nobody
 from asynccoll.cli.common import Commands
 from asynccoll.cli.output import Screen, Table, add_json, from_here, print_json, table_lines, text_lines
-from asynccoll.host.call_number import numbered
+from asynccoll.host.call_number import call_name
 
 if TYPE_CHECKING:
     from asynccoll.trace.live import RankNow
@@ -111,7 +111,7 @@ def _table(ranks: list[RankNow]) -> Table:
     one_job = len({one.job for one in ranks}) == 1
     table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "lane", "calls/s"))
     for one in ranks:
-        call = f"{one.operation} {numbered(one.sequence)}" if one.sequence else one.operation or "-"
+        call = call_name(one.operation, one.sequence) or "-"
         since = duration(one.seconds if one.in_flight else one.idle)
         if one.behind or one.state != "running":
             table.bad.add(len(table.rows))
@@ -149,7 +149,7 @@ def remarks(ranks: list[RankNow]) -> list[str]:
             said.append(
                 f"rank {one.rank} (pid {one.pid}, {one.state}) is {one.behind} behind on lane "
                 f"{one.behind_on!r}: rank {longest.rank} has waited {duration(longest.seconds)} in "
-                f"{longest.operation} {numbered(longest.sequence)} ({longest.place})"
+                f"{call_name(longest.operation, longest.sequence)} ({longest.place})"
             )
         elif one.state != "running":
             said.append(f"rank {one.rank} (pid {one.pid}) is {one.state}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from asynccoll.flight import layout
 from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
-from asynccoll.host.call_number import numbered
+from asynccoll.host.call_number import call_name
 
 __all__ = ["Call", "Flight", "Progress", "read", "said", "text_at"]
 
@@ -55,8 +55,7 @@ class Call:
     @property
     def name(self) -> str:
         """``all_reduce #41 on lane 'gradients'``."""
-        number = f" {numbered(self.sequence)}" if self.sequence else ""
-        return f"{self.operation}{number} on lane {self.lane!r}"
+        return f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from asynccoll.flight import Call, Flight
 from asynccoll.health.accounts import Account
-from asynccoll.host.call_number import numbered
+from asynccoll.host.call_number import call_name
 from asynccoll.host.endings import in_words
 
 __all__ = ["Awaited", "Blame", "blame", "ending", "last_words"]
@@ -40,8 +40,7 @@ class Awaited:
     of: str = ""
 
     def __str__(self) -> str:
-        number = f" {numbered(self.sequence)}" if self.sequence else ""
-        return f"{self.operation}{number} on lane {self.lane!r}"
+        return f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["ROUND", "numbered"]
+__all__ = ["ROUND", "call_name", "numbered"]
 
 #: More calls than a rank makes between two joins: after each, all ranks count on from the next multiple.
 ROUND = 1 << 30
+
+
+def call_name(operation: str, sequence: int) -> str:
+    """``all_reduce #12``; of a message, which has no place in the order (0), ``send``."""
+    return f"{operation} {numbered(sequence)}" if sequence else operation
 
 
 def numbered(sequence: int) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, PeerLostError, forget_frames
-from asynccoll.host.call_number import numbered
+from asynccoll.host.call_number import call_name
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
 from asynccoll.transport.completion import Completion, Ready
@@ -139,8 +139,7 @@ class Operation:
         return f"{self} ({'done' if self.done() else 'in flight'})"
 
     def __str__(self) -> str:
-        number = f" {numbered(self.sequence)}" if self.sequence else ""  # a message has none
-        return f"{self.name}{number} on {self.lane} from {self.place}"
+        return f"{call_name(self.name, self.sequence)} on {self.lane} from {self.place}"
 
     def done(self) -> bool:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""
