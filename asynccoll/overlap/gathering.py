@@ -95,11 +95,21 @@ class Layer:
         }
         for parameter in module.parameters():
             parameter.data = parameter.new_empty(0)  # its memory is what sharding is to save
+        self._recurrent = [one for one in module.modules() if isinstance(one, nn.RNNBase)]
 
     @property
     def name(self) -> str:
         """As an ``nn.ModuleList`` of the layers would name it."""
         return str(self.index)
+
+    def let_go(self) -> None:
+        """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
+
+        They keep a list of their own, so that all of the layer would live on, and the graph that gathered it.
+        """
+        for one in self._recurrent:
+            for name, parameter in one.named_parameters(recurse=False):
+                setattr(one, name, parameter)
 
     def gathered(self, **call: Any) -> Work[list[torch.Tensor]]:
         """The flat tensors of all ranks' parts; each sends the number of the layer as well.
@@ -165,18 +175,7 @@ class GatheredLayer:
             with self._saving:
                 return functional_call(self.module, self.parameters, args, kwargs)
         finally:
-            _let_go(self.module)
-
-
-def _let_go(module: nn.Module) -> None:
-    """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
-
-    They keep a list of their own, so that all of the layer would live on, and the graph that gathered it.
-    """
-    for one in module.modules():
-        if isinstance(one, nn.RNNBase):
-            for name, parameter in one.named_parameters(recurse=False):
-                setattr(one, name, parameter)
+            self._layer.let_go()
 
 
 class _Returning:

@@ -268,9 +268,12 @@ class GradientReducer:
             return not self.rounds or self.touched
         return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
 
-    def check_step(self, parameters: set[int]) -> None:
-        """Refuse a step of an optimizer that has these parameters (ids), if their gradients are under way."""
-        if self._begun and not parameters.isdisjoint(self._identity[2]):
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step with gradients that are under way."""
+        if not self._begun:
+            return
+        mine = self._identity[2]
+        if any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
             raise InvalidArgumentError(f"{self!r}: {_NOT_AWAITED}")
 
     def stepped(self) -> None:
@@ -417,11 +420,8 @@ def _look_at_steps() -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    reducers = living()
-    if reducers:
-        parameters = {id(x) for given in optimizer.param_groups for x in given["params"]}
-        for reducer in reducers:
-            reducer.check_step(parameters)
+    for reducer in living():
+        reducer.check_step(optimizer)
 
 
 def living() -> list[GradientReducer]:
