@@ -111,7 +111,8 @@ def test_letters_that_take_two_cells_are_aligned():
 def on_terminal(program, **variables):
     """What ``program`` shows on a terminal of 80 columns."""
     ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", **variables}
+    wanted = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+    env = {**wanted, "TERM": "xterm-256color", "COLUMNS": "80", **variables}
     subprocess.run([sys.executable, "-c", program], stdout=theirs, env=env, check=True, timeout=patient(60))
     os.close(theirs)
     shown = b""
