@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch import Tensor
 
 import asynccoll as ac
@@ -18,12 +19,7 @@ Advance = Callable[[int, float], None]  # so many steps more, and the accuracy n
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Advance]:
-    """A progress bar on rank 0, if rich is installed."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-    except ImportError:
-        yield lambda _steps, _accuracy: None
-        return
+    """A progress bar on rank 0."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn())
     with Progress(*columns, "{task.fields[note]}", disable=ac.get_rank() != 0) as bar:
         task = bar.add_task("training", total=total, note="")

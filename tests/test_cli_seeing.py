@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asynccoll.cli import calls, layout, main, output, top, trials, where
+from asynccoll.cli import calls, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Progress
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace.live import Snapshot, survey
@@ -61,12 +61,12 @@ TABLE = output.Table(
 
 def test_files_below_the_working_directory_are_called_from_there(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    output.print_table(output.Table(("line",), [(f"{tmp_path}/a/train.py:3",), ("/elsewhere.py:1",)]))
+    output.show(output.Table(("line",), [(f"{tmp_path}/a/train.py:3",), ("/elsewhere.py:1",)]))
     assert capsys.readouterr().out.split() == ["line", "a/train.py:3", "/elsewhere.py:1"]
 
 
 def test_a_table_in_a_pipe_is_aligned_text(capsys):
-    output.print_table(TABLE)
+    output.show(TABLE)
     assert capsys.readouterr().out == "times\nname       us\na         1.5\n[bold]  10.25\n"
 
 
@@ -78,34 +78,51 @@ WIDE = output.Table(
 )
 
 
-def test_a_table_that_fits_is_as_in_a_pipe():
-    assert list(layout.lines(WIDE, 80)) == list(layout.lines(WIDE))
+def on_terminal_of(columns, monkeypatch, capsys, *parts):
+    """The lines that are shown on a terminal without colour."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in {"COLUMNS": str(columns), "TERM": "dumb", "TTY_COMPATIBLE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    output.show(*parts)
+    return capsys.readouterr().out.splitlines()
 
 
-def test_a_table_that_is_too_wide_leaves_columns_out_then_folds_words_between_words():
-    assert [line.text for line in layout.lines(WIDE, 52)] == [
+def test_a_table_that_fits_is_as_in_a_pipe(monkeypatch, capsys):
+    output.show(WIDE)
+    in_a_pipe = capsys.readouterr().out.splitlines()
+    assert on_terminal_of(80, monkeypatch, capsys, WIDE) == in_a_pipe
+
+
+def test_a_table_that_is_too_wide_leaves_columns_out_then_folds_words_between_words(monkeypatch, capsys):
+    assert on_terminal_of(52, monkeypatch, capsys, WIDE) == [
         "pid  operation      lane                line",
         "100  all_reduce #5  gradients/backward  train.py:3",
         "101  -              -                   -",
     ]
-    assert [line.text for line in layout.lines(WIDE, 39)] == [
-        "pid  operation   lane        line",
-        "100  all_reduce  gradients/  train.py:3",
-        "     #5          backward",
-        "101  -           -           -",
+    folded = [
+        "pid  operation   lane                line",
+        "100  all_reduce  gradients/backward  train.py:3",
+        "     #5",
+        "101  -           -                   -",
     ]
-    narrow = [line.text for line in layout.lines(WIDE, 5)]
-    assert narrow == [line.text for line in layout.lines(WIDE, 39)]  # no word is cut
+    assert on_terminal_of(47, monkeypatch, capsys, WIDE) == folded
+    assert on_terminal_of(5, monkeypatch, capsys, WIDE) == folded  # no word is cut
 
 
-def test_sentences_are_broken_at_spaces_and_paths_only_where_they_are_too_long():
-    assert layout.folded("see docs/backends/mpi.md", 20) == ["see", "docs/backends/mpi.md"]
-    assert layout.folded("see docs/backends/mpi.md", 16) == ["see docs/", "backends/mpi.md"]
+def test_words_that_are_too_long_are_cut(monkeypatch, capsys):
+    path = "/home/somebody/a_project_of_many/scripts/train.py:117"
+    table = output.Table(("rank", "line"), [("0", path)], left=frozenset({"line"}))
+    assert on_terminal_of(40, monkeypatch, capsys, table) == [
+        "rank  line",
+        f"   0  {path[:34]}",
+        f"      {path[34:]}",
+    ]
+    assert on_terminal_of(40, monkeypatch, capsys, f"in {path}") == ["in", path[:40], path[40:]]
 
 
-def test_letters_that_take_two_cells_are_aligned():
-    table = output.Table(("lane", "us"), [("\u884c", "1"), ("ab", "2")], left=frozenset({"lane"}))
-    assert [line.text for line in layout.lines(table)] == ["lane  us", "\u884c     1", "ab     2"]
+def test_letters_that_take_two_cells_are_aligned(capsys):
+    output.show(output.Table(("lane", "us"), [("\u884c", "1"), ("ab", "2")], left=frozenset({"lane"})))
+    assert capsys.readouterr().out == "lane  us\n\u884c     1\nab     2\n"
 
 
 def on_terminal(program, **variables):
@@ -125,11 +142,16 @@ def on_terminal(program, **variables):
     return shown.decode().replace("\r\n", "\n")
 
 
+def plain(shown):
+    """Without the terminal's codes."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+
+
 SHOWS = """
 from asynccoll.cli import output
 rows = [("a", "1.5"), ("[bold]", "10.25")]
-output.print_table(output.Table(("name", "us"), rows, title="times", left=frozenset({"name"}), good={1}))
-output.print_text("word " * 20)
+output.show(output.Table(("name", "us"), rows, title="times", left=frozenset({"name"}), good={1}))
+output.show("word " * 20)
 """
 LINES = [
     "times",
@@ -143,13 +165,16 @@ LINES = [
 def test_a_table_on_a_terminal_has_colour():
     """Its lines are those of a pipe."""
     shown = on_terminal(SHOWS)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines() == LINES
-    assert "\x1b[32m[bold]  10.25\x1b[0m\n" in shown
+    assert plain(shown).splitlines() == LINES
+    assert "\x1b[32m[bold]\x1b[0m" in shown
 
 
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_table_on_a_terminal_has_no_colour_where_it_is_not_wanted(variables):
-    assert on_terminal(SHOWS, **variables).splitlines() == LINES
+def test_a_table_on_a_terminal_has_no_colour_where_it_is_not_wanted():
+    """Bold is no colour (https://no-color.org)."""
+    shown = on_terminal(SHOWS, NO_COLOR="1")
+    assert "[bold]  10.25\n" in shown
+    assert plain(shown).splitlines() == LINES
+    assert on_terminal(SHOWS, TERM="dumb").splitlines() == LINES
 
 
 def test_explain_as_json(capsys):
@@ -265,14 +290,26 @@ def test_the_program_of_a_job_is_named():
     assert job.command == ""
 
 
-def test_a_screen_shows_as_many_rows_as_it_has_room_for(monkeypatch, capsys):
-    monkeypatch.setenv("LINES", "5")
-    screen = output.Screen()
-    screen.show(["head", "0", "1", "2"], [])
-    assert "more" not in capsys.readouterr().out
-    screen.show(["head", *map(str, range(9))], ["rank 1 is stopped"])
-    shown = re.sub(r"\x1b\[[0-9;]*[HJK]", "", capsys.readouterr().out)
-    assert shown == "head\r\n0\r\n... 8 lines more\r\nrank 1 is stopped\r\n"
+SCREEN = """
+from asynccoll.cli import output
+table = output.Table(("rank",), [(str(k),) for k in range(9)])
+with output.Screen() as screen:
+    screen.show("rank 1 is stopped", table)
+    print("again")
+    screen.show("rank 1 is stopped", output.Table(("rank",), [("7",)]))
+"""
+
+
+def test_a_screen_shows_as_much_as_it_has_room_for_and_leaves_what_it_showed_last():
+    first, last = on_terminal(SCREEN, LINES="5").split("again")
+    assert [line.strip() for line in plain(first).splitlines() if line][:5] == [
+        "rank 1 is stopped",
+        "rank",
+        "0",
+        "1",
+        "...",
+    ]
+    assert plain(last).rstrip().splitlines()[-3:] == ["rank 1 is stopped", "rank", "   7"]
 
 
 @pytest.mark.parametrize(

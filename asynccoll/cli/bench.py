@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, print_table, print_text
+from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, show
 
 if TYPE_CHECKING:
     from asynccoll.bench.request import BenchRequest
@@ -170,7 +170,7 @@ class _Shown:
             self.header, self._bar = what, Bar(what["steps"])
             if not self._as_json:
                 for line in _heading(what):
-                    print_text(line)
+                    show(line)
         elif kind == "step":
             self._done += 1
             self._bar.show(self._done, self._where())
@@ -185,14 +185,14 @@ class _Shown:
     def _print(self, operation: str) -> None:
         self._bar.clear()
         if not self._as_json:
-            print_table(_table(operation, [row for row in self.rows if row["operation"] == operation]))
+            show(_table(operation, [row for row in self.rows if row["operation"] == operation]))
 
     def break_off(self) -> None:
         """What has been measured; as JSON nothing, for it would pass as all of it."""
         self._bar.clear()
         if self.rows and not self._as_json:
             self._print(self.rows[-1]["operation"])
-            print_text(f"# not all was measured: {self._where()}")
+            show(f"# not all was measured: {self._where()}")
 
     def end(self) -> None:
         self._bar.clear()
@@ -202,7 +202,7 @@ class _Shown:
         if self.rows:
             self._print(self.rows[-1]["operation"])
         for line in _errors(self.rows):
-            print_text(line)
+            show(line)
 
 
 def _heading(header: dict[str, Any]) -> Iterator[str]:

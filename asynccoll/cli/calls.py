@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asynccoll.cli.output import Table, print_table, print_text
+from asynccoll.cli.output import Table, show
 from asynccoll.host.call_number import call_name, numbered
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
     world_size = max((one.world_size for one in recorded.values()), default=0)
     unknown = sorted(set(range(world_size)) - recorded.keys())
     if not partings and len(recorded) > 1:
-        print_text(f"{listed([*recorded])} called the same, as far as is recorded")
+        show(f"{listed([*recorded])} called the same, as far as is recorded")
     elif not partings:
-        print_text("less than two ranks are known: nothing to compare")
+        show("less than two ranks are known: nothing to compare")
     if unknown:
-        print_text(f"of {listed(unknown)} nothing is known: ended, or on a host that does not answer")
+        show(f"of {listed(unknown)} nothing is known: ended, or on a host that does not answer")
     return bool(partings)
 
 
@@ -61,4 +61,4 @@ def _print_partings(partings: Sequence[Parting]) -> None:
         title = f"lane {one.lane!r}: {what} at {numbered(one.agreed + 1)}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
         table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
-        print_table(table)
+        show(table)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Bar, add_json, print_json, print_text
+from asynccoll.cli.output import Bar, add_json, print_json, show
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _explore(given: argparse.Namespace) -> int:
     print(found)
     if found.wrong is not None:
         print()
-        print_text(found.wrong)
+        show(found.wrong)
         print(f"\n# Shows it again:\n\n{found.script}", end="")
     return 0 if found.wrong is None else 1
 

@@ -6,7 +6,7 @@ import argparse
 
 from asynccoll import __version__
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, print_json, print_table
+from asynccoll.cli.output import Table, add_json, print_json, show
 
 __all__ = ["add"]
 
@@ -28,7 +28,7 @@ def _info(given: argparse.Namespace) -> int:
 
     found = collect(__version__)
     if not given.json:
-        print_table(Table(("", " "), list(found.items()), left=frozenset({"", " "})))
+        show(Table(("", " "), list(found.items()), left=frozenset({"", " "})))
         print(flush=True)
     trials = look() if given.no_try else try_all()
     if given.json:
@@ -39,5 +39,5 @@ def _info(given: argparse.Namespace) -> int:
     for name, trial in trials.items():
         table.good |= {len(table.rows)} if trial.works else set()
         table.rows.append((name, "yes" if trial.works else "no", trial.why, trial.do))
-    print_table(table)
+    show(table)
     return 0

@@ -1,7 +1,7 @@
 """What a command prints: tables and sentences (on a terminal they fit it), JSON, and bars.
 
-In a pipe the same is plain text, as wide as it is. What a table says is the command's affair, how it is laid
-out that of ``layout``.
+In a pipe the same is plain text, as wide as it is. What a table says is the affair of its command; rich lays
+it out.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from asynccoll.cli.layout import Line, Table, folded, lines
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress
+from rich.table import Table as Grid
+from rich.text import Text
+
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = [
@@ -26,14 +32,30 @@ __all__ = [
     "check_writable",
     "from_here",
     "print_json",
-    "print_table",
-    "print_text",
-    "table_lines",
-    "text_lines",
+    "show",
 ]
 
-#: How lines stand out on a terminal.
-_STYLES = {"title": "\x1b[1m", "head": "\x1b[4m", "good": "\x1b[32m", "bad": "\x1b[31m"}
+#: As wide as any line: a pipe has no width, and rich wants one.
+_WIDE = 1 << 20
+#: Between columns.
+_GAP = 2
+#: Words of a table that are no longer are not cut, however narrow the terminal.
+_WHOLE_WORD = 30
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of short texts under ``columns``; those in ``left`` are words, the others numbers."""
+
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    title: str = ""
+    left: frozenset[str] = frozenset()
+    #: columns that are left out, the first of them first, where all of them together are too wide
+    spare: tuple[str, ...] = ()
+    #: rows that stand out on a terminal, by number: as they should be, and as they should not
+    good: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
 
 
 def from_here(text: str) -> str:
@@ -55,36 +77,87 @@ def check_writable(directory: Path) -> None:
         raise InvalidArgumentError(f"cannot write to {str(directory)!r}: {error.strerror}") from error
 
 
-def print_table(table: Table) -> None:
-    """To standard output; on a terminal as wide as that is, and with colour."""
-    print("\n".join(table_lines(table)), flush=True)
+def show(*parts: Table | str) -> None:
+    """Tables and sentences, to standard output: on a terminal they fit it, and some rows have colour."""
+    for part in parts:
+        console = _console()
+        with console.capture() as captured:
+            console.print(_drawn(console, part))
+        # rich fills the cells of the last column with spaces
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
-def table_lines(table: Table) -> list[str]:
-    """What ``print_table`` prints."""
-    table.rows = [tuple(map(from_here, row)) for row in table.rows]
-    return [_styled(line) for line in lines(table, _width())]
+def _console() -> Console:
+    """Of standard output as it is now: of no width where it is not a terminal."""
+    width = None if sys.stdout.isatty() else _WIDE
+    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
-def print_text(text: str) -> None:
-    """A sentence or several, to standard output; on a terminal folded between words."""
-    print("\n".join(text_lines(text)), flush=True)
+def _drawn(console: Console, part: Table | str) -> RenderableType:
+    return _table(console, part) if isinstance(part, Table) else _text(part)
 
 
-def text_lines(text: str) -> list[str]:
-    """What ``print_text`` prints."""
-    return [line for said in from_here(text).split("\n") for line in folded(said, _width())]
+def _text(said: str, style: str = "") -> Text:
+    return Text(from_here(said), style)
 
 
-def _width() -> int | None:
-    """Of the terminal that standard output is; None if it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def _table(console: Console, table: Table) -> Group:
+    """With as many of its spare columns as there is room for."""
+    columns = [
+        _Column(name, [from_here(row[k]) for row in table.rows], name in table.left)
+        for k, name in enumerate(table.columns)
+    ]
+    for name in table.spare:
+        if _total(column.natural for column in columns) > console.width:
+            columns = [column for column in columns if column.name != name]
+    grid = Grid(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="underline")
+    grid.show_header = any(column.name.strip() for column in columns)
+    widths = _widths(columns, console.width)
+    console.width = max(
+        console.width, _total(widths)
+    )  # the terminal folds what is too wide: numbers stay whole
+    for column, width in zip(columns, widths, strict=True):
+        grid.add_column(
+            column.name, justify="left" if column.words else "right", width=width, overflow="fold"
+        )
+    for number, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        grid.add_row(*row, style="green" * (number in table.good) or "red" * (number in table.bad))
+    return Group(*[_text(table.title, "bold")] * bool(table.title), grid)
 
 
-def _styled(line: Line) -> str:
-    """With the terminal's codes, where there is one that takes them and nobody minds (https://no-color.org)."""
-    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return line.text if plain or not line.kind else f"{_STYLES[line.kind]}{line.text}\x1b[0m"
+@dataclass(slots=True)
+class _Column:
+    name: str
+    cells: list[str]
+    #: what may be folded
+    words: bool
+
+    @property
+    def natural(self) -> int:
+        return max(map(cell_len, (self.name, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """No word of usual length is cut."""
+        if not self.words:
+            return self.natural
+        words = (word for cell in (self.name, *self.cells) for word in cell.split())
+        return min(max(map(cell_len, words), default=0), _WHOLE_WORD)
+
+
+def _widths(columns: Sequence[_Column], room: int) -> list[int]:
+    """Where all are too wide, the widest that can be folded give way; rich would cut every word instead."""
+    widths = [column.natural for column in columns]
+    while _total(widths) > room:
+        give = [k for k, column in enumerate(columns) if widths[k] > column.least]
+        if not give:
+            break
+        widths[max(give, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _total(widths: Iterable[int]) -> int:
+    return sum(width + _GAP for width in widths) - _GAP
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on standard output") -> None:
@@ -98,45 +171,40 @@ def print_json(what: object) -> None:
 
 
 class Screen:
-    """The terminal that standard output is, filled anew each time."""
+    """A place on the terminal that is drawn anew each time; what was drawn last stays."""
 
     def __init__(self) -> None:
-        sys.stdout.write("\x1b[2J")
+        self._live = Live(console=_console(), auto_refresh=False)
 
-    def show(self, rows: Sequence[str], notes: Sequence[str]) -> None:
-        """``rows`` from the top, as many as there is room for beside ``notes``, which stand below."""
-        below = [line for note in notes for line in text_lines(note)]
-        room = max(1, shutil.get_terminal_size().lines - 1 - len(below))
-        above = (
-            list(rows) if len(rows) <= room else [*rows[: room - 1], f"... {len(rows) - room + 1} lines more"]
-        )
-        shown = "".join(f"{line}\x1b[K\r\n" for line in [*above, *below])
-        sys.stdout.write(f"\x1b[H{shown}\x1b[J")
-        sys.stdout.flush()
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._live.stop()
+
+    def show(self, *parts: Table | str) -> None:
+        """``parts``, as many lines of them as there is room for."""
+        drawn = Group(*(_drawn(self._live.console, part) for part in parts))
+        self._live.update(drawn, refresh=True)
 
 
 class Bar:
     """How far something is, on standard error where somebody looks; else nothing."""
 
-    _WIDTH = 30
-
     def __init__(self, total: int) -> None:
-        self._total = max(1, total)
-        self._looked_at = sys.stderr.isatty()
-        self._shown = False
+        console = Console(stderr=True, markup=False, highlight=False)
+        self._progress = Progress(
+            BarColumn(), "{task.description}",
+            console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=max(1, total))
 
     def show(self, done: int, text: str) -> None:
         """``done`` of the total, and what to say beside it."""
-        if not self._looked_at:
-            return
-        full = min(self._WIDTH, done * self._WIDTH // self._total)
-        sys.stderr.write(f"\r[{'#' * full}{' ' * (self._WIDTH - full)}] {text}\x1b[K")
-        sys.stderr.flush()
-        self._shown = True
+        self._progress.start()
+        self._progress.update(self._task, completed=done, description=text, refresh=True)
 
     def clear(self) -> None:
         """Take it away, so that something else can be printed."""
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self._shown = False
+        self._progress.stop()

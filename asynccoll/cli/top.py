@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import nobody
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Screen, Table, add_json, from_here, print_json, table_lines, text_lines
+from asynccoll.cli.output import Screen, Table, add_json, print_json, show
 from asynccoll.host.call_number import call_name
 
 if TYPE_CHECKING:
@@ -60,10 +62,14 @@ def _top(given: argparse.Namespace) -> int:
 
 def _watch(given: argparse.Namespace, live: bool) -> int:
     """Look and show, ``--count`` times; live without end if that is not given, else once."""
+    count = given.count if given.count is not None else (0 if live else 1)
+    with Screen() if live else contextlib.nullcontext() as screen:
+        return _look_again(given, count, show if screen is None else screen.show, live=live)
+
+
+def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None], *, live: bool) -> int:
     from asynccoll.trace.live import is_running, snapshot, survey
 
-    count = given.count if given.count is not None else (0 if live else 1)
-    screen = Screen() if live else None
     before, turn = snapshot(given.pid), 0
     while True:
         time.sleep(min(given.interval, _FIRST_SECONDS) if live and not turn else given.interval)
@@ -72,10 +78,8 @@ def _watch(given: argparse.Namespace, live: bool) -> int:
         before, turn = now, turn + 1
         if given.json:
             print_json([rank.to_dict() for rank in ranks])
-        elif screen is not None:
-            screen.show(_lines(ranks, given.pid), remarks(ranks))
         else:
-            print("\n".join([*_lines(ranks, given.pid), *map(from_here, remarks(ranks))]), flush=True)
+            shown(*_parts(ranks, given.pid))
         if turn == count:
             return 0 if ranks else 1
         if given.pid is not None and not is_running(given.pid):
@@ -83,10 +87,10 @@ def _watch(given: argparse.Namespace, live: bool) -> int:
             return 0
 
 
-def _lines(ranks: list[RankNow], of: int | None) -> list[str]:
-    if not ranks:
-        return text_lines(nobody(None if of is None else str(of)))
-    return table_lines(_table(ranks))
+def _parts(ranks: list[RankNow], of: int | None) -> Iterator[Table | str]:
+    """What is shown: what stands out first, for there may be more ranks than lines."""
+    yield from remarks(ranks)
+    yield _table(ranks) if ranks else nobody(None if of is None else str(of))
 
 
 _LEFT = frozenset({"state", "operation", "lane", "line"})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, check_writable, print_json, print_table, print_text
+from asynccoll.cli.output import Table, add_json, check_writable, print_json, show
 from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _stragglers(given: argparse.Namespace) -> int:
     if given.json:
         print_json([one.to_dict() for one in lines])
         return 0
-    print_table(_stragglers_table(lines, len(arrivals)))
+    show(_stragglers_table(lines, len(arrivals)))
     return 0
 
 
@@ -197,7 +197,7 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
         return
     _print(trace)
     print()
-    print_text(f"{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
+    show(f"{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
 
 
 def _print(trace: Trace) -> None:
@@ -207,13 +207,13 @@ def _print(trace: Trace) -> None:
     whole = (
         f"{plural(found.ranks, 'rank')}, {duration(found.seconds)}, {plural(found.operations, 'operation')}"
     )
-    print_text(f"{whole}: {summary(found)}")
+    show(f"{whole}: {summary(found)}")
     if said := advice(found):
-        print_text(said)
+        show(said)
     for table in tables(found):
         if table.rows:
             print()
-            print_table(table)
+            show(table)
 
 
 def summary(found: Findings) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import call_cells, call_columns, nobody, print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, print_json, print_table, print_text
+from asynccoll.cli.output import Table, add_json, print_json, show
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _where(given: argparse.Namespace) -> int:
     if given.json:
         print_json([job.to_dict(given.calls) for job in jobs])
     elif not jobs:
-        print_text(nobody(given.job))
+        show(nobody(given.job))
     else:
         for job in jobs:
             _print(job, given.calls)
@@ -73,10 +73,10 @@ def _print(job: Job, calls: int) -> None:
         for call in made or [("no call", *["-"] * (len(call_columns) - 1))]:
             table.rows.append((*who, *call))
             who = ("", "", "", "")
-    print_table(table)
+    show(table)
     for (of, frames), ranks in same_stacks(job).items():
         print()
-        print_text(f"{listed(ranks)}{', ' * bool(of)}{of} {'stand' if len(ranks) > 1 else 'stands'} in")
+        show(f"{listed(ranks)}{', ' * bool(of)}{of} {'stand' if len(ranks) > 1 else 'stands'} in")
         print("\n".join(f"  {frame}" for frame in frames))
     print()
     print_partings(job.partings, job.recorded)
