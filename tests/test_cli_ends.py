@@ -362,3 +362,75 @@ def test_a_rank_that_had_left_and_is_stopped_is_not_to_blame(start, script):
     assert "has left its world (finalize)" in errors
     assert "Traceback" in errors
     assert "stopped rank 1" in errors
+
+
+SURVIVORS = """
+    import asyncio, os, signal, sys
+    import torch
+    import asynccoll as ac
+
+    async def main():
+        rank = ac.get_rank()
+        await ac.all_reduce(1)
+        if rank == 1:
+            {end}
+        try:
+            await ac.all_reduce(1)
+        except ac.PeerLostError as error:
+            assert error.ranks == (1,), error
+        print("survivors", await ac.all_reduce(1, group=[0, 2]))
+
+    ac.initialize("gloo")
+    asyncio.run(main())
+"""
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("raise KeyError('gone')", 1, "KeyError: 'gone'"),
+    ],
+    ids=["killed", "exited", "raised"],
+)
+def test_survivors_go_on_where_that_is_asked_for(start, script, end, code, said):
+    """The job fails as the first rank did, once the others have ended."""
+    script(SURVIVORS.format(end=end))
+    job = start("run", "-n", 3, "--kill-on-bad-exit", 0, "program.py")
+    got, output, errors = job.wait()
+    assert (got, output) == (code, "survivors 2\n" * 2), errors
+    assert "rank 1 failed" in errors
+    assert said in errors
+    assert "failed too" not in errors
+    assert job.left() == []
+
+
+@on_linux
+def test_a_signal_reaches_ranks_that_go_on_once(start, script):
+    script("""
+        import signal, sys
+
+        def save(*_):
+            print("saving")
+            sys.exit(3)
+
+        signal.signal(signal.SIGTERM, save)
+        print("ready")
+        signal.pause()
+    """)
+    job = start("run", "-n", 2, "--kill-on-bad-exit=0", "program.py")
+    assert job.lines(2) == ["ready", "ready"]
+    job.process.send_signal(signal.SIGTERM)
+    code, output, errors = job.wait()
+    assert (code, sorted(output.split())) == (128 + signal.SIGTERM, ["saving", "saving"])
+    assert errors == "asynccoll run: got SIGTERM; all ranks stopped\n"
+    assert job.left() == []
+
+
+def test_what_is_to_come_of_survivors_is_0_or_1(start, script):
+    script("")
+    code, _, errors = start("run", "--kill-on-bad-exit", "no", "program.py").wait()
+    assert code == 2
+    assert "--kill-on-bad-exit no: expected 0" in errors

@@ -19,6 +19,7 @@ _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
         (("--nnodes",), "N|MIN:MAX", "number of hosts (default 1), or a range for elastic jobs"),
         (("--node-rank",), "RANK", "this host's number, where --master-addr is used"),
         (("--max-restarts",), "N", "start over at most this often when a rank fails (default 0)"),
+        (("--kill-on-bad-exit",), "0|1", "0: ranks go on when another fails; 1, the default: they are ended"),
     ),
     "where the hosts meet (one host needs none of these)": (
         (("--rdzv-endpoint",), "HOST:PORT", "where to meet"),

@@ -41,6 +41,9 @@ from asynccoll.launch.witness import Witness
 
 __all__ = ["run"]
 
+#: Options that torchrun does not have, or not as we mean them: our runner becomes the program of --no-python,
+#: so that it dies with us.
+_OURS = ("--no-python", "--kill-on-bad-exit")
 #: torchrun's default for --master-port.
 _PORT = 29500
 
@@ -142,10 +145,22 @@ def _torchrun_arguments(request: RunRequest) -> list[str]:
     """The command line for torchrun: its own options, then our runner around the program."""
     flags: list[str] = []
     for name, value in request.options.items():
-        if name == "--no-python":  # our runner becomes the program, so that it dies with us
-            continue
-        flags += [name] if value is True else [f"{name}={value}"]
-    return [*flags, child.__file__, *_kind_and_program(request), *request.arguments]
+        if name not in _OURS:
+            flags += [name] if value is True else [f"{name}={value}"]
+    return [*flags, *_runner(request.options), *_kind_and_program(request), *request.arguments]
+
+
+def _runner(options: Mapping[str, str | bool]) -> list[str]:
+    """What torch elastic starts as a rank."""
+    match options.get("--kill-on-bad-exit", "1"):
+        case "0":
+            return [str(Path(child.__file__).with_name("keeper.py")), child.__file__]
+        case "1":
+            return [child.__file__]
+        case other:
+            raise InvalidArgumentError(
+                f"--kill-on-bad-exit {other}: expected 0 (ranks go on when another fails) or 1 (they end)"
+            )
 
 
 def _kind_and_program(request: RunRequest) -> tuple[str, str]:

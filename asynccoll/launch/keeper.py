@@ -1,0 +1,64 @@
+"""Stands between torch elastic and one rank where survivors go on: ends once all ranks of the host have.
+
+    python keeper.py child.py script PATH ARGS...
+
+torch elastic ends the other ranks as soon as one process that it has started ends with a failure. So it
+starts these, each of which starts a rank, and waits for the others before it ends as its rank did. Like
+``child``, it imports the standard library only: it lives as long as the ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asynccoll.launch.child import die_with_launcher
+else:  # started by its path, beside which child is; the package would import torch
+    from child import die_with_launcher
+
+#: How often it looks whether the others have ended.
+_LOOK_SECONDS = 0.1
+
+
+def main() -> None:
+    die_with_launcher()
+    # In a group of its own: what stops a job is sent to this process, or its group, and reaches the rank once.
+    rank = subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        rank.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, pass_on)
+    code = rank.wait()
+    _await_others()
+    if code < 0:
+        _end_by(-code)
+    sys.exit(code)
+
+
+def _await_others() -> None:
+    """Return once each rank of this host has ended. The directory of an attempt is torch elastic's."""
+    attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
+    ended = [attempt / f"{rank}.ended" for rank in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
+    ended[int(os.environ["LOCAL_RANK"])].touch()
+    while not all(one.exists() for one in ended):
+        time.sleep(_LOOK_SECONDS)
+
+
+def _end_by(number: int) -> None:
+    """End as a process does that this signal has killed."""
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    main()
