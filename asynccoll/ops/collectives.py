@@ -10,11 +10,13 @@ Said once, for every function here:
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` waits for the host as well.
 - **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
-  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. ``out`` (one tensor,
-  the result's shape and dtype) is filled and returned; ``out=x`` is the in-place operation. Where ``out`` is
-  filled by the waiter (a tree, strides, an average), no other call may use it before:
-  ``InvalidArgumentError``, with the place of the call to be awaited. After an error ``out`` may be written to
-  until the lane's next call is over.
+  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. If torch has written
+  to one meanwhile, the await raises ``InvalidArgumentError`` (writes through NumPy, ``x.data`` and views of a
+  part of other memory are not noticed).
+- **out** (one tensor, the result's shape and dtype) is filled and returned; ``out=x`` is the in-place
+  operation. Where ``out`` is filled by the waiter (a tree, strides, an average), no other call may use it
+  before: ``InvalidArgumentError``, with the place of the call to be awaited. After an error ``out`` may be
+  written to until the lane's next call is over.
   Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for as long again.
@@ -41,6 +43,7 @@ from torch.compiler import is_compiling
 
 from asynccoll import payload, tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
@@ -90,6 +93,21 @@ Plain = TypeVar("Plain", bool, int, float, str)
 _MESSAGES = (payload.send, payload.recv, objects.send_object, objects.recv_object)
 _MESSAGE_NAMES = frozenset(start.__name__ for start in _MESSAGES)
 
+#: They read what they are passed, on every rank: not what is only an example, as of recv.
+_READING = frozenset(
+    {
+        payload.all_reduce,
+        payload.all_reduce_scaled,
+        payload.reduce,
+        payload.all_gather,
+        payload.gather,
+        payload.reduce_scatter,
+        payload.all_to_all,
+        payload.permute,
+        payload.send,
+    }
+)
+
 
 class Common(TypedDict, total=False):
     """What every collective takes."""
@@ -105,7 +123,7 @@ def _start(
     timeout: float | None,
     start: Callable[..., Started[Any]],
     *args: object,
-    **filled: object,
+    **filled: Any,
 ) -> Work[Any]:
     """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting.
 
@@ -122,13 +140,28 @@ def _start(
         if block is not None:
             block.check_unread(start.__name__, filled.get("out"))
             if start not in _MESSAGES:
-                return block.start(at, start, args, timeout, **filled)
-        return handed_out(start(at, *args, timeout=timeout, **filled), **filled)
+                work = block.start(at, start, args, timeout, **filled)
+                if (read := _read_by(start, args, context.rank, **filled)) is not None:
+                    work.reads(read)
+                return work
+        started = start(at, *args, timeout=timeout, **filled)
+        return handed_out(
+            started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled
+        )
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
         if start not in _MESSAGES:
             refuse_call = context.refusals.refuse if block is None else block.refuse
             refuse_call(at, error)
         raise
+
+
+def _read_by(
+    start: object, args: Sequence[object], rank: int, leaves: Sequence[object] = (), out: Any = None
+) -> Read | None:
+    """The tensors that the call reads until it was waited for, where writes to them are counted."""
+    if start in _READING or (start is payload.broadcast and args[1] == rank):
+        return counted_of(leaves) if leaves else counted(args[0], out)
+    return None
 
 
 def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None) -> NoReturn:

@@ -14,6 +14,7 @@ import torch
 from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
+from asynccoll.memory.unwritten import counted_of
 from asynccoll.modes.captured import Modes
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
@@ -43,6 +44,7 @@ class Prepared(Generic[T]):
         "_finish",
         "_lane",
         "_last",
+        "_read",
         "_reads",
         "_timeout",
         "_world",
@@ -64,6 +66,8 @@ class Prepared(Generic[T]):
         self._lane = lane
         self._world = lane.world
         self._reads = flatten(like)[0]
+        #: what must stay as it is until a start was waited for; of a broadcast it may only be an example
+        self._read = None if fills or name == Op.BROADCAST.value else counted_of(self._reads)
         self._calls = calls
         self._finish = finish
         self._timeout = timeout
@@ -101,7 +105,7 @@ class Prepared(Generic[T]):
             refuse_unfilled(self.name, (*self._reads, *self._fills), but=self._last)
             overwritten(*self._fills)
             unfinished = self._supersede_last()
-            self._last = work = handed_out(self._begin(unfinished), self._fills or None)
+            self._last = work = handed_out(self._begin(unfinished), self._fills or None, self._read)
         except Exception as error:
             self._world.refuse(self._lane, error)
             raise

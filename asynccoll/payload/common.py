@@ -97,7 +97,9 @@ def over_tree(
     def whole(parts: list[Any]) -> Any:
         return unflatten(spec, parts[-1]) if out is None else out
 
-    return together([*compared, leaf_results], whole)
+    started = together([*compared, leaf_results], whole)
+    started.leaves = leaves if out is None else ()
+    return started
 
 
 def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:

@@ -22,9 +22,12 @@ U = TypeVar("U")
 
 
 class Started(Generic[T]):
-    """Operations under way, and their result: ``value`` as it will be, or what ``finish`` returns, if any."""
+    """Operations under way, and their result: ``value`` as it will be, or what ``finish`` returns, if any.
 
-    __slots__ = ("finish", "operations", "value")
+    ``leaves`` are those of a tree, which are read.
+    """
+
+    __slots__ = ("finish", "leaves", "operations", "value")
 
     def __init__(
         self, operations: tuple[Operation, ...], finish: Callable[[], T] | None = None, value: T = _NOTHING
@@ -32,6 +35,7 @@ class Started(Generic[T]):
         self.operations: tuple[Operation, ...] = operations
         self.finish: Callable[[], T] | None = finish
         self.value: T = value
+        self.leaves: Sequence[object] = ()
 
     def outcome(self) -> T:
         """The result, once all operations are over. What is left to do is done here: it is called once."""

@@ -19,12 +19,14 @@ from asynccoll.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     ForkedProcessError,
+    InvalidArgumentError,
     PayloadTypeError,
     UnawaitedWorkWarning,
     WorkNotDoneError,
 )
 from asynccoll.host.forks import renew
 from asynccoll.memory.unfilled import claims, let_go
+from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
 from asynccoll.transport.streams import Mark
 from asynccoll.transport.waiters import Waiters
@@ -87,9 +89,11 @@ class Work(NotItsResult, Generic[T]):
         "_mapped",
         "_mark",
         "_operations",
+        "_read",
         "_state",
         "_streamed",
         "_value",
+        "_writes",
         "out",
     )
 
@@ -108,6 +112,8 @@ class Work(NotItsResult, Generic[T]):
         self._value = value
         self.out: object = None  # what it fills for its user, if anything
         self._mapped: Work[Any] | None = None  # the one of whose result this one's is made
+        self._read: Read | None = None  # what nobody may write to until it was waited for
+        self._writes = 0
 
     # Waiting
 
@@ -125,8 +131,9 @@ class Work(NotItsResult, Generic[T]):
                 raise
             if not self._operations:
                 yield from pause()
-            elif plain:
+            elif plain and (self._read is None or self._is_unwritten()):
                 self._state = _DONE  # nothing ran, so that two threads may say so at once
+                self._read = None
                 if self.out is not None:
                     claims.is_over(self)
                 return self._value
@@ -151,8 +158,9 @@ class Work(NotItsResult, Generic[T]):
             except BaseException:
                 self._cut_short = True
                 raise
-            if plain and self._operations:
+            if plain and self._operations and (self._read is None or self._is_unwritten()):
                 self._state = _DONE  # as in __await__
+                self._read = None
                 if self.out is not None:
                     claims.is_over(self)
                 return self._value
@@ -199,6 +207,10 @@ class Work(NotItsResult, Generic[T]):
         """It fills ``out``, which no other call may use until this work was waited for."""
         self.out = out
         claims.add(self)
+
+    def reads(self, read: Read) -> None:
+        """It reads ``read``, which nobody may write to until this work was waited for."""
+        self._read, self._writes = read, writes_to(read)
 
     @property
     def claims(self) -> bool:
@@ -348,8 +360,9 @@ class Work(NotItsResult, Generic[T]):
         """The cached result or error; computed by the first to ask."""
         here = False
         if self._state < _DONE:
-            if self._finish is None and self._succeeded():
+            if self._finish is None and self._succeeded() and self._is_unwritten():
                 self._state = _DONE  # as in __await__
+                self._read = None
             else:
                 here = self._settle()
             self._saw_ends()
@@ -408,7 +421,7 @@ class Work(NotItsResult, Generic[T]):
             state = _FAILED
         finally:
             if state != _PENDING:
-                self._finish = None  # lets go of what it closed over
+                self._finish = self._read = None  # lets go of what it closed over
             self._state = state
             if _finishing:
                 with _claim:
@@ -424,13 +437,29 @@ class Work(NotItsResult, Generic[T]):
                 operation.order()
             if operation.failure is not None:
                 raise operation.failure.for_waiter()
+        if not self._is_unwritten():
+            raise InvalidArgumentError(
+                f"the input of {self._operations[0]} was written to before its work was waited for: "
+                "this rank may have sent the old values, the new ones, or some of each. Await it first, or "
+                "pass a copy (x.clone())"
+            )
+        self._read = None
         if self._finish is not None:
             self._value = self._finish()
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
 
+    def _is_unwritten(self) -> bool:
+        """Whether nobody has written to what it reads.
+
+        Asked last of all: a waiter in another thread that was told so meanwhile may write to it since.
+        """
+        read = self._read
+        return read is None or writes_to(read) == self._writes or self._read is None or is_empty(read)
+
     def _fail(self, error: BaseException) -> None:
         """It will never have a result."""
+        self._read = None
         self._finish = None
         self._error = error
         self._state = _FAILED
@@ -522,11 +551,13 @@ def noted(work: Work[T]) -> Work[T]:
     return work
 
 
-def handed_out(started: Started[T], out: object = None) -> Work[T]:
-    """The one work of a call, for its user: made of all that it has started. It fills ``out``."""
+def handed_out(started: Started[T], out: object = None, read: Read | None = None) -> Work[T]:
+    """The one work of a call, for its user: made of all it has started. It reads ``read``, fills ``out``."""
     work = Work(started.operations, started.finish, started.value)
     if out is not None:
         work.fills(out)
+    if read is not None:
+        work.reads(read)
     return noted(work)
 
 

@@ -1,0 +1,129 @@
+"""What a call reads must stay as it is until its work was waited for: torch counts the writes, we look."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import asynccoll as ac
+import oracle
+from ranks import Rank, raising
+from worlds import World
+
+_SAYS = ("written to before its work was waited for", "all_reduce", "test_unwritten.py")
+
+
+async def written(me: Rank) -> None:
+    n = me.size
+    for shape in (1,), (3, 5), (1 << 16,), (3 << 20,):  # copied at the call, read later, copied by a thread
+        x = torch.ones(shape)
+        work = ac.all_reduce(x)
+        x.add_(1)
+        with raising(ac.InvalidArgumentError, *_SAYS):
+            await me.get(work)
+        with raising(ac.InvalidArgumentError, *_SAYS):  # the same for every waiter
+            await me.get(work.map(torch.sum))
+        assert work.done() and isinstance(work.exception(), ac.InvalidArgumentError)
+        total = await me.get(ac.all_reduce(torch.ones(shape)))  # the lane goes on
+        oracle.same(total, torch.full(shape, float(n)))
+        x.add_(1)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    works = [
+        ac.all_gather(parameter),
+        ac.all_reduce([parameter, torch.zeros(2)]),
+        ac.all_reduce(parameter[:]),
+    ]
+    with torch.no_grad():
+        parameter[1:2] = 7  # through a view, past autograd
+    for work in works:
+        with raising(ac.InvalidArgumentError, "written to"):
+            await me.get(work)
+    with ac.coalescing():
+        work = ac.all_reduce(x)
+        x.zero_()
+    with raising(ac.InvalidArgumentError, *_SAYS):
+        await me.get(work)
+    prepared = ac.prepare("all_reduce", x)
+    work = prepared.start()
+    x.zero_()
+    with raising(ac.InvalidArgumentError, *_SAYS):
+        await me.get(work)
+    oracle.same(await me.get(prepared.start()), torch.zeros_like(x))
+
+
+def test_an_input_that_is_written_to_in_flight_is_an_error(world: World, runner: str) -> None:
+    world.run(written, runner=runner)
+
+
+async def allowed(me: Rank) -> None:
+    n = me.size
+    flat = torch.ones(8)
+    first, rest = flat.view(2, 4).unbind()
+    work = ac.all_reduce(first)
+    rest.add_(1)  # another part of the same memory, which has one count
+    oracle.same(await me.get(work), torch.full((4,), float(n)))
+    flat.add_(1)
+    filled = torch.empty(4)
+    oracle.same(await me.get(ac.all_reduce(filled.fill_(1), out=filled)), torch.full((4,), float(n)))
+    turned = torch.ones(4, 3).t()
+    mean = await me.get(ac.all_reduce(turned, op="avg", out=turned))  # filled by the waiter
+    oracle.same(mean, torch.ones(3, 4))
+    rows = torch.zeros(n, 2)
+    rows[me.rank] = 1.0
+    oracle.same(await me.get(ac.all_gather(rows[me.rank : me.rank + 1], out=rows)), torch.ones(n, 2))
+    with torch.inference_mode():
+        x = torch.ones(3)
+        work = ac.all_reduce(x)
+        oracle.same(await me.get(work), torch.full((3,), float(n)))
+        x.add_(1)
+    example = torch.zeros(2)
+    work = ac.broadcast(example if me.rank else torch.ones(2))
+    example.add_(1)  # read on src alone
+    oracle.same(await me.get(work), torch.ones(2))
+    grown = torch.ones(2, requires_grad=True)
+    (await me.get(ac.all_reduce(grown))).sum().backward()
+    oracle.same(grown.grad, torch.full((2,), float(n)))
+
+
+def test_what_is_no_write_to_an_input_is_none(world: World, runner: str) -> None:
+    world.run(allowed, runner=runner)
+
+
+async def later_waiters(me: Rank) -> None:
+    x = torch.ones(2)
+    work = ac.all_reduce(x)
+    mapped = work.map(torch.sum)
+    await me.get(work)
+    x.add_(1)  # somebody has waited
+    results: list[object] = []
+    other = threading.Thread(target=lambda: results.append(work.wait()))
+    other.start()
+    other.join()
+    assert results[0] is await me.get(work)
+    assert float(await me.get(mapped)) == 2 * me.size
+
+
+def test_whoever_waits_after_another_finds_the_input_free(world: World, runner: str) -> None:
+    world.run(later_waiters, runner=runner)
+
+
+async def messages(me: Rank) -> None:
+    if me.lacks("send"):
+        return
+    x = torch.ones(2)
+    if me.rank == 0:
+        work = ac.send(x, dst=1)
+        x.add_(1)
+        with raising(ac.InvalidArgumentError, "written to"):
+            await me.get(work)
+    if me.rank == 1:
+        work = ac.recv(x, src=0)
+        x.add_(1)  # only an example
+        await me.get(work)
+
+
+@pytest.mark.parametrize("loop", ["asyncio"])
+def test_a_message_is_read_until_its_work_was_waited_for(pair: World, loop: str) -> None:
+    pair.run(messages, runner=loop)
