@@ -233,6 +233,34 @@ def test_adopts_a_group_that_the_user_made(bare: World) -> None:
     bare.run(adopting, worlds.free_port())
 
 
+def adopting_apart(me: Rank, port: int) -> None:
+    method = f"tcp://127.0.0.1:{port}"
+    with environment(ASYNCCOLL_NODE=f"node {me.rank % 2}"):
+        dist.init_process_group("gloo", init_method=method, rank=me.rank, world_size=me.size)
+        try:
+            part = dist.new_group([0, 1])
+            for group in (None, part) if me.rank < 2 else (None,):
+                size = me.size if group is None else 2
+                for _ in range(8):
+                    oracle.same(
+                        ac.all_reduce(torch.ones(3), group=group).wait(), torch.full((3,), float(size))
+                    )
+                x = torch.ones(3, dtype=torch.int32 if me.rank == 1 else torch.float32)
+                with raising(ac.CollectiveMismatchError, "int32", "float32", "test_runtime.py"):
+                    ac.all_reduce(x, group=group).wait()
+                assert ac.all_reduce(1, group=group).wait() == size
+            ac.finalize()
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_a_group_of_torchs_compare_their_calls_between_hosts(size: int) -> None:
+    """Of which torch has not said where they are."""
+    with worlds.fresh("gloo", size, bare=True) as world:
+        world.run(adopting_apart, worlds.free_port())
+
+
 def for_torch(me: Rank, port: int) -> None:
     method = f"tcp://127.0.0.1:{port}"
     ac.initialize("gloo", init_method=method, rank=me.rank, world_size=me.size)

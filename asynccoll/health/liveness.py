@@ -126,6 +126,13 @@ class Liveness:
         peer = self._peers[rank]
         return f"rank {rank} (host {peer.host}, pid {peer.pid})"
 
+    def nodes(self, ranks: tuple[int, ...]) -> dict[int, int]:
+        """A number for the node of each of ``ranks``; none unless all have published where they are."""
+        peers = {rank: self._mine if rank == self._rank else self._peers.get(rank) for rank in ranks}
+        numbers: dict[str, int] = {}
+        found = {rank: numbers.setdefault(one.node, len(numbers)) for rank, one in peers.items() if one}
+        return found if len(found) == len(peers) else {}
+
     def accounts(self, ranks: tuple[int, ...]) -> dict[int, Account]:
         """What is known of those of ``ranks`` that have published where they are, asked now."""
         self.learn(ranks)

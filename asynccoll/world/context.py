@@ -182,7 +182,8 @@ class Context:
         ``by_itself``: what carries the calls compares those of this node.
         """
         ranks = lane.group.ranks
-        nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else {}
+        # In a group of torch's own nobody has said; its members have met, and published where they are.
+        nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else self.liveness.nodes(ranks)
         confirms = len(set(nodes.values())) > 1 and self.checks_order and not lane.compares_calls
         seen = self.liveness.seen(ranks)
         if not confirms and (by_itself or not seen):
