@@ -41,8 +41,11 @@ def compare(lane: Lane, text: Callable[[], str]) -> list[Started[None]]:
 
 
 def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:
-    """``start`` (or ``program``) behind a comparison of ``text`` with that of every other rank."""
-    row = _row(text)
+    """``start`` (or ``program``) behind a comparison of ``text`` with that of every other rank.
+
+    With it, of calls that are sent together, all of them are compared.
+    """
+    row = _row(f"{lane.sent_together} {text}" if lane.sent_together else text)
     size = lane.group.size
 
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:

@@ -147,11 +147,15 @@ class _Parts:
         self.timeout = timeout
         self.calls: list[_Call] = []
 
-    def send(self, batch: _Batch) -> None:
+    def __str__(self) -> str:
+        return f"{self.fuse.name} {self.fuse.detail}"
+
+    def send(self, batch: _Batch, together: str | None) -> None:
+        """Send them; ``together``: what is sent with them, which has to be the same on all ranks."""
         modes = {call.modes for call in self.calls}
         before = called_at.set(self.calls[0].spot)
         try:
-            with batch.place_on(self.lane):
+            with batch.place_on(self.lane, together):
                 if len(modes) == 1:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
@@ -230,9 +234,9 @@ class _Batch:
         return actors.current().actor is self._actor
 
     @contextmanager
-    def place_on(self, lane: Lane) -> Iterator[None]:
-        """What is started inside has the block's place on ``lane``."""
-        with lane.together(self._places.get(lane)) as place:
+    def place_on(self, lane: Lane, what: str | None = None) -> Iterator[None]:
+        """What is started inside has the block's place on ``lane``; ``what`` all of it is, as of a tree."""
+        with lane.together(self._places.get(lane), what) as place:
             self._places[lane] = place
             yield
 
@@ -250,7 +254,7 @@ class _Batch:
         start: Callable[..., Started[object]],
         args: tuple[object, ...],
         timeout: float | None,
-        **filled: object,
+        **filled: Any,
     ) -> Work[object]:
         """Put the call off, or start it; ``filled`` is ``out=`` of what has it."""
         put_off = self._take(lane, start, args, timeout, **filled)
@@ -332,7 +336,7 @@ class _Batch:
         first: Exception | None = None
         for parts in waiting:
             try:
-                parts.send(self)
+                parts.send(self, _said_together(waiting, parts.lane))
             except Exception as error:
                 first = first or error
         if first is not None:
@@ -347,6 +351,15 @@ class _Batch:
             )
             error.__cause__ = why
             parts.abandon(self, error)
+
+
+def _said_together(waiting: list[_Parts], lane: Lane) -> str | None:
+    """All kinds that are sent together on ``lane``, if there are several.
+
+    With the first of them ranks hear of those that only some have, which may call nothing else.
+    """
+    kinds = [str(parts) for parts in waiting if parts.lane is lane]
+    return f"coalescing({', '.join(kinds)}):" if len(kinds) > 1 else None
 
 
 _batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=None)

@@ -123,6 +123,11 @@ class Lane:
         """On which its operations are issued now; None until it is open."""
         return self._connection.communicator
 
+    @property
+    def sent_together(self) -> str:
+        """What the call that is being made now is sent together with; "" in the normal case."""
+        return self._whole if isinstance(self._whole, str) else ""
+
     # Accepting operations
 
     def issue(
@@ -386,7 +391,7 @@ class Lane:
     def together(self, place: int | None = None, what: What = None) -> Iterator[int]:
         """What is accepted inside is one call of the user's (a tree): one place in the order, which it gives.
 
-        ``what`` has to be the same on all ranks, of each part of it.
+        ``what`` has to be the same on all ranks, of each part of it that is accepted inside.
 
         With ``place``, where the latest call took that one, it goes on with that call: raises what became of
         it, ``PeerRefusedError`` or ``CollectiveMismatchError``, if it was refused meanwhile. If the block
@@ -402,10 +407,13 @@ class Lane:
                 elif (settled := self._settled) is not None and settled.covers(place):
                     raise settled.refusal.error(self, place)
                 self._together = True
-                self._whole = what
+            before, self._whole = self._whole, what or (self._whole if inner else None)
             place = self.sequence
         if inner:
-            yield place
+            try:
+                yield place
+            finally:
+                self._whole = before
             return
         try:
             yield place
