@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.1
 
 def main() -> None:
     die_with_launcher()
-    # In a group of its own: what stops a job is sent to this process, or its group, and reaches the rank once.
+    # In a group of its own: what stops a job is sent to this process or its group, and reaches the rank once.
     rank = subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True)
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
