@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ import oracle
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
+
+called: Any = ac  # wrongly, which a type checker would say
 
 
 async def dtypes(me: Rank) -> None:
@@ -499,6 +502,52 @@ def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
     """The receiver is told, the sender is rid of its message, the next one is right, nobody waits."""
     told = r"rank 0 refused.*send.*object" if pair.backend in ("gloo", "memory") else r"0 bytes.*refused"
     pair.run(refused_by_one, told, runner=runner)
+
+
+def _unpicklable(_: object) -> bytes:
+    raise KeyError("the codec's own")
+
+
+#: What rank 0 calls in place of a send, or of a recv, that the other side waits for.
+WRONGLY: dict[str, tuple[type[Exception], bool, Callable[[Any], object]]] = {
+    "by position": (ac.InvalidCallError, True, lambda x: called.send(x, 1)),
+    "with async_op": (ac.InvalidCallError, True, lambda x: called.send(x, dst=1, async_op=True)),
+    "with its tag": (ac.InvalidCallError, True, lambda x: called.send(x, 1, None, 0)),
+    "without a payload": (ac.InvalidCallError, True, lambda x: called.send(group_dst=1)),
+    "in a group": (ac.InvalidCallError, True, lambda x: called.send(x, 1, ac.new_group([0, 1]))),
+    "timeout": (ac.InvalidArgumentError, True, lambda x: ac.send(x, dst=1, timeout=-1)),
+    "recv": (ac.InvalidCallError, False, lambda x: called.recv(x, 1)),
+    "recv with a timeout": (ac.InvalidArgumentError, False, lambda x: ac.recv(x, src=1, timeout=0)),
+}
+
+
+async def called_wrongly(me: Rank) -> None:
+    x = torch.ones(2)
+    for name, (error, sends, call) in WRONGLY.items():
+        if me.rank == 0:
+            with me.case(name), raising(error):
+                call(x)
+        elif sends:  # a library may say no more than that the message is not there
+            with me.case(name), raising(ac.CollectiveError) as caught:
+                await me.get(ac.recv(x, src=0, timeout=patient(20)))
+            assert not isinstance(caught.error, ac.CollectiveTimeoutError), name
+        else:
+            await me.check(name, ac.send, x, dst=0, timeout=patient(20), expect=None)
+    if me.rank == 0:
+        with me.case("an object"), raising(KeyError, "the codec's own"):
+            ac.send_object(1, dst=1, codec=ac.Codec("own", _unpicklable, pickle.loads))
+        await me.check("the next one", ac.send, x, dst=1, expect=None)
+    else:
+        with me.case("an object"), raising(ac.CollectiveError) as caught:
+            await me.get(ac.recv_object(src=0, codec="pickle", timeout=patient(20)))
+        assert not isinstance(caught.error, ac.CollectiveTimeoutError)
+        await me.check("the next one", ac.recv, torch.empty(2), src=0, expect=x)
+
+
+@pytest.mark.processes
+def test_a_message_that_is_called_wrongly_does_not_keep_the_other_side_waiting(pair: World) -> None:
+    """If the call says whom it is for."""
+    pair.run(called_wrongly, runner="asyncio")
 
 
 async def message_behind_a_refused_call(me: Rank) -> None:

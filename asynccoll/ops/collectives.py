@@ -33,6 +33,7 @@ In the examples two ranks call; ``r0``/``r1`` is what each gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
@@ -47,7 +48,7 @@ from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
-from asynccoll.ops.signatures import misfit
+from asynccoll.ops.signatures import Misfit, misfit
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
@@ -59,6 +60,9 @@ from asynccoll.world.resolving import resolve_group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from asynccoll.order.lane import Lane
+    from asynccoll.world.context import Context
 
 __all__ = [
     "all_gather",
@@ -89,9 +93,16 @@ Function = TypeVar("Function", bound=Callable[..., object])
 #: Gathered as they are, one from each rank.
 Plain = TypeVar("Plain", bool, int, float, str)
 
-#: They have no place in a lane's order of calls; a refusal is between the two ranks.
-_MESSAGES = (payload.send, payload.recv, objects.send_object, objects.recv_object)
-_MESSAGE_NAMES = frozenset(start.__name__ for start in _MESSAGES)
+#: They have no place in a lane's order of calls, and a refusal is between the two ranks: which side of a
+#: message each is, and where among its arguments the other rank is, before the tag.
+_MESSAGES: dict[Callable[..., object], tuple[str, int]] = {
+    payload.send: ("send", 1),
+    payload.recv: ("recv", 1),
+    objects.send_object: ("send", 1),
+    objects.recv_object: ("recv", 0),
+}
+_ENDS = {"send": "dst", "recv": "src"}
+_ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
 
 #: They read what they are passed, on every rank: not what is only an example, as of recv.
 _READING = frozenset(
@@ -130,9 +141,7 @@ def _start(
     ``filled`` is ``out=`` of what has it.
     """
     context = current()
-    resolved = context.world if group is None else resolve_group(context, group)
-    name = current_lane() if lane is None else checked_name(lane)
-    at = resolved.opened.get(name) or resolved.lane(name)
+    at = _lane_of(context, group, lane)
     block = own_block()
     try:
         if timeout is not None:
@@ -149,10 +158,19 @@ def _start(
             started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled
         )
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
-        if start not in _MESSAGES:
+        if start in _MESSAGES:
+            role, place = _MESSAGES[start]
+            payload.refuse_message(at, role, *args[place : place + 2], error)  # type: ignore[call-arg, arg-type]
+        else:
             refuse_call = context.refusals.refuse if block is None else block.refuse
             refuse_call(at, error)
         raise
+
+
+def _lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
+    resolved = context.world if group is None else resolve_group(context, group)
+    name = current_lane() if lane is None else checked_name(lane)
+    return resolved.opened.get(name) or resolved.lane(name)
 
 
 def _read_by(
@@ -188,11 +206,21 @@ def _fitting(function: Function) -> Function:
             if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
                 raise
             wrong = misfit(function, args, given, error)
-        if function.__name__ in _MESSAGE_NAMES:
-            raise wrong.error
+        if function.__name__ in _ROLES:
+            _refuse_message(_ROLES[function.__name__], wrong)
         refuse(wrong.error, group=wrong.group, lane=given.get("lane"))
 
     return call  # type: ignore[return-value]  # by its signature
+
+
+def _refuse_message(role: str, wrong: Misfit) -> NoReturn:
+    """Raise what is wrong with a send or recv, and tell the other rank, if it was named."""
+    end, meant = _ENDS[role], wrong.meant
+    with suppress(AsyncCollError):
+        lane = _lane_of(current(), wrong.group, meant.get("lane"))
+        rank = _peer(end, meant.get(end), meant.get(f"group_{end}"), wrong.group)
+        payload.refuse_message(lane, role, rank, meant.get("tag", 0), wrong.error)
+    raise wrong.error
 
 
 def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:

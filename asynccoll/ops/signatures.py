@@ -22,10 +22,11 @@ __all__ = ["Misfit", "misfit"]
 
 
 class Misfit(NamedTuple):
-    """The error to be raised, and the group that the call was for."""
+    """The error to be raised, the group that the call was for, and what else it has said, by name."""
 
     error: InvalidCallError
     group: GroupLike
+    meant: Mapping[str, Any]
 
 
 class _Meaning(NamedTuple):
@@ -72,19 +73,21 @@ def misfit(
     first = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
     named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     written = {name: "..." for name in given if name in named}
-    group: Any = given.get("group")
+    said_by_name: dict[str, Any] = {name: x for name, x in given.items() if name in named}
     advice = list(_on_names(set(given) - set(named), named))
     for x in args[len(first) :]:
         meant = next((one for one in _MEANINGS if _takes(one, x, named, written)), None)
         if meant is not None:
             written[meant.name] = meant.shown(x)
-            group = x if meant.name == "group" else group
+            said_by_name[meant.name] = x
         else:
             advice.append(_NO_ASYNC_OP if isinstance(x, bool) else _RETURNED)
     right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
     text = "; ".join([str(said), *dict.fromkeys(advice)])
     return Misfit(
-        InvalidCallError(f"{text}: write {getattr(function, '__name__', function)}({right})"), group
+        InvalidCallError(f"{text}: write {getattr(function, '__name__', function)}({right})"),
+        said_by_name.get("group"),
+        said_by_name,
     )
 
 

@@ -5,7 +5,7 @@ tensor is encoded, nor which backend sends it. Roots and pairs are global ranks 
 group from here on.
 """
 
-from asynccoll.payload.exchanging import all_to_all, permute, recv, send
+from asynccoll.payload.exchanging import all_to_all, permute, recv, refuse_message, send
 from asynccoll.payload.gathering import all_gather, gather
 from asynccoll.payload.reducing import all_reduce, reduce, reduce_scatter
 from asynccoll.payload.scaling import all_reduce_scaled
@@ -22,6 +22,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "refuse_message",
     "scatter",
     "send",
 ]

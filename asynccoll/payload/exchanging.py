@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -140,29 +140,23 @@ def check_pairs(group: Members, pairs: Any) -> list[tuple[int, int]]:
 
 def send(lane: Lane, x: object, dst: int, tag: int, timeout: float | None) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
-    with told_to_peer(lane, "send", peer, tag):
-        return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
+    return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
 
 
 def recv(
     lane: Lane, like: object, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
-    with told_to_peer(lane, "recv", peer, tag):
-        like = require_tensor("recv", like, "a tensor like the one that is sent")
-        check_filled("recv", out)
-        autograd.records("recv", (), None if out is None else (out,))
-        return tensors.start_recv(lane, like, peer, tag, out, timeout)
+    like = require_tensor("recv", like, "a tensor like the one that is sent")
+    check_filled("recv", out)
+    autograd.records("recv", (), None if out is None else (out,))
+    return tensors.start_recv(lane, like, peer, tag, out, timeout)
 
 
-@contextmanager
-def told_to_peer(lane: Lane, role: str, peer: int, tag: int) -> Iterator[None]:
-    """A message that is refused inside is refused for its other side, too."""
-    try:
-        yield
-    except AsyncCollError as error:
-        tensors.refuse_message(lane, role, peer, tag, error)
-        raise
+def refuse_message(lane: Lane, role: str, rank: int, tag: int, error: BaseException) -> None:
+    """In place of a send or recv that this rank refuses: let the other side of it end, if it has one."""
+    with suppress(AsyncCollError):
+        tensors.refuse_message(lane, role, peer_of(lane, rank, role), check_tag(tag), error)
 
 
 def peer_of(lane: Lane, rank: int, role: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.order.lane import Lane
 from asynccoll.payload.codecs import Codec, get_codec
-from asynccoll.payload.exchanging import check_tag, peer_of, told_to_peer
+from asynccoll.payload.exchanging import check_tag, peer_of
 from asynccoll.payload.messages import (
     Message,
     all_gather_messages,
@@ -95,19 +95,17 @@ def send_object(
     lane: Lane, obj: object, dst: int, tag: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
-    with told_to_peer(lane, "send", peer, tag):
-        return send_message(lane, "send_object", to_message(obj, get_codec(codec)), peer, tag, timeout)
+    return send_message(lane, "send_object", to_message(obj, get_codec(codec)), peer, tag, timeout)
 
 
 def recv_object(
     lane: Lane, src: int, tag: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[object]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
-    with told_to_peer(lane, "recv", peer, tag):
-        chosen = get_codec(codec)
-        return recv_message(
-            lane, "recv_object", peer, tag, timeout, then=lambda found: _decode(lane, found, chosen)
-        )
+    chosen = get_codec(codec)
+    return recv_message(
+        lane, "recv_object", peer, tag, timeout, then=lambda found: _decode(lane, found, chosen)
+    )
 
 
 def _decode(lane: Lane, message: Message, codec: Codec) -> object:

@@ -70,7 +70,7 @@ def _received(lane: Lane, communicator: Communicator, buffer: torch.Tensor, src:
     return lane.turns.take((src, tag), ask) if lane.turns else communicator.recv(buffer, src, tag)
 
 
-def refuse_message(lane: Lane, role: str, peer: int, tag: int, error: AsyncCollError) -> None:
+def refuse_message(lane: Lane, role: str, peer: int, tag: int, error: BaseException) -> None:
     """In place of a send or recv that was refused: let the peer's side of it end, where it can be told."""
     why = f"rank {lane.world.rank} refused its side, a {role}: {type(error).__name__}: {error}"
 
