@@ -420,6 +420,41 @@ def test_backwards_that_raise_at_different_layers(several: World) -> None:
     several.run(backwards_raised, runner="asyncio")
 
 
+async def loops_raised(me: Rank, reshard: bool) -> None:
+    """Two loops in one backward, of which each rank comes so far: nobody waits for anybody."""
+    twin = blocks()
+    layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+    for turn, places in enumerate(([(1, 2), (1, 0), (0, 1)], [(0, 0), (1, 0), (1, 1)])):
+        for raises in (True, False):
+            losses = []
+            for loop in range(2):
+                x = rows(me.rank, turn)
+                for index, layer in enumerate(layers):
+                    x = layer(x)
+                    if raises and (loop, index) == places[me.rank % 3]:
+                        x.register_hook(divided)
+                losses.append(x.square().mean() / me.size)
+            refused = (ZeroDivisionError, ac.PeerRefusedError)
+            with raising(refused) if raises else contextlib.nullcontext():
+                sum(losses).backward()
+            del losses, layer, x
+            assert await ac.all_reduce(raises, op="and") is raises
+            if raises:
+                layers.zero_grad()
+        twin.zero_grad()
+        for _ in range(2):
+            whole_backward(twin, me.size, turn)
+        for part, whole in zip(layers.parameters(), _parts_of_gradients(twin, me), strict=True):
+            assert close(part.grad, whole), f"in turn {turn}"
+        layers.zero_grad()
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_backwards_that_raise_in_different_loops(several: World, reshard: bool) -> None:
+    """A rank that came to the second loop alone was ahead of the others: later gradients met its old ones."""
+    several.run(loops_raised, reshard, runner="asyncio")
+
+
 async def left_out_of_the_loss(me: Rank) -> None:
     """The last rank's second loss has nothing to do with the layers, which it has called."""
     layers = ac.overlap.shard_layers(blocks())

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.memory.aligned import Layout
 from asynccoll.ops.collectives import all_gather, reduce_scatter
-from asynccoll.overlap.turns import Turn, Turns
+from asynccoll.overlap.turns import Standing, Turn, Turns
 from asynccoll.waiting.work import Work
 
 __all__ = ["GatheredLayer", "Layer", "Pass", "Scattering", "Shard"]
@@ -111,19 +111,27 @@ class Layer:
             for name, parameter in one.named_parameters(recurse=False):
                 setattr(one, name, parameter)
 
-    def gathered(self, **call: Any) -> Work[list[torch.Tensor]]:
+    def gathered(self, turns: Turns | None = None, **call: Any) -> Work[list[torch.Tensor]]:
         """The flat tensors of all ranks' parts; each sends the number of the layer as well.
 
-        Otherwise parts of two layers of one shape could be put together.
+        Otherwise parts of two layers of one shape could be put together. ``turns``, of a loop that begins,
+        compares how far the ranks are.
         """
-        number = torch.tensor([[self.owner, self.index]], device=self.shards[0].own.device)
+        standing = Standing() if turns is None else turns.standing()
+        number = torch.tensor([[self.owner, self.index, *standing]], device=self.shards[0].own.device)
         parts = {f"layer {self.name}": [number, *(shard.own.detach() for shard in self.shards)]}
-        return all_gather(parts, **call).map(self._checked)
+        return all_gather(parts, **call).map(partial(self._checked, turns))
 
-    def _checked(self, found: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _checked(self, turns: Turns | None, found: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
         ((numbers, *flats),) = found.values()
         # Elsewhere reading a number waits for the device.
-        of_ranks = numbers.tolist() if numbers.device.type == "cpu" else []
+        rows = numbers.tolist() if numbers.device.type == "cpu" else []
+        self._check([row[:2] for row in rows])
+        if turns is not None:
+            turns.compare([Standing(*row[2:]) for row in rows])
+        return flats
+
+    def _check(self, of_ranks: list[list[int]]) -> None:
         if any(one != [self.owner, self.index] for one in of_ranks):
             owners = {owner for owner, _ in of_ranks}
             told = ", ".join(
@@ -133,7 +141,6 @@ class Layer:
             raise CollectiveMismatchError(
                 f"the ranks (of the group) gathered different layers at once: {told}. {SAME_LOOPS}"
             )
-        return flats
 
     def filled(
         self,
@@ -272,6 +279,7 @@ class Scattering:
         backward = torch._C._current_graph_task_id()
         running = self._running.get(backward)
         if running is None:
+            self._turns.give_up_raised()
             running = self._running[backward] = _Running()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
         running.reached(loop, self.lane)
@@ -307,7 +315,7 @@ class Scattering:
             for turn in running.turns:
                 turn.ended()
             for loop, returning in running.items():
-                with self._turns.waiting(loop.turn, self._call["lane"]):
+                with self._turns.waiting(loop.turn, self._call["lane"], running.turns):
                     for shard, work in returning.sent:
                         _accumulate(shard.own, work.wait())
 
@@ -379,15 +387,20 @@ class Pass:
         """What gathers each layer."""
         return (partial(self._start, layer, self) for layer in self._layers)
 
-    def expect(self, layer: Layer, lane: str) -> None:
-        """``layer`` is being gathered: a backward brings gradients on ``lane``, if autograd records now."""
-        if not self._gathered:
+    def expect(self, layer: Layer, lane: str) -> Turns | None:
+        """``layer`` is being gathered: a backward brings gradients on ``lane``, if autograd records now.
+
+        With the first the ranks compare how far they are.
+        """
+        begins = not self._gathered
+        if begins:
             self.turn = self._turns.begin(self)
         self._gathered.append(layer)
         if torch.is_grad_enabled():
             self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
             if self.expected:
                 self.turn.owes = self.owed(lane)
+        return self._turns if begins else None
 
     def uses(self) -> list[bool]:
         """Of each layer by its number, whether it was called here."""
@@ -417,11 +430,11 @@ class Pass:
 
         Those after it that this rank has not needed are gathered as well, as other ranks may need them.
         """
-        scattering.reached(self)
+        together = scattering.reached(self).turns
         self._gather_down_to(self._gathered.index(layer) - 1, call)
         # Not there: a second backward of the same graph.
         work = self._under_way.pop(layer) if layer in self._under_way else layer.gathered(**call)
-        with self._turns.waiting(self.turn, call["lane"]):
+        with self._turns.waiting(self.turn, call["lane"], together):
             return work.wait()
 
     def owed(self, lane: str) -> Counter[str]:

@@ -108,9 +108,9 @@ class ShardedLayers(nn.Module):
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
         self._backward: dict[str, object] = {"group": group, "lane": backward_lane(of_backward)}
-        again = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
+        again: dict[str, Any] = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
         self._again = again if reshard_after_forward else None
-        self._turns = Turns(group, self._call["lane"])
+        self._turns = Turns(group, self._call["lane"], [backward_lane(of_backward), again["lane"]])
         self._scattering = Scattering(self._backward, self._turns)
         self._loop: Iterator[Callable[[], Work[object]]] = iter(())
         self._methods = Methods("ShardedLayers", "these layers")
@@ -300,8 +300,8 @@ class _Loop(prefetch[GatheredLayer]):
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
     """Gather one layer of a loop."""
-    loop.expect(layer, scattering.lane)
-    return layer.gathered(**call).map(lambda flats: layer.filled(flats, loop, scattering))
+    compared = loop.expect(layer, scattering.lane)
+    return layer.gathered(compared, **call).map(lambda flats: layer.filled(flats, loop, scattering))
 
 
 def _check_unshared(modules: list[nn.Module]) -> None:

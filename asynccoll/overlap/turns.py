@@ -5,8 +5,13 @@ comes to none (the loss does not depend on them; backward raised, or was skipped
 nothing that could send them. So each loop has a number, the same on all ranks, and a rank that has waited for
 long in the backward of one says so (``health.unmet``). A rank that can no longer come to it refuses:
 
-- what autograd keeps of that loop is gone, or its backward has raised, or
+- what autograd keeps of that loop is gone, or
+- its backward has raised here: it had come to that loop, or to another one that the peer's has come to, or
 - its thread is in a later loop that the peer cannot begin, since the peer's own thread is in that backward.
+
+Where backward has raised on several ranks, at different places, nobody waits, and none of them knows how far
+the others came: a rank cannot tell which loops it would have come to. So the next loop, which they begin
+together, compares how many calls each has made (``Standing``), and those that are behind refuse the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
@@ -27,10 +32,20 @@ if TYPE_CHECKING:
     from asynccoll.order.lane import Lane
     from asynccoll.world.group import GroupLike
 
-__all__ = ["Turn", "Turns"]
+__all__ = ["Standing", "Turn", "Turns"]
 
 #: A rank that waits for a peer is ahead of it by less than this many loops.
 _REMEMBERED = 32
+
+
+class Standing(NamedTuple):
+    """How far backward has come on a rank when a loop begins."""
+
+    #: whether a backward has raised since the ranks last compared this
+    interrupted: int = 0
+    #: calls made so far, where gradients go back and where layers are gathered again
+    scattered: int = 0
+    gathered: int = 0
 
 
 class Turn:
@@ -74,11 +89,13 @@ class Turn:
 class Turns:
     """The loops over some layers on one rank: a ``Party`` of ``health.unmet``."""
 
-    def __init__(self, group: GroupLike, lane: str) -> None:
-        """``lane``: where loops gather."""
+    def __init__(self, group: GroupLike, lane: str, of_backward: Sequence[str]) -> None:
+        """``lane``: where loops gather. ``of_backward``: the lanes of backward, in ``Standing``'s order."""
         context = current()
         self._group = resolve_group(context, group)
         self._lane = lane
+        self._of_backward = of_backward
+        self._interrupted = False
         self._unmet = context.unmet
         self._refuse = context.refusals.refuse
         self._rank = context.rank
@@ -95,22 +112,54 @@ class Turns:
 
     def begin(self, graph: object) -> Turn:
         """A loop gathers its first layer."""
-        for earlier in list(self._turns):
-            if earlier.has_raised and not earlier.is_over:
-                earlier.is_over = True
-                for lane, reason in self._rest(earlier):
-                    self._refuse(lane, reason)
+        self.give_up_raised()
         self._count += 1
         turn = Turn(self._count, graph)
         self._turns.append(turn)
         return turn
 
+    def give_up_raised(self) -> None:
+        """Refuse what is left of backwards that have raised, before others begin."""
+        for earlier in list(self._turns):
+            if earlier.has_raised and not earlier.is_over:
+                self._give_up(earlier)
+                for lane, reason in self._rest(earlier):
+                    self._refuse(lane, reason)
+
+    def _give_up(self, turn: Turn) -> None:
+        turn.is_over = True
+        self._interrupted = self._interrupted or turn.has_raised
+
+    def standing(self) -> Standing:
+        """How far this rank has come."""
+        opened = [self._group.opened.get(lane) for lane in self._of_backward]
+        return Standing(self._interrupted, *(0 if lane is None else lane.sequence for lane in opened))
+
+    def compare(self, standings: Sequence[Standing]) -> None:
+        """Catch up with the rank that has come furthest, if backward was interrupted somewhere.
+
+        Every rank refuses one call more. So each of them knows that there are refusals, before it makes calls
+        which would be lost behind one.
+        """
+        if not any(one.interrupted for one in standings):
+            return
+        self._interrupted = False
+        made = (max(one.scattered for one in standings), max(one.gathered for one in standings))
+        for name, most in zip(self._of_backward, made, strict=True):
+            lane = self._group.lane(name) if most else None
+            while lane is not None and lane.sequence <= most:
+                self._refuse(lane, self._unreached())
+
     @contextmanager
-    def waiting(self, turn: Turn, lane: str) -> Iterator[None]:
-        """In this block a backward waits on ``lane`` for what the peers' backward brings of that loop."""
+    def waiting(self, turn: Turn, lane: str, together: Sequence[Turn]) -> Iterator[None]:
+        """In this block a backward waits on ``lane`` for what the peers' backward brings of that loop.
+
+        ``together``: the loops that this backward has come to.
+        """
         newest = self._turns[-1]
         self._awaited = {
             "loop": turn.number,
+            "together": [one.number for one in together],
             "lane": lane,
             "reached": self._group.lane(lane).sequence,
             "newest": newest.number,
@@ -133,9 +182,12 @@ class Turns:
             return []
         newest = self._turns[-1]
         both_wait = awaited["holds_up"] and newest.thread == turn.thread and newest.number > awaited["newest"]
-        if not (turn.is_lost or both_wait):
+        together = awaited["together"]
+        # (What is ready to run when a backward raises torch keeps until the next one, and its graph with it.)
+        is_lost = turn.is_lost or any(one.has_raised for one in list(self._turns) if one.number in together)
+        if not (is_lost or both_wait):
             return []
-        turn.is_over = True
+        self._give_up(turn)
         waits_on = awaited["lane"]
         # All calls that the peer has made there: a rank that recovers from the error is in step again.
         behind = awaited["reached"] - self._group.lane(waits_on).sequence
@@ -152,6 +204,12 @@ class Turns:
         for name, count in turn.owes.items():
             lane = self._group.lane(name)
             yield from ((lane, self._error(turn)) for _ in range(count))
+
+    def _unreached(self) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"backward on rank {self._rank} has raised before it came to a layer whose gradient other ranks "
+            "have sent"
+        )
 
     def _error(self, turn: Turn) -> InvalidArgumentError:
         if turn.has_raised:
