@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,36 @@ def test_a_deadlock_is_told_with_everybodys_stack() -> None:
     assert "test_simulated.py" in report.deadlock
     with pytest.raises(AssertionError, match="seed 0"):
         report.check()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi", "nccl"])
+def test_a_send_is_over_once_it_is_received(transport: str) -> None:
+    """So a ring in which all ranks send first hangs, as it may between real ranks."""
+
+    async def ring(rank: int, *, begin_both: bool) -> float:
+        size = ac.get_world_size()
+        sent = ac.send(torch.tensor([float(rank)]), dst=(rank + 1) % size)
+        if not begin_both:
+            await sent
+        got = await ac.recv(torch.empty(1), src=(rank - 1) % size)
+        await sent
+        return got.item()
+
+    for begin_both in (False, True):
+        main = partial(ring, begin_both=begin_both)
+        report = simulate(main, world_size=3, transport=transport, operation_timeout=1.0)
+        assert sorted(report.errors) == ([] if begin_both else [0, 1, 2])
+    assert report.results == {0: 2.0, 1: 0.0, 2: 1.0}
+
+
+def test_a_send_to_a_rank_that_dies_fails() -> None:
+    async def main(rank: int) -> None:
+        if rank == 0:
+            await ac.send(torch.ones(2), dst=1)
+        await ac.barrier()
+
+    report = simulate(main, world_size=2, faults=[Kill(1, at=0.1)])
+    assert isinstance(report.errors[0], ac.PeerLostError)
 
 
 def test_calls_that_do_not_match_are_told() -> None:

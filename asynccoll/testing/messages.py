@@ -1,9 +1,13 @@
-"""Messages between two simulated ranks: each comes in its time, and those of one tag in order."""
+"""Messages between two simulated ranks: each comes in its time, and those of one tag in order.
+
+A send ends once its message is taken, whatever its size: a library that may keep a small one may also not.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -12,29 +16,43 @@ from asynccoll.errors import CollectiveMismatchError, PeerRefusedError
 from asynccoll.testing.delivery import CLOSED, Delivery
 from asynccoll.testing.rounds import fill
 
-__all__ = ["Mailbox"]
+__all__ = ["Letter", "Mailbox"]
+
+
+class Letter(NamedTuple):
+    """A message of rank ``src`` that is there from ``at`` on; ``sent`` ends once it is taken."""
+
+    at: float
+    content: torch.Tensor | str
+    sent: Promise
+    src: int
 
 
 class Mailbox:
     """Messages of one pair and tag, in order."""
 
     def __init__(self) -> None:
-        self.letters: deque[tuple[float, torch.Tensor | str]] = deque()
+        self.letters: deque[Letter] = deque()
         self.readers: deque[tuple[torch.Tensor | None, Promise, int]] = deque()
         self.closed: bool = False
 
     def match(self, delivery: Delivery) -> None:
         while self.letters and self.readers:
-            at, letter = self.letters.popleft()
+            letter = self.letters.popleft()
             into, promise, rank = self.readers.popleft()
-            delivery.at(rank, max(at, delivery.scheduler.now), partial(_take, letter, into, promise))
+            at = max(letter.at, delivery.scheduler.now)
+            delivery.at(rank, at, partial(_take, letter.content, into, promise))
+            delivery.at(letter.src, at, letter.sent.settle)
         if self.closed:
             self.close(delivery)
 
     def close(self, delivery: Delivery) -> None:
         self.closed = True
-        while self.readers:
-            _, promise, rank = self.readers.popleft()
+        # A letter stays: what its sender has left behind is read before the end of the connection.
+        waiting = [(letter.sent, letter.src) for letter in self.letters if not letter.sent.done()]
+        waiting += [(promise, rank) for _, promise, rank in self.readers]
+        self.readers.clear()
+        for promise, rank in waiting:
             delivery.at(rank, delivery.arrival(0, rank, rank), partial(promise.settle, RuntimeError(CLOSED)))
 
 

@@ -11,7 +11,7 @@ import torch
 from asynccoll.backends.api import Backend, Capabilities, Completion, Op, Opening, Promise, ReduceOp
 from asynccoll.testing.delivery import Delivery
 from asynccoll.testing.device import Device
-from asynccoll.testing.messages import Mailbox
+from asynccoll.testing.messages import Letter, Mailbox
 from asynccoll.testing.rounds import Call, Wire, fill, spoil
 from asynccoll.testing.transports import Over, Transport
 
@@ -214,9 +214,8 @@ class _Communicator:
         self._delivery.called(self._rank, f"send to {to} on {self._name}")
         box, promise = self._box(self._rank, to, tag), Promise()
         at = self._delivery.arrival(x.nbytes, self._rank, to)
-        box.letters.append((at, x.detach().clone()))
+        box.letters.append(Letter(at, x.detach().clone(), promise, self._rank))
         box.match(self._delivery)
-        self._delivery.at(self._rank, at, promise.settle)
         return self._over(promise, f"{self._name} to {dst} {tag}")
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
@@ -232,7 +231,8 @@ class _Communicator:
         if role == "send":
             to = self._wire.ranks[peer]
             box = self._box(self._rank, to, tag)
-            box.letters.append((self._delivery.arrival(len(why), self._rank, to), why))
+            at = self._delivery.arrival(len(why), self._rank, to)
+            box.letters.append(Letter(at, why, Promise(), self._rank))
         else:
             box = self._box(self._wire.ranks[peer], self._rank, tag)
             box.readers.append((None, Promise(), self._rank))
