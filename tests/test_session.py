@@ -71,6 +71,22 @@ def test_a_block_that_raises_leaves_at_once(bare: World, tmp_path: Path) -> None
     bare.run(left_by_an_error, str(tmp_path / "meet"), timeout=60.0)
 
 
+async def told_why(me: Rank, path: str) -> None:
+    """A thread leaves the world for the event loop: it has no exception of its own."""
+    expected = ValueError if me.rank == 0 else ac.PeerLostError
+    with me.case("told"), raising(expected, "ValueError: bad batch" if me.rank else "bad batch"):
+        async with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):
+            await ac.barrier()
+            if me.rank == 0:
+                raise ValueError("bad batch")
+            await ac.all_reduce(1)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_the_others_are_told_what_a_block_raised(bare: World, tmp_path: Path, loop: str) -> None:
+    bare.run(told_why, str(tmp_path / "meet"), runner=loop, timeout=60.0)
+
+
 def test_a_world_of_one_by_default() -> None:
     """And what initialize refuses, it refuses."""
     with ac.session() as same:

@@ -8,6 +8,7 @@ embedded world of one, unless a launcher says that this process is one of severa
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -258,6 +259,11 @@ def finalize(*, abort: bool = False) -> None:
     Raises:
         CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
     """
+    leave(sys.exc_info()[1], abort=abort)
+
+
+def leave(error: BaseException | None, *, abort: bool) -> None:
+    """``finalize``, for a program that leaves on account of ``error``, which its peers are told."""
     context = of_thread.get()
     if context is None:
         context = process.context or (process.adopted[1] if process.adopted else None)
@@ -265,7 +271,7 @@ def finalize(*, abort: bool = False) -> None:
         return
     stuck = [] if abort else context.drain(context.timeout)
     try:
-        context.close(abort=abort or bool(stuck))
+        context.close(abort=abort or bool(stuck), error=error)
     finally:
         _forget(context)
     if stuck:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from asynccoll.runtime.process import finalize, initialize
+from asynccoll.runtime.process import initialize, leave
 from asynccoll.runtime.state import of_thread
 from asynccoll.world.context import Context
 
@@ -22,7 +22,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     ...     total = await ac.all_reduce(x)
 
     If the block raises, the world is left by ``finalize(abort=True)``: nothing is waited for, and the works
-    of other ranks that wait for this one fail with ``PeerLostError``.
+    of other ranks that wait for this one fail with ``PeerLostError``, which says what it raised.
 
     To cancel the joining or leaving takes effect once it is over, at the latest after the timeout. (asyncio's
     ``task.cancel()`` does not wait for the thread: call ``finalize`` before joining again.)
@@ -39,7 +39,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        finalize(abort=error is not None)
+        leave(error, abort=error is not None)
 
     async def __aenter__(self) -> session:
         import anyio.to_thread

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -260,15 +259,18 @@ class Context:
             host.sleep(LAND_POLL_SECONDS)
         return self.outstanding()
 
-    def close(self, *, abort: bool, patience: float = LEAVE_SECONDS) -> None:
+    def close(
+        self, *, abort: bool, patience: float = LEAVE_SECONDS, error: BaseException | None = None
+    ) -> None:
         """Close lanes, then the backend, then leave. Nothing may be in flight unless ``abort``.
+
+        ``error``: on account of which this rank leaves, for its peers to read.
 
         The order is what makes it sound: threads that may be in native code first, or the interpreter
         could end under them; the store last, and on the rank that serves it only once the others have
         said that they need it no more.
         """
         self.closed = True
-        error = sys.exc_info()[1]
         self.say_ended("finalized", in_a_line(error) if error is not None else "")
         self.watch.stop()
         self.refusals.close()
