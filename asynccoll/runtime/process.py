@@ -405,9 +405,10 @@ def available_backends() -> tuple[str, ...]:
 
 
 def new_group(ranks: object) -> Group:
-    """The group of the global ``ranks`` (sorted, as torch does). Called by every rank, in the same order.
+    """The group of the global ``ranks`` (sorted, as torch does).
 
-    Members then pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same
+    Only its members need to call it; on Horovod every rank does, in the same order. Nothing is sent: a group
+    connects in its first call. Members pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same
     ranks gives the same group.
     """
     context = current()
