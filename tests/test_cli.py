@@ -592,6 +592,34 @@ def test_ranks_that_fail_in_the_same_way_are_told_together():
     ]
 
 
+def test_what_differs_in_numbers_alone_is_one_way_to_fail():
+    """How long each rank had waited, and who says so; not which rank it speaks of."""
+    texts = [
+        "TimeoutError: rank 3 is not there after 6.003 s; its last call was 0.1 s ago, in flight; this is rank 0",
+        "TimeoutError: rank 3 is not there after 6.007 s; its last call was 0.0 s ago, finished; this is rank 1",
+        "OSError: 17 bytes of 20 from rank 3",
+        "OSError: 5 bytes of 20 from rank 3",
+        "OSError: 5 bytes of 20 from rank 4",
+    ]
+    failures = [Failure(rank, code=1, time=1.0 + rank, message=text, **A) for rank, text in enumerate(texts)]
+    assert report.report(failures).splitlines()[1:] == [
+        "asynccoll run: rank 1 failed alike, with other numbers",
+        "asynccoll run: ranks 2, 3 failed too: OSError: 17 bytes of 20 from rank 3",
+        "asynccoll run: rank 4 failed too: OSError: 5 bytes of 20 from rank 4",
+    ]
+
+
+def test_a_long_message_keeps_where_to_look():
+    where = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
+    failures = [
+        Failure(0, code=1, time=1.0, message="OSError: gone", **A),
+        Failure(1, code=1, time=2.0, message=f"TimeoutError: {'word ' * 200}{where}", **A),
+    ]
+    told = report.report(failures).splitlines()[-1]
+    assert told.endswith(f"... {where}")
+    assert len(told) < 600
+
+
 def test_an_unknown_signal_and_long_messages_are_told_all_the_same():
     failures = [
         Failure(0, code=-99, **A),

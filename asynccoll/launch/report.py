@@ -5,6 +5,7 @@ Pure text out of what the ranks recorded; starting and stopping them happens els
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ _LAST_WORDS = "Extension modules:"
 _RUNNER = str(Path("asynccoll", "launch", "child.py"))
 #: Room for what an error of ours says of a lost rank: who, its last call with the line, where the dump is.
 _WIDTH = 480
+#: Room for where the dump is, at the end of such an error.
+_LAST = 240
+#: What differs between ranks that failed in one way: numbers (seconds, pids, addresses), who says it, how far its
+#: call was. Not which rank it speaks of.
+_OF_A_RANK = re.compile(
+    r"this is rank \d+|(?<= ago, )(?:queued|in flight|finished|failed)|0x[0-9a-f]+"
+    r"|(?P<named>\branks? \d+(?:, \d+)*)|\d+(?:\.\d+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +148,36 @@ def report(
     if meant := what_aborted(first.code, flights or {}):
         lines.append(f"{program}: {meant}")
     stopped: list[int] = []
-    others: dict[str, list[int]] = {}
+    ways: dict[str, list[Failure]] = {_way(first): []}
     for failure in failures:
         if failure is first:
             continue
         if failure.time is None and failure.code in (-signal.SIGTERM, -signal.SIGKILL):
             stopped.append(failure.rank)
-        elif failure.message and failure.message == first.message:
-            others.setdefault("failed alike", []).append(failure.rank)
         else:
-            told = _shortened(failure.message) or failure.how
-            others.setdefault(f"failed too: {told}", []).append(failure.rank)
-    lines += [f"{program}: {_named(ranks)} {how}" for how, ranks in others.items()]
+            ways.setdefault(_way(failure), []).append(failure)
+    alike = ways.pop(_way(first))
+    lines += _alike(program, first, alike)
+    for way in ways.values():
+        told = _shortened(way[0].message) or way[0].how
+        lines.append(f"{program}: {_named([one.rank for one in way])} failed too: {told}")
     if stopped:
         lines.append(f"{program}: stopped {_named(stopped)}")
     return "\n".join(lines)
+
+
+def _way(failure: Failure) -> str:
+    """What is the same on all ranks that failed in one way."""
+    return _OF_A_RANK.sub(lambda found: found["named"] or "#", failure.message) or failure.how
+
+
+def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]:
+    """A line for those that failed as the first did, if there are any."""
+    if not others:
+        return []
+    same = all(one.message == first.message for one in others)
+    but = "" if same else ", with other numbers"
+    return [f"{program}: {_named([one.rank for one in others])} failed alike{but}"]
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -162,6 +186,10 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """The first line of ``text``, cut where it is no longer for people."""
+    """The first line of ``text``, cut where it is too long for people, but for a remark in brackets at its end."""
     line = text.partition("\n")[0].strip()
-    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..."
+    if len(line) <= _WIDTH:
+        return line
+    start = line.rfind(" (") if line.endswith(")") else -1
+    last = line[start:] if start > 0 and len(line) - start <= _LAST else ""
+    return f"{line[: _WIDTH - len(last)]} ...{last}"
