@@ -408,6 +408,55 @@ def test_survivors_go_on_where_that_is_asked_for(start, script, end, code, said)
 
 
 @on_linux
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "sockets"])
+def test_survivors_are_told_what_they_cannot_open_without_rank_0(start, script, memory):
+    """It serves the store. What they have used before goes on, until one of them refuses a call."""
+    script(f"""
+        import os, signal
+        import torch
+        import asynccoll as ac
+
+        def lost(work):
+            try:
+                work.wait()
+            except ac.PeerLostError as error:
+                return error
+            raise AssertionError("nothing is lost")
+
+        ac.initialize("gloo", memory={memory})
+        rank, rest, x = ac.get_rank(), [1, 2], torch.ones(2)
+        if rank:
+            ac.all_reduce(1, group=rest).wait()
+        ac.barrier().wait()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert lost(ac.all_reduce(x)).ranks == (0,)
+        peer = {{"dst": 2}} if rank == 1 else {{"src": 1}}
+        for work in (
+            ac.all_reduce(1, group=rest, lane="new"),
+            ac.all_reduce(1, group=[1, 2], lane="other"),
+            (ac.send if rank == 1 else ac.recv)(x, group=rest, **peer),
+        ):
+            error = lost(work)
+            assert error.ranks == (0,) and "init_method='file" in str(error), error
+            assert ac.all_reduce(1, group=rest).wait() == 2
+        if rank == 1:
+            try:
+                ac.all_reduce(object(), group=rest)
+            except ac.PayloadTypeError:
+                print("refused", flush=True)
+            signal.pause()
+        lost(ac.all_reduce(x, group=rest))
+        print("told", flush=True)
+        signal.pause()
+    """)
+    job = start("run", "-n", 3, "--kill-on-bad-exit", 0, "program.py")
+    assert sorted(job.lines(2)) == ["refused", "told"]
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+
+
+@on_linux
 def test_a_signal_reaches_ranks_that_go_on_once(start, script):
     script("""
         import signal, sys

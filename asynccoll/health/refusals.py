@@ -24,9 +24,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, CollectiveTimeoutError
+from asynccoll.errors import CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
-from asynccoll.host.store import values
+from asynccoll.host.store import is_of_store, values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
 
 if TYPE_CHECKING:
@@ -190,6 +190,11 @@ class Refusals:
         return cut.stated
 
     def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
+        if is_of_store(error):  # nobody will hear what this rank has refused, unless its connections end
+            lane.lose(
+                lane.world.diagnose(lane, collective_error(error, f"settling a refused call of {lane}"))
+            )
+            return
         lost: CollectiveError | None = lane.world.loss(lane)
         if lost is None:
             after = f"after call {numbered(cut.place)} was refused"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
 
-__all__ = ["Clients", "Exchange", "Waiting", "host_of", "values"]
+__all__ = ["Clients", "Exchange", "Waiting", "host_of", "is_of_store", "values"]
 
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
@@ -36,6 +36,11 @@ def _served(store: dist.Store) -> dist.TCPStore | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None
+
+
+def is_of_store(error: BaseException | None) -> bool:
+    """Whether it is the error of a store that cannot be reached."""
+    return isinstance(error, dist.DistNetworkError)
 
 
 class Clients:
@@ -57,6 +62,11 @@ class Clients:
             raise self._gone.with_traceback(None)
         made: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in the stub
         return made
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store could not be reached."""
+        return self._gone is not None
 
     @contextmanager
     def borrow(self) -> Iterator[dist.Store]:

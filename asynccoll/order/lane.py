@@ -942,9 +942,13 @@ class Lane:
             return self.broken.for_waiter()  # with which the communicator was given up
         error = collective_error(native, f"{operation.name} {numbered(operation.sequence)} on {self}")
         error = self.world.diagnose(self, error)
-        if isinstance(error, PeerLostError):
+        if isinstance(error, PeerLostError) and not self._is_without(error.ranks):
             self.lose(error)
         return error
+
+    def _is_without(self, ranks: tuple[int, ...]) -> bool:
+        """Whether these ranks are no members: of a message that cannot be connected without their store."""
+        return bool(ranks) and set(ranks).isdisjoint(self.group.ranks)
 
     def _refusal_before(self, operation: Operation) -> Refusal | None:
         """The refusal with which ``operation`` was lost, if it was."""

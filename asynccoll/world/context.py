@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.environment import node_name
-from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.errors import CollectiveError, PeerLostError, collective_error
 from asynccoll.flight import Recorder, dumps, lane_id
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
@@ -29,7 +29,7 @@ from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.unmet import Unmet
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.endings import in_a_line
-from asynccoll.host.store import Clients
+from asynccoll.host.store import Clients, is_of_store
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
 from asynccoll.world.group import Group
@@ -53,6 +53,8 @@ ABORT_SECONDS = 2.0
 #: How long a rank that leaves tries to tell others what it has called.
 TELL_SECONDS = 2.0
 LEAVE_POLL_SECONDS = 0.005
+#: How soon after its store the process that has served it is known to be gone.
+STORE_SECONDS = 0.3
 #: Failures that come sooner after each other share what was recorded at the first.
 DUMP_SECONDS = 10.0
 #: How often one looks whether the device has done what the host has seen done.
@@ -168,12 +170,32 @@ class Context:
         assert isinstance(group, Group)
         # All parts of that call are lost, and what is still in flight of them.
         disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # what it says
-        opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
+        try:
+            opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
+        except Exception as error:
+            if not is_of_store(error):
+                raise
+            raise self._without_store(lane, error) from None
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
         if lane.compared is None and not self.backend.compares_calls:
             lane.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
         return opened
+
+    def _without_store(self, lane: Lane, error: BaseException) -> CollectiveError:
+        """What is wrong where ``lane`` cannot connect its ranks because nobody serves the store any more."""
+        if self.closed or self.clients is None:
+            return collective_error(error, f"opening {lane}")
+        lost = self.liveness.lost((0,), patience=STORE_SECONDS) if self.rank > 0 else ()
+        by = f", and so is {self.liveness.describe(0)}, which may have served it" if lost else ""
+        named = PeerLostError(
+            f"{lane} cannot connect its ranks: the store where they would meet ({self.clients.address}) is "
+            f"gone{by}. What is connected goes on. To survive this, use groups and lanes of the survivors "
+            "beforehand, or have the ranks meet at a file (init_method='file:///...')",
+            lost,
+        )
+        named.__cause__ = error
+        return named
 
     def _compared(self, lane: Lane, *, by_itself: bool) -> Compared | None:
         """What compares the lane's calls with those of other ranks; None if it would be of none.
@@ -354,6 +376,9 @@ class Context:
 
     def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
         """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
+        storeless = self.clients is not None and self.clients.is_gone and is_of_store(error.__cause__)
+        if storeless and not error.ranks:
+            return self._without_store(lane, error)
         if not isinstance(error, PeerLostError) or error.ranks:
             return error
         lost = self.loss(lane, error)
