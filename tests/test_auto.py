@@ -294,6 +294,24 @@ def test_a_batch_size_of_none_is_left_alone(two):
     two.run(no_batches)
 
 
+def uneven_batches(me):
+    for size, each in ((7, 3), (1, 1)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert ac.auto_dataloader(DATA, batch_size=size).batch_size == each
+        expected = [] if me.rank else [f"not a multiple of 2 ranks: each takes {each}, together {2 * each}"]
+        assert len(told) == len(expected)
+        assert all(words in str(one.message) for words, one in zip(expected, told, strict=True))
+        assert all(one.filename == __file__ for one in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ac.auto_dataloader(DATA, batch_size=8).batch_size == 4
+
+
+def test_a_batch_that_is_not_shared_out_evenly_is_told_once(two):
+    two.run(uneven_batches)
+
+
 def no_batches(me):
     assert len(list(ac.auto_dataloader(DATA, batch_size=None))) == 25
 

@@ -595,8 +595,8 @@ def test_ranks_that_fail_in_the_same_way_are_told_together():
 def test_what_differs_in_numbers_alone_is_one_way_to_fail():
     """How long each rank had waited, and who says so; not which rank it speaks of."""
     texts = [
-        "TimeoutError: rank 3 is not there after 6.003 s; its last call was 0.1 s ago, in flight; this is rank 0",
-        "TimeoutError: rank 3 is not there after 6.007 s; its last call was 0.0 s ago, finished; this is rank 1",
+        "TimeoutError: no rank 3 after 6.003 s; its last call was 0.1 s ago, in flight; this is rank 0",
+        "TimeoutError: no rank 3 after 6.007 s; its last call was 0.0 s ago, finished; this is rank 1",
         "OSError: 17 bytes of 20 from rank 3",
         "OSError: 5 bytes of 20 from rank 3",
         "OSError: 5 bytes of 20 from rank 4",

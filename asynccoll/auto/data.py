@@ -123,7 +123,7 @@ def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
 
     - ``batch_size`` is divided by the number of ranks (where it is at least that), ``num_workers`` by the
-      number of ranks on the node.
+      number of ranks on the node. A warning says what all ranks take together where that is another number.
     - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise); one
       that is given is used; any other is wrapped in a ``DistributedProxySampler``.
     - In a world of one the same samplers are made, so that the program, and its checkpoint, are those of
@@ -133,7 +133,22 @@ def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     - ``pin_memory`` is True where the device is a GPU, unless said otherwise. On xla-tpu the loader is
       wrapped in torch_xla's ``MpDeviceLoader``.
     """
-    return dataloader_for(here(), dataset, kwargs, shares_alone=True)
+    place = here()
+    if place.rank == 0:
+        _tell_uneven(kwargs.get("batch_size"), place.world_size)
+    return dataloader_for(place, dataset, kwargs, shares_alone=True)
+
+
+def _tell_uneven(batch_size: Any, ranks: int) -> None:
+    """Warn of a batch that is not shared out evenly: all ranks together train on another one."""
+    if not isinstance(batch_size, int) or batch_size % ranks == 0:
+        return
+    each = batch_size // ranks or batch_size
+    warnings.warn(
+        f"auto_dataloader: batch_size={batch_size} is not a multiple of {ranks} ranks: each takes {each}, "
+        f"together {each * ranks} a step; pass a multiple of ac.get_world_size()",
+        stacklevel=3,
+    )
 
 
 def dataloader_for(

@@ -24,8 +24,8 @@ _RUNNER = str(Path("asynccoll", "launch", "child.py"))
 _WIDTH = 480
 #: Room for where the dump is, at the end of such an error.
 _LAST = 240
-#: What differs between ranks that failed in one way: numbers (seconds, pids, addresses), who says it, how far its
-#: call was. Not which rank it speaks of.
+#: What differs between ranks that failed in one way: numbers (seconds, pids, addresses), who says it, how far
+#: its call was. Not which rank it speaks of.
 _OF_A_RANK = re.compile(
     r"this is rank \d+|(?<= ago, )(?:queued|in flight|finished|failed)|0x[0-9a-f]+"
     r"|(?P<named>\branks? \d+(?:, \d+)*)|\d+(?:\.\d+)?"
@@ -186,7 +186,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """The first line of ``text``, cut where it is too long for people, but for a remark in brackets at its end."""
+    """The first line of ``text``, cut if it is too long for people; a remark in brackets at its end stays."""
     line = text.partition("\n")[0].strip()
     if len(line) <= _WIDTH:
         return line
