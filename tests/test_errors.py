@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 import asynccoll as ac
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 Call = Callable[[], Any]
@@ -219,3 +220,13 @@ def test_every_error_is_ours_and_a_builtin(error: type[Exception]) -> None:
     """One base for all, and the builtin that a caller would expect."""
     assert issubclass(error, ac.AsyncCollError)
     assert issubclass(error, ALSO[error])
+
+
+@pytest.mark.parametrize("timeout", [timedelta(seconds=3), 0, -1.0, float("nan"), "3"])
+def test_a_timeout_is_a_positive_number_of_seconds(timeout) -> None:
+    """Of torch's ``timedelta`` it is said how to write it."""
+    says = f"seconds, got {timeout!r}" + "; write timeout=3" * isinstance(timeout, timedelta)
+    with raising(ac.InvalidArgumentError, "None or a positive", says):
+        ac.all_reduce(1, timeout=timeout)
+    with raising(ac.InvalidArgumentError, "must be a positive", says):
+        ac.initialize(timeout=timeout)

@@ -275,6 +275,47 @@ def test_two_live_children_of_one_name_are_refused(pair: World, loop: str) -> No
     pair.run(same_name, runner=loop)
 
 
+async def unnamed(me: Rank) -> None:
+    """The next child starts while the one before it runs on some ranks, and has ended on others."""
+    results: dict[int, int] = {}
+    started = [anyio.Event() for _ in range(3)]
+
+    async def child(turn: int) -> None:
+        started[turn].set()
+        if me.rank:
+            await started[-1].wait()
+        results[turn] = await ac.all_reduce(10**turn)
+
+    async with ac.create_task_group() as tasks:
+        for turn in range(3):
+            tasks.start_soon(child, turn)
+            await started[turn].wait()
+        with raising(ac.InvalidArgumentError, "still running"):
+            await in_another_task(
+                lambda: (tasks.start_soon(anyio.sleep, 0), tasks.start_soon(anyio.sleep, 0))
+            )
+    assert results == {turn: 10**turn * me.size for turn in range(3)}
+
+
+async def in_another_task(function: Callable[[], object]) -> None:
+    error: list[Exception] = []
+
+    async def caught() -> None:
+        try:
+            function()
+        except Exception as raised:
+            error.append(raised)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(caught)
+    raise error[0]
+
+
+def test_children_of_one_function_are_numbered(pair: World, loop: str) -> None:
+    """As the group's task starts them; of other tasks who is first may differ between ranks."""
+    pair.run(unnamed, runner=loop)
+
+
 async def too_many(me: Rank) -> None:
     with me.usual_room():
         works = [ac.all_reduce(k, lane=f"lane {k}") for k in range(31)]

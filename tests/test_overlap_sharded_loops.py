@@ -351,9 +351,13 @@ async def of_other_groups(me: Rank) -> None:
         state = await optimizer.full_state_dict()
         with raising(ac.InvalidArgumentError, "['77']"):
             optimizer.load_full_state_dict({**state, "state": {77: {}}})
+        with raising(ac.InvalidArgumentError, "await optimizer.full_state_dict()"):
+            optimizer.state_dict()
+        with raising(ac.InvalidArgumentError, "optimizer.load_full_state_dict(state)"):
+            optimizer.load_state_dict(state)
 
 
-def test_a_state_of_another_model_is_refused(pair: World) -> None:
+def test_a_state_of_another_model_or_of_one_rank_is_refused(pair: World) -> None:
     pair.run(of_other_groups, runner="asyncio")
 
 

@@ -52,7 +52,25 @@ MISFITS = {
         lambda: called.all_gather(tensor=X),
         ["data is passed by position, by name there are dim, uneven", "write all_gather(x)"],
     ),
-    "mistyped": (lambda: called.all_reduce(X, grup=None), ["did you mean group=?", "write all_reduce(x)"]),
+    "mistyped": (
+        lambda: called.all_reduce(X, grup=None),
+        ["did you mean group=?", "write all_reduce(x, group=...)"],
+    ),
+    "mean": (
+        lambda: called.all_reduce(X, average=True),
+        ["average= is op= here", "write all_reduce(x, op='avg')"],
+    ),
+    "no mean": (lambda: called.all_reduce(X, average=False), ["write all_reduce(x, op='sum')"]),
+    "MPI's root": (lambda: called.broadcast(X, root=1), ["root= is src= here", "write broadcast(x, src=1)"]),
+    "MPI's root of a sum": (
+        lambda: called.reduce(X, root=1),
+        ["root= is dst= here", "write reduce(x, dst=1)"],
+    ),
+    "Horovod's root": (lambda: called.broadcast(X, root_rank=1), ["write broadcast(x, src=1)"]),
+    "NumPy's dim": (
+        lambda: called.all_gather(X, axis=1),
+        ["axis= is dim= here", "write all_gather(x, dim=1)"],
+    ),
 }
 
 
@@ -65,6 +83,13 @@ def test_the_error_writes_the_right_call(name: str) -> None:
     assert isinstance(caught.error, ac.InvalidArgumentError)
     assert isinstance(caught.error, TypeError)
     assert caught.error.__context__ is None
+
+
+def test_what_is_not_understood_is_not_left_out_of_the_right_call() -> None:
+    """The call without it would mean something else."""
+    with raising(ac.InvalidCallError, "wire_dtype", "by name there are op") as caught:
+        called.all_reduce(X, wire_dtype=torch.bfloat16)
+    assert "write" not in str(caught.error)
 
 
 def test_a_type_error_of_what_is_called_stays_as_it_is() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asynccoll.errors import CollectiveError, InvalidArgumentError, collective_error
+from asynccoll.errors import CollectiveError, collective_error
 from asynccoll.health.blame import Blame
 from asynccoll.host.call_site import caller
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.runtime.process import current
 from asynccoll.transport.completion import Completion
@@ -42,8 +43,7 @@ def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
     Raises:
         PayloadTypeError: ``x`` is something else.
     """
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
+    check_timeout(timeout)
     if not isinstance(x, (list, tuple)):
         completion, result = foreign(x)
         return _work(type(x).__name__, [completion], result, timeout)

@@ -44,6 +44,7 @@ from torch.compiler import is_compiling
 
 from asynccoll import payload, tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import own_block
@@ -145,7 +146,7 @@ def _start(
     block = own_block()
     try:
         if timeout is not None:
-            _check_timeout(timeout)
+            check_timeout(timeout)
         if block is not None:
             block.check_unread(start.__name__, filled.get("out"))
             if start not in _MESSAGES:
@@ -246,11 +247,6 @@ def _peer(role: str, rank: int | None, index: int | None, group: GroupLike) -> i
         assert rank is not None
         return rank
     return resolve_group(current(), group).rank_at(index, f"group_{role}")
-
-
-def _check_timeout(timeout: object) -> None:
-    if not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
 
 
 @_fitting

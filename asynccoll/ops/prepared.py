@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from asynccoll.errors import InvalidArgumentError, NotInitializedError
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
 from asynccoll.memory.unwritten import counted_of
@@ -176,8 +177,7 @@ def prepare(
     op = Op.parse(name)
     name = current_lane() if lane is None else checked_name(lane)
     chosen = resolve_group(current(), group).lane(name)
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise InvalidArgumentError(f"timeout must be None or a positive number of seconds, got {timeout!r}")
+    check_timeout(timeout)
     out = call.get("out")
     fills = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
     # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.

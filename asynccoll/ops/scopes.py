@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from functools import partial
@@ -251,7 +252,9 @@ class TaskGroup:
     Concurrent code is right by construction: the children may be scheduled in any order on each rank, for
     ranks meet by name; and ``with torch.no_grad():`` around awaits in one child is no other task's affair
     (``ac.isolated``): a child begins in the modes in which it was started.
-    ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's.
+    ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's, and further
+    children of one function are ``validate 2``, ``validate 3`` in the order in which the group's task starts
+    them.
 
     Names may be new each time: when the first child of a name has ended its lane is closed, in the
     background. From the second of that name on it stays open, until the groups that a task has left have had
@@ -262,6 +265,7 @@ class TaskGroup:
     def __init__(self) -> None:
         self._group: AnyioTaskGroup | None = None
         self._live: set[str] = set()
+        self._started: Counter[str] = Counter()  # by the functions' names
         self._ended: dict[str, None] = {}
         self._actor: actors.Actor = None
         self._outer: TaskGroup | None = None  # of the same task
@@ -290,6 +294,7 @@ class TaskGroup:
         finally:
             self._group = None
             self._live.clear()
+            self._started.clear()
             self._forget()
 
     def is_of(self, actor: actors.Actor) -> bool:
@@ -334,7 +339,7 @@ class TaskGroup:
         """
         group = self._entered()
         _check_function(function)
-        chosen = _name_of(function) if name is None else name
+        chosen = self._numbered(_name_of(function)) if name is None else name
         if not isinstance(chosen, str) or not chosen or "/" in chosen or "/" + chosen == BACKWARD:
             raise InvalidArgumentError(
                 f"a child cannot be named {chosen!r}: a name is a non-empty string without '/', and "
@@ -350,6 +355,17 @@ class TaskGroup:
             child = Steps(_coroutine(function, args))
         group.start_soon(self._run, own, child, name=own)
         self._live.add(own)
+
+    def _numbered(self, name: str) -> str:
+        """The name of the next child of a function.
+
+        It must not depend on whether the one before has ended, which differs between ranks. Nor may it where
+        another task starts children: who of several comes first differs, too.
+        """
+        if not self.is_of(actors.current().actor):
+            return name
+        self._started[name] += 1
+        return name if self._started[name] == 1 else f"{name} {self._started[name]}"
 
     async def _run(self, own: str, child: Steps) -> None:
         try:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
@@ -61,6 +62,16 @@ _MEANINGS = (
     _Meaning("tag", _is_rank, repr),
     _Meaning("codec", lambda x: isinstance(x, (str, Codec)), lambda x: repr(getattr(x, "name", x))),
 )
+#: What Horovod, mpi4py, NumPy and torch call what has another name here.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "root": ("src", "dst"),
+    "root_rank": ("src", "dst"),
+    "source": ("src",),
+    "dest": ("dst",),
+    "axis": ("dim",),
+    "average": ("op",),
+    "reduce_op": ("op",),
+}
 _NO_ASYNC_OP = "every call starts at once and returns a Work: drop async_op"
 _RETURNED = "the result is returned: pass only what this rank sends"
 
@@ -74,7 +85,12 @@ def misfit(
     named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     written = {name: "..." for name in given if name in named}
     said_by_name: dict[str, Any] = {name: x for name, x in given.items() if name in named}
-    advice = list(_on_names(set(given) - set(named), named))
+    advice, understood = [], True
+    for name in sorted(set(given) - set(named)):
+        text, meant_by_name = _on_name(name, given[name], named)
+        advice.append(text)
+        written |= meant_by_name or {}
+        understood = understood and meant_by_name is not None
     for x in args[len(first) :]:
         meant = next((one for one in _MEANINGS if _takes(one, x, named, written)), None)
         if meant is not None:
@@ -84,23 +100,24 @@ def misfit(
             advice.append(_NO_ASYNC_OP if isinstance(x, bool) else _RETURNED)
     right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
     text = "; ".join([str(said), *dict.fromkeys(advice)])
-    return Misfit(
-        InvalidCallError(f"{text}: write {getattr(function, '__name__', function)}({right})"),
-        said_by_name.get("group"),
-        said_by_name,
-    )
+    if understood:  # else what was written here would mean something else
+        text += f": write {getattr(function, '__name__', function)}({right})"
+    return Misfit(InvalidCallError(text), said_by_name.get("group"), said_by_name)
 
 
 def _takes(meaning: _Meaning, x: object, named: Iterable[str], written: Mapping[str, str]) -> bool:
     return meaning.name in named and meaning.name not in written and meaning.fits(x)
 
 
-def _on_names(unknown: set[str], named: Sequence[str]) -> Iterable[str]:
-    for name in sorted(unknown):
-        close = difflib.get_close_matches(name, named, 1)
-        if name == "async_op":
-            yield _NO_ASYNC_OP
-        elif close:
-            yield f"did you mean {close[0]}=?"
-        else:
-            yield f"data is passed by position, by name there are {', '.join(named)}"
+def _on_name(name: str, value: object, named: Sequence[str]) -> tuple[str, dict[str, str] | None]:
+    """What to say of an argument by another name than ours, and what to write for it; None: unknown."""
+    if name == "async_op":
+        return _NO_ASYNC_OP, {}
+    for ours in _OTHER_NAMES.get(name, ()):
+        if ours in named:
+            shown = repr("avg" if value else "sum") if name == "average" else repr(value)
+            return f"{name}= is {ours}= here", {ours: shown}
+    if close := difflib.get_close_matches(name, named, 1):
+        return f"did you mean {close[0]}=?", {close[0]: "..."}
+    by_position = isinstance(value, (torch.Tensor, list, tuple, dict))
+    return f"data is passed by position, by name there are {', '.join(named)}", {} if by_position else None

@@ -76,10 +76,11 @@ def _check_handover(node: actors.Descent, held: actors.Actor, before: Spot, lane
     """Another actor follows on this order: only once its owner has ended, or as its descendant."""
     if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
         return
+    mine, other = actors.label(node.actor), actors.label(held)
     raise LaneOrderError(
-        f"{actors.label(node.actor)} issued a collective on {lane} at {caller().place}, but that lane "
-        f"belongs to {actors.label(held)}, which issued there at {before.place} and is still running. Two "
-        "concurrent tasks on one lane can be scheduled in different order on different ranks, which gives "
-        "wrong numbers. Give each task its own lane: lane='name' on the call, `with ac.lane('name'):` around "
-        "it, or start the tasks in `ac.create_task_group()`"
+        f"{mine} issued a collective on {lane} at {caller().place}, but that lane "
+        f"belongs to {'another ' * (mine == other)}{other}, which issued there at {before.place} and is "
+        "still running. Two concurrent tasks on one lane can be scheduled in different order on different "
+        "ranks, which gives wrong numbers. Give each task its own lane: lane='name' on the call, `with "
+        "ac.lane('name'):` around it, or start the tasks in `ac.create_task_group()`"
     )

@@ -315,6 +315,25 @@ class ShardedOptimizer(Wrapping):
         for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
             given |= {name: value for name, value in saved.items() if name != "params"}
 
+    def state_dict(self) -> NoReturn:
+        """Refused: here is the state of a part of each parameter.
+
+        Raises:
+            InvalidArgumentError: always; it names the method that is meant.
+        """
+        raise InvalidArgumentError(
+            "each rank has the state of a part of the parameters, which no other rank, and no other number "
+            "of ranks, can use: save `await optimizer.full_state_dict()` (this part is "
+            "optimizer.wrapped.state_dict())"
+        )
+
+    def load_state_dict(self, state_dict: object) -> NoReturn:
+        """Refused, as ``state_dict`` is."""
+        raise InvalidArgumentError(
+            "load what full_state_dict() gave, or the state of an optimizer of torch's, with "
+            "optimizer.load_full_state_dict(state)"
+        )
+
     # Leaving
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from asynccoll.errors import (
 )
 from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import exits as exiting
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, torch_group
 from asynccoll.world.context import Context
@@ -196,8 +197,7 @@ def initialize(
     """
     mode = _check_mode(check)
     stall = stall_seconds(stall_warning)
-    if not timeout > 0:
-        raise InvalidArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    check_timeout(timeout, optional=False)
     with process.lock:
         if of_thread.get() is not None or process.context is not None:
             raise InvalidArgumentError(
