@@ -220,7 +220,7 @@ def test_a_wrong_command_line_is_told(capsys, arguments, said):
 
 
 def test_the_same_rows_give_the_same_picture(tmp_path):
-    header = {"ranks": 2, "backend": "gloo"}
+    header = {"ranks": 2, "backend": "gloo", "memory": True}
     row = {"operation": "all_reduce", "size_bytes": 4, "peer": "torch", "way": "in-place", "error": ""}
     rows = [
         row | {"median_us": 5.0, "busbw_gbs": 1e-3},
@@ -229,6 +229,7 @@ def test_the_same_rows_give_the_same_picture(tmp_path):
     first = picture.draw(header, rows, tmp_path / "a.svg").read_text()
     assert picture.draw(header, rows, tmp_path / "b.svg").read_text() == first
     assert "torch in-place" in first
+    assert "2 ranks on gloo (ours: memory)" in first
 
 
 def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
@@ -238,7 +239,7 @@ def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
         "algbw_gbs": 0.5, "busbw_gbs": 0.25, "over_torch": None, "wrong": 0, "error": "",
     }  # fmt: skip
     header = {
-        "asynccoll": "1", "torch": "2", "backend": "gloo", "ranks": 2, "nodes": 1, "cores": 2,
+        "asynccoll": "1", "torch": "2", "backend": "gloo", "memory": True, "ranks": 2, "nodes": 1, "cores": 2,
         "device": "cpu", "rounds": 3, "absent": {}, "steps": 9,
     }  # fmt: skip
 

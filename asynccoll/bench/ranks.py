@@ -90,6 +90,7 @@ def _start(request: BenchRequest, libraries: list[Library], absent: dict[str, st
         "torch": torch.__version__,
         "python": platform.python_version(),
         "backend": ac.backend(),
+        "memory": ac.explain("all_reduce", 1).backend == "memory",
         "device": str(ac.device()),
         "ranks": ac.get_world_size(),
         "nodes": ac.get_nnodes(),

@@ -207,8 +207,9 @@ class _Shown:
 
 def _heading(header: dict[str, Any]) -> Iterator[str]:
     place = f"{header['ranks']} ranks on {header['nodes']} host{'s' * (header['nodes'] > 1)}"
+    how = f"{header['backend']}{', ours through memory' * header['memory']}"
     yield (
-        f"# asynccoll {header['asynccoll']}, torch {header['torch']}, {header['backend']}, {place}, "
+        f"# asynccoll {header['asynccoll']}, torch {header['torch']}, {how}, {place}, "
         f"{header['cores']} cores, {header['device']}; medians of {header['rounds']} rounds"
     )
     for name, why in header["absent"].items():
