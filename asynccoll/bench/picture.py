@@ -48,7 +48,7 @@ def draw(header: dict[str, object], rows: Sequence[dict[str, object]], path: Pat
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     figure = figure_type(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
     pairs = figure.subplots(max(1, len(operations)), 2, squeeze=False)
-    where = f"{header['ranks']} ranks on {header['backend']}{' (ours: memory)' * header['memory']}"
+    where = f"{header['ranks']} ranks on {header['backend']}{' (ours: memory)' if header['memory'] else ''}"
     for (left, right), operation in zip(pairs, operations, strict=False):
         _draw_lines(left, right, [row for row in rows if row["operation"] == operation and not row["error"]])
         _label(left, f"{operation}, {where}: microseconds")
