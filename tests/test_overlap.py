@@ -597,3 +597,20 @@ async def alongside(me: Rank) -> None:
 def test_two_models_train_side_by_side(pair: World) -> None:
     """Each on a lane of its own, started in another order on each rank."""
     pair.run(alongside)
+
+
+def test_a_gradient_that_was_written_to_is_named():
+    """By the model's name for it; parameters alone have only their shapes."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    for given, name in (
+        (model, "the parameter '0.weight' of shape [1, 3]"),
+        (model.parameters(), "a parameter"),
+    ):
+        with ac.overlap_gradients(given, op="avg", init_sync=False) as gradients:
+            model(torch.ones(2, 3)).sum().backward()
+            model[0].weight.grad.mul_(0.5)
+            with pytest.raises(ac.InvalidArgumentError) as refused:
+                gradients.wait()
+        assert f"the .grad of {name}" in str(refused.value)
+        assert "await first, then clip" in str(refused.value)
+        model.zero_grad()

@@ -28,6 +28,7 @@ __all__ = [
     "ddp_models",
     "group_size",
     "module_with_buffers",
+    "named_in",
     "scaler_told",
     "share_out",
     "source_of",
@@ -118,6 +119,19 @@ def source_of(
         return model
     parameters = list(model)
     return lambda: parameters
+
+
+def named_in(model: object) -> Callable[[torch.Tensor], str]:
+    """What tells a parameter of ``model`` in an error: by its name where it is a module, and by its shape."""
+    module = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
+
+    def named(parameter: torch.Tensor) -> str:
+        whole = module() if module is not None else None
+        names = [name for name, x in whole.named_parameters() if x is parameter] if whole is not None else []
+        told = f"the parameter {names[0]!r}" if names else "a parameter"
+        return f"{told} of shape {list(parameter.shape)}"
+
+    return named
 
 
 def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:

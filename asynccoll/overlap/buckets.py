@@ -15,6 +15,7 @@ import torch
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.aligned import Layout
+from asynccoll.overlap.accepted import named_in
 
 __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 
@@ -48,6 +49,8 @@ class Bucket:
         #: Gradients that are the sum of all ranks' already (with op="sum"), and into how many parts they go.
         self._summed: list[torch.Tensor | None] = [None] * len(parameters)
         self.parts = 1
+        #: how errors call a parameter
+        self.named: Callable[[torch.Tensor], str] = named_in(None)
         self.begin()
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -68,7 +71,7 @@ class Bucket:
     def put(self, index: int, scale: float) -> None:
         """Take the gradient of the parameter at ``index``; from now on it lives here."""
         parameter = self.parameters[index]
-        gradient = _checked_gradient(parameter, self.dtype)
+        gradient = _checked_gradient(parameter, self.dtype, self.named)
         self.divide(index)
         if self.flat.dtype is self.dtype:
             gradient, view = self._laid_out(index, gradient)
@@ -83,7 +86,7 @@ class Bucket:
 
     def check(self, index: int) -> None:
         """Refuse a gradient of the parameter at ``index`` that could not be sent."""
-        _checked_gradient(self.parameters[index], self.dtype)
+        _checked_gradient(self.parameters[index], self.dtype, self.named)
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient, and its place, laid out as the parameter is now (``model.to(memory_format=...)``)."""
@@ -113,7 +116,7 @@ class Bucket:
         if gradient is not summed and not may_overlap(gradient, summed) and gradient.any():
             self._summed[index] = summed
             raise InvalidArgumentError(
-                f"the .grad of a parameter of shape {list(gradient.shape)} is another tensor than the one "
+                f"the .grad of {self.named(self.parameters[index])} is another tensor than the one "
                 "that was summed over all ranks (op='sum'), and nobody can tell whether it is to be summed "
                 "again: change gradients in place (grad.mul_(...)), zero them, or use op='avg'"
             )
@@ -126,16 +129,17 @@ class Bucket:
     def check_unwritten(self) -> None:
         """Refuse gradients, and parameters, that somebody wrote to meanwhile: ranks would differ in them."""
         for index, (gradient, version, of_parameter) in self._sent.items():
-            if self.parameters[index]._version != of_parameter:
+            parameter = self.parameters[index]
+            if parameter._version != of_parameter:
                 raise InvalidArgumentError(
-                    f"a parameter of shape {list(gradient.shape)} was changed between backward and the await "
+                    f"{self.named(parameter)} was changed between backward and the await "
                     "of its gradients, as by an optimizer's step with those of this rank alone: await first, "
                     "then step (an optimizer that steps in hooks of backward always comes too early)"
                 )
-            now = self.parameters[index].grad
+            now = parameter.grad
             if now is not None and (now is not gradient or now._version != version):
                 raise InvalidArgumentError(
-                    f"the .grad of a parameter of shape {list(now.shape)} was changed between backward and "
+                    f"the .grad of {self.named(parameter)} was changed between backward and "
                     "the await, while it was being sent: await first, then clip, scale or replace gradients"
                 )
 
@@ -231,30 +235,32 @@ def _dense(x: torch.Tensor) -> bool:
     return x.numel() > 0
 
 
-def _checked_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _checked_gradient(
+    parameter: torch.Tensor, dtype: torch.dtype, named: Callable[[torch.Tensor], str]
+) -> torch.Tensor:
     """The gradient of ``parameter``, if it can be sent."""
-    shape, gradient = list(parameter.shape), parameter.grad
+    gradient = parameter.grad
     if gradient is None:
         raise InvalidArgumentError(
-            f"the .grad of a parameter of shape {shape} was gone when backward had just made it: a hook has "
+            f"the .grad of {named(parameter)} was gone when backward had just made it: a hook has "
             "taken it (an optimizer that steps in hooks of backward comes before the gradients are reduced)"
         )
     if gradient.layout is not torch.strided:
         raise PayloadTypeError(
-            f"the gradient of a parameter of shape {shape} is sparse, and buckets are "
+            f"the gradient of {named(parameter)} is sparse, and buckets are "
             "dense: build the layer with sparse=False, or leave its parameters out of the reducer "
             "and all_reduce their .grad yourself"
         )
     if gradient.requires_grad:
         parameter.grad = gradient.detach()  # so that the step can be completed with what there is
         raise InvalidArgumentError(
-            f"the gradient of a parameter of shape {shape} carries a graph (backward(create_graph=True)), "
+            f"the gradient of {named(parameter)} carries a graph (backward(create_graph=True)), "
             "which a reduction in place would cut off: take gradients that are to be differentiated again by "
             "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what comes of it"
         )
     if gradient.dtype is not dtype:
         raise InvalidArgumentError(
-            f"a parameter of shape {shape} was of {dtype} when its bucket was made, and its gradient is of "
+            f"{named(parameter)} was of {dtype} when its bucket was made, and its gradient is of "
             f"{gradient.dtype}: convert the model first, then make the reducer (or close() it, make another)"
         )
     return gradient

@@ -41,6 +41,7 @@ from asynccoll.overlap.accepted import (
     check_whole,
     group_size,
     module_with_buffers,
+    named_in,
     source_of,
 )
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
@@ -118,6 +119,7 @@ class GradientReducer:
         broadcast_buffers: bool | torch.nn.Module = False,
     ) -> None:
         self._source = source_of(model)
+        self._named = named_in(model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         check_initialized(parameters)
         check_whole(parameters)
@@ -165,7 +167,7 @@ class GradientReducer:
     def _join(self, parameters: list[torch.Tensor]) -> None:
         """Have these parameters take part."""
         for bucket in self._assigned(parameters[::-1], *self._limits):
-            bucket.parts = self._parts
+            bucket.parts, bucket.named = self._parts, self._named
             self._buckets.append(bucket)
             for index, parameter in enumerate(bucket.parameters):
                 self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))

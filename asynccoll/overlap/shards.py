@@ -110,7 +110,7 @@ class ShardBucket(Bucket):
         elif view._version != self._versions[index] and not self._zeroed[index]:
             if not _zeroed(view):
                 raise InvalidArgumentError(
-                    f"the .grad of a parameter of shape {list(view.shape)} was written to after it had been "
+                    f"the .grad of {self.named(self.parameters[index])} was written to after it had been "
                     "reduced, which does not reach what has gathered: that is in "
                     "optimizer.wrapped.param_groups. Clip by `await optimizer.clip_grad_norm_(...)`; or zero "
                     "the gradients"
