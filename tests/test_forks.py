@@ -183,6 +183,32 @@ def test_a_child_that_ends_like_a_program(tmp_path: Path, made: str) -> None:
         assert ended.out.split() == ["3", "2", "2", "2"], ended.err
 
 
+AFTERWARDS = """
+    import os, signal, asynccoll as ac
+    ac.initialize("gloo")
+    mine = ac.get_rank()
+    ac.finalize()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        right = ac.is_main() is (mine == 0)
+        try:
+            ac.all_reduce(1)
+        except ac.NotInitializedError as error:
+            right = right and "finalized" in str(error)
+        os._exit(3 if right else 9)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_child_of_a_rank_that_has_left_its_world_knows_who_that_was(tmp_path: Path) -> None:
+    """As the rank itself does: what is printed once then is printed once."""
+    for ended in scripts.run(tmp_path, AFTERWARDS, ranks=2):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["3"], ended.err
+
+
 TORCH_ALONE = """
     import os, torch.distributed as dist
     dist.init_process_group("gloo")

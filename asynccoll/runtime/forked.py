@@ -27,6 +27,7 @@ def _in_child() -> None:
     process.__init__()  # type: ignore[misc]  # the same object, in another process
     adopted = before.adopted[1] if before.adopted else None
     mine = of_thread.get() or before.context or adopted or before.parent
+    process.left = before.left
     of_thread.set(None)
     forks.keep(before, served)
     if dist.is_available():
