@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asynccoll.flight import Flight, partings
 from asynccoll.host.endings import in_words
+from asynccoll.launch.folding import folded
 
 __all__ = ["Failure", "exit_code", "first_failure", "report", "what_aborted"]
 
@@ -75,7 +76,7 @@ def read_failure(
         host=str(ours.get("host", host)),
         time=float(ours.get("time", extra.get("timestamp", 0))),
         message=str(message.get("message", "")),
-        trace="" if ours.get("exited") else str(extra.get("py_callstack", "")).strip(),
+        trace="" if ours.get("exited") else folded(str(extra.get("py_callstack", "")).strip()),
         shown=bool(ours.get("shown")),
         lost=tuple(ours.get("lost", ())),
     )

@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.launch.folding import folded
 from asynccoll.launch.spawn import known_backend, spawn
 from asynccoll.runtime.process import get_rank
 
@@ -245,7 +246,7 @@ def _outcome(task: _Task) -> bytes:
             result = asyncio.run(_awaited(result))
         return pickle.dumps((True, result))
     except BaseException:  # whatever it is, the test is told
-        return pickle.dumps((False, traceback.format_exc()))
+        return pickle.dumps((False, folded(traceback.format_exc())))
 
 
 async def _awaited(coroutine: Any) -> Any:

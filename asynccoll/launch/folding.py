@@ -1,0 +1,80 @@
+"""Tracebacks as a user reads them: runs of frames of this library and of event loops are a line each.
+
+Text in, text out. A traceback keeps what tells where it comes from: the frames of the program, and those that
+raised, unless that is an error of ours, whose text says what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["FULL_VARIABLE", "folded"]
+
+FULL_VARIABLE = "ASYNCCOLL_FULL_TRACEBACK"
+
+_FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line \d+')
+_INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
+_FOLDERS = {
+    str(Path(__file__).parents[1]): "asynccoll",
+    str(Path(asyncio.__file__).parent): "asyncio",
+    str(Path(concurrent.futures.__file__).parent): "concurrent.futures",
+}
+
+
+class _Frame(NamedTuple):
+    """A frame's lines, and the library that it belongs to; "" for the program's."""
+
+    lines: list[str]
+    library: str
+    margin: str
+
+
+def folded(text: str) -> str:
+    """``text`` with its tracebacks folded, all of it where the variable says so."""
+    if os.environ.get(FULL_VARIABLE, "0") not in ("", "0"):
+        return text
+    return "\n".join(_folded_lines(text.split("\n")))
+
+
+def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
+    """The lines; a stack is whatever frames follow each other."""
+    stack: list[_Frame] = []
+    for line in lines:
+        found = _FRAME.match(line)
+        if found is not None:
+            stack.append(_Frame([line], _library(found["file"]), found["margin"]))
+        elif stack and line.startswith(f"{stack[-1].margin}  "):
+            stack[-1].lines.append(line)
+        else:
+            yield from _shown(stack, line)
+            stack = []
+            yield line
+    yield from _shown(stack, "")
+
+
+def _library(file: str) -> str:
+    for folder, name in _FOLDERS.items():
+        if file.startswith(folder + os.sep):
+            return name
+    found = _INSTALLED.search(file)
+    return found[1] if found is not None else ""
+
+
+def _shown(stack: Sequence[_Frame], error: str) -> Iterator[str]:
+    """The lines of a stack, whose ``error`` stands below it."""
+    whole = all(frame.library for frame in stack)  # nothing of the program: its origin is in them alone
+    runs = [list(run) for _, run in groupby(stack, key=lambda frame: not frame.library)]
+    for index, run in enumerate(runs):
+        raised_here = index == len(runs) - 1 and not error.lstrip(" |").startswith("asynccoll.errors.")
+        if whole or raised_here or len(run) == 1 or not run[0].library:
+            yield from (line for frame in run for line in frame.lines)
+        else:
+            named = ", ".join(dict.fromkeys(frame.library for frame in run))
+            yield f"{run[0].margin}  [... {len(run)} frames in {named}]"
