@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll import host
+from asynccoll.plan.spec import Op, ReduceOp
 from asynccoll.runtime.process import current
+from asynccoll.tensors.common import Call, plan_for
 from asynccoll.trace import recorder as recorder_module
 from asynccoll.trace import words
 from asynccoll.trace.spans import Span, covered, intersection, stack
+from asynccoll.transport.completion import Ready
 from ranks import Rank, raising
 from worlds import World
 
@@ -145,6 +150,39 @@ def test_a_span_that_raises_ends() -> None:
     with ac.trace.recording() as timeline, pytest.raises(KeyError), timeline.span("fails"):
         raise KeyError
     assert timeline.spans[0].end is not None
+
+
+def test_an_operation_is_recorded_from_its_call_on() -> None:
+    """Copying the input and asking the library count; clocks are aligned by calls that came before ends."""
+    lane, done = current().world.lane("default"), {}
+    x = torch.ones(4)
+
+    def note(what: str) -> None:
+        done[what] = host.monotonic()
+
+    def start(_communicator: object) -> Ready:
+        note("asked")
+        return Ready()
+
+    plan = plan_for(lane, Op.ALL_REDUCE, x, ReduceOp.SUM)
+    with ac.trace.recording() as timeline:
+        Call(plan, start, x, None, fill=lambda: note("copied")).begin(lane, None)
+        Call(plan, None, x, None, fill=lambda: note("copied again"), program=_program_of(start)).begin(
+            lane, None
+        )
+        lane.issue(lane.estimate("all_reduce", 0), lambda _communicator: note("alone") or Ready())
+    first, second, third = (timeline.recorder.began + span.start for span in timeline.spans)
+    assert first <= done["copied"] < done["asked"]
+    assert second <= done["copied again"]
+    assert third <= done["alone"]
+
+
+def _program_of(start: Callable[[object], Ready]) -> Callable[[object], Generator[Ready, None, Ready]]:
+    def program(communicator: object) -> Generator[Ready, None, Ready]:
+        yield start(communicator)
+        return Ready()
+
+    return program
 
 
 # ---------------------------------------------------------------- switching it on and off

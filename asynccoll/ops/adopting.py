@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asynccoll import host
 from asynccoll.errors import CollectiveError, collective_error
 from asynccoll.health.blame import Blame
 from asynccoll.host.call_site import caller
@@ -62,7 +63,9 @@ def _work(
 def _operation(what: str, completion: Completion, timeout: float | None) -> Operation:
     beside: Any = _Beside(current())
     limit = beside.world.timeout if timeout is None else timeout
-    operation = Operation(beside, Estimate(f"adopted {what}"), 0, completion, caller(), limit)
+    operation = Operation(
+        beside, Estimate(f"adopted {what}"), 0, completion, caller(), limit, host.monotonic()
+    )
     operation.ticket = _NO_TICKET
     return operation
 

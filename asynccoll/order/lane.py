@@ -139,15 +139,17 @@ class Lane:
         stream: Stream | None = None,
         of: Subject | None = None,
         what: What = None,
+        called: float | None = None,
     ) -> Operation:
         """Accept an operation of one native call; issued before this returns if nothing is queued.
 
         ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
         order of its own within the lane (point-to-point messages of one peer and tag), which does not
         queue behind other streams. ``what`` is what has to be the same on all ranks; ``of``, what it is of,
-        for the record.
+        for the record; ``called``, when the user called it, if not now.
         """
         spot = caller()
+        called = host.monotonic() if called is None else called
         if self._before is not None:
             self._accept_before()
         found: Objection = None
@@ -165,11 +167,13 @@ class Lane:
                         raise typed from error
                     raise
             if completion is not None:
-                operation = self._record(estimate, completion, timeout, stream, owner, spot, size_bytes, of)
+                operation = self._record(
+                    estimate, completion, timeout, stream, owner, spot, size_bytes, of, called
+                )
             else:
                 whole = self._of_whole(what or estimate.name)
                 job = Job(as_called(start), None, what=whole, gate=_gate(found))
-                operation = self._enqueue(job, estimate, timeout, stream, owner, spot, size_bytes, of)
+                operation = self._enqueue(job, estimate, timeout, stream, owner, spot, size_bytes, of, called)
         if completion is None:
             self._start_queued()
         elif isinstance(found, CollectiveMismatchError):
@@ -189,13 +193,15 @@ class Lane:
         awaited_soon: bool = False,
         sent: Callable[[], Iterable[Completion]] = tuple,
         of: Subject | None = None,
+        called: float | None = None,
     ) -> Operation:
         """Accept an operation of several native calls; ``what`` is as for ``issue``.
 
         ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
-        ``sent``: what the program has started so far, and does not wait for before it goes on. ``of``: see
-        ``issue``.
+        ``sent``: what the program has started so far, and does not wait for before it goes on. ``of`` and
+        ``called``: see ``issue``.
         """
+        called = host.monotonic() if called is None else called
         if self._before is not None:
             self._accept_before()
         spot = caller()
@@ -214,12 +220,14 @@ class Lane:
                 if found is None:
                     self._begin(job, name)
                     promise = job.promise
-                operation = self._record(estimate, promise, timeout, None, owner, spot, size_bytes, of)
+                operation = self._record(
+                    estimate, promise, timeout, None, owner, spot, size_bytes, of, called
+                )
                 job.place, job.part, job.called = operation.sequence, operation.part, spot
                 job.shares = self._together
             else:
                 job = Job(None, program, what=whole, sent=sent, gate=_gate(found))
-                operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of)
+                operation = self._enqueue(job, estimate, timeout, None, owner, spot, size_bytes, of, called)
                 promise = job.promise
         if isinstance(found, CollectiveMismatchError):
             self._refuse_differing(found, operation.sequence, operation.part, promise)
@@ -343,11 +351,12 @@ class Lane:
         spot: Spot,
         size_bytes: int,
         of: Subject | None,
+        called: float,
     ) -> Operation:
         if self.communicator is None and not self._connection.is_opening:
             self._connection.open(waits=self.world.open_waits)
         operation = self._record(
-            estimate, job.promise, timeout, stream, owner, spot, size_bytes, of, queued=True
+            estimate, job.promise, timeout, stream, owner, spot, size_bytes, of, called, queued=True
         )
         job.called = called_at.get() or spot
         job.place, job.part, job.shares = operation.sequence, operation.part, self._together
@@ -440,6 +449,7 @@ class Lane:
         spot: Spot,
         size_bytes: int,
         of: Subject | None,
+        called: float,
         *,
         queued: bool = False,
     ) -> Operation:
@@ -455,14 +465,14 @@ class Lane:
         world = self.world
         limit = world.timeout if timeout is None else timeout
         spot = called_at.get() or spot
-        operation = Operation(self, estimate, sequence, completion, spot, limit)
+        operation = Operation(self, estimate, sequence, completion, spot, limit, called)
         if stream is None:
             operation.part = self._part
             self._out.add(operation)
         else:
             operation.peer = stream[1]
             self._out.add_apart(operation)
-        recorder, called = self._recorder, operation.started
+        recorder = self._recorder
         # Addresses stand for what is longer to compare; what is at them is kept for as long as that counts.
         key = (
             (estimate, id(spot[0]), spot[1])

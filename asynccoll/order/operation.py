@@ -107,16 +107,17 @@ class Operation:
         completion: Completion,
         spot: Spot,
         timeout: float,
+        called: float,
     ) -> None:
         self.lane: Order = lane
         self.estimate: Estimate = estimate
         self.sequence: int = sequence
         self.completion: Completion = completion
         self._spot = spot
-        now = host.monotonic()
-        self.started: float = now
+        #: when it was called: before its input was copied, and before the library was asked for it
+        self.started: float = called
         self._timeout = timeout
-        self.deadline: float = now + timeout
+        self.deadline: float = called + timeout
         #: somebody has seen it end well
         self.over: bool = False
         self.failure: CollectiveError | None = None
@@ -174,7 +175,9 @@ class Operation:
 
     def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
         """Another one at the same place and with the same time limit, which is over with ``completion``."""
-        follower = Operation(self.lane, estimate, self.sequence, completion, self._spot, self._timeout)
+        follower = Operation(
+            self.lane, estimate, self.sequence, completion, self._spot, self._timeout, host.monotonic()
+        )
         follower.deadline = self.deadline
         follower.part, follower.peer, follower.ticket = self.part, self.peer, self.ticket
         return follower

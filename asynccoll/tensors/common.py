@@ -136,27 +136,32 @@ class Call:
     ) -> Started[object]:
         """Start it once more, with what its input holds then, once ``after`` are over."""
         if after:
-            return self._run(lane, timeout, _after(after, self.refill, self.steps))
+            return self._run(lane, timeout, _after(after, self.refill, self.steps), host.monotonic())
         return self._begin(lane, timeout, self.refill)
 
     def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Started[object]:
+        called = host.monotonic()  # what is copied here is a part of the communication
         size_bytes = self.wire.nbytes
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
             fill = None
         if fill is not None or self.program is not None or lane.compares_calls:
-            return self._run(lane, timeout, self.steps if fill is None else _after((), fill, self.steps))
+            steps = self.steps if fill is None else _after((), fill, self.steps)
+            return self._run(lane, timeout, steps, called)
         assert self.start is not None
         estimate = lane.estimate(self.plan.name, size_bytes)
-        operation = lane.issue(estimate, self.start, size_bytes, timeout, of=self, what=self._what())
+        operation = lane.issue(
+            estimate, self.start, size_bytes, timeout, of=self, what=self._what(), called=called
+        )
         return Started((operation,), self.finish, self.value)
 
-    def _run(self, lane: Lane, timeout: float | None, program: Program) -> Started[object]:
+    def _run(self, lane: Lane, timeout: float | None, program: Program, called: float) -> Started[object]:
         name, wire = self.plan.name, self.wire
         if lane.compares_calls:
             text = signature(name, dtype_name(wire.dtype), self.shape, self._detail())
             program = checked(lane, text, program=program)
-        operation = lane.run(name, program, wire.nbytes, timeout, what=self._what(), of=self)
+        what = self._what()
+        operation = lane.run(name, program, wire.nbytes, timeout, what=what, of=self, called=called)
         return Started((operation,), self.finish, self.value)
 
     def _what(self) -> What:
