@@ -163,6 +163,15 @@ def test_the_profiler_of_torch_shows_operations_lanes_and_spans(pair: World, run
     pair.run(profiled, runner=runner)
 
 
+async def profiled_beside_torch(me: Rank) -> None:
+    group = ac.new_group(range(me.size)).process_group()
+    assert "gloo" in torch.distributed.get_backend_config(group)  # the profiler asks this of every group
+
+
+def test_the_profiler_of_torch_knows_the_groups_that_torch_runs_on(pair: World) -> None:
+    pair.run(profiled_beside_torch)
+
+
 # --- hooks ------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,8 @@ def publish(
     world: Any = _c10d._world
     world.pg_names[group] = name
     world.pg_map[group] = (next(iter(natives.values()))[0], store)
+    # torch.profiler asks for it, of every group that there is
+    world.pg_backend_config[group] = ",".join(f"{device}:{kind}" for device, (kind, _) in natives.items())
     world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
     _native._register_process_group(name, group)  # type: ignore[arg-type]  # a NewType of str
     return group  # type: ignore[no-any-return]  # built from Any: the stubs leave out half of it
@@ -41,7 +43,7 @@ def publish(
 def withdraw(group: dist.ProcessGroup) -> None:
     """Make torch forget it; its connections close with the last reference."""
     world: Any = _c10d._world
-    for table in (world.pg_map, world.pg_group_ranks):
+    for table in (world.pg_map, world.pg_backend_config, world.pg_group_ranks):
         table.pop(group, None)
     name = world.pg_names.pop(group, None)
     if name is not None:
