@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from asynccoll.cli import calls, main, output, top, trials, where
-from asynccoll.flight import Call, Flight, Progress
+from asynccoll.flight import Call, Flight, Parting, Progress
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace.live import Snapshot, survey
 from asynccoll.trace.whereabouts import Job, Whereabouts
@@ -323,6 +323,11 @@ def test_a_screen_shows_as_much_as_it_has_room_for_and_leaves_what_it_showed_las
 def test_ranks_of_which_nothing_is_known_have_not_called_the_same(capsys, ranks, told):
     assert calls.print_partings([], {rank: flight(rank, [], {}) for rank in ranks}) is False
     assert capsys.readouterr().out.startswith(told)
+
+
+def test_where_the_ranks_of_a_group_part_the_group_is_named(capsys):
+    calls.print_partings([Parting("absent", "0-2", "default", 4, {0: None, 2: None})], {})
+    assert "lane 'default' of ranks 0, 2: not all ranks have called at #5" in capsys.readouterr().out
 
 
 def test_stacks_that_are_the_same_are_shown_once():

@@ -302,7 +302,13 @@ def test_a_file_can_be_read_at_any_moment(pair: World) -> None:
 def test_what_is_no_recording_is_told(tmp_path):
     with pytest.raises(ac.InvalidArgumentError, match="no recording in"):
         ac.trace.load(tmp_path)
-    (tmp_path / "rank-00000.jsonl").write_text("{}\n")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}\n", b"\xff\xfe", b"5\n", b'{"format": 1}\n', b'{"format": 1}\n[0, "x"]\n']
+)
+def test_what_is_no_recording_of_a_rank_is_told(tmp_path, content):
+    (tmp_path / "rank-00000.jsonl").write_bytes(content)
     with pytest.raises(ac.InvalidArgumentError, match="is no recording of a rank"):
         ac.trace.load(tmp_path)
 

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+import asynccoll as ac
 from asynccoll.cli import main
 from asynccoll.trace.merged import Trace
 from browser import started
@@ -223,6 +224,30 @@ def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, scri
     code, _, errors = top()
     assert code == 2
     assert f"there is no process {job.process.pid}" in errors
+
+
+@pytest.mark.slow
+def test_worlds_are_recorded_one_by_one_and_a_forked_child_in_none(start, script, tmp_path):
+    script("""\
+        import os, sys
+        import asynccoll as ac
+        for turn in range(2):
+            ac.initialize()
+            for _ in range(2 + turn):
+                ac.all_reduce(1.0).wait()
+            if turn == 0 and os.fork() == 0:
+                with ac.trace.span("child"):
+                    sys.exit()
+            if turn == 0:
+                os.wait()
+            ac.finalize()
+        """)
+    code, output, errors = start("trace", "run", "-o", tmp_path / "told", "-n", 1, "program.py").wait()
+    assert code == 0, errors
+    assert "for the next: asynccoll trace merge told/world-2" in output
+    first, second = (ac.trace.load(tmp_path / "told" / which) for which in ("", "world-2"))
+    assert [trace.findings.operations for trace in (first, second)] == [2, 3]
+    assert all(span.name != "child" for part in first.parts for span in part.spans)
 
 
 @pytest.mark.slow

@@ -130,14 +130,15 @@ def _recording_in(output: Path | None) -> Iterator[Path]:
     """Where ranks record: ``output``, where it stays for ``merge`` and ``stragglers``; else for now only."""
     if output is None:
         check_writable(Path())
-        with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as directory:
-            yield Path(directory)
+        with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as temporary:
+            yield Path(temporary)
         return
-    from asynccoll.trace.spooling import recordings
+    from asynccoll.trace.spooling import later_worlds, recordings
 
     check_writable(output)
-    for earlier in recordings(output):
-        earlier.unlink()
+    for directory in (output, *later_worlds(output)):
+        for earlier in recordings(directory):
+            earlier.unlink()
     yield output.resolve()
 
 
@@ -198,6 +199,17 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
     _print(trace)
     print()
     show(f"{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
+    _tell_later(directory, kept=directory == to.resolve() or given.kind == "merge")
+
+
+def _tell_later(directory: Path, *, kept: bool) -> None:
+    """That the program has joined more worlds than the one that is shown, and how to see them."""
+    from asynccoll.trace.spooling import later_worlds, recordings
+
+    later = next((one for one in later_worlds(directory) if recordings(one)), None)
+    if later is not None:
+        how = f"asynccoll trace merge {later}" if kept else "run it with -o DIR, which keeps the recordings"
+        show(f"this is the first world that the program joined; for the next: {how}")
 
 
 def _print(trace: Trace) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,34 +150,36 @@ def _as_row(span: Span) -> list[object]:
     return [getattr(span, name) for name in _FIELDS]
 
 
-@dataclass
-class _Read:
-    about: dict[str, Any] = field(default_factory=dict)
-    rows: dict[int, Sequence[Any]] = field(default_factory=dict)
-
-
 def read_part(path: Path) -> Part:
     """What a ``Writer`` wrote, as far as it came.
 
     Raises:
         InvalidArgumentError: it is no such file.
     """
-    read = _Read()
-    for line in path.read_text().splitlines():
+    try:
+        return _part(path.read_text().splitlines())
+    except (OSError, ValueError, TypeError, LookupError) as error:  # whatever else lies there by that name
+        raise InvalidArgumentError(
+            f"{path} is no recording of a rank ({type(error).__name__}: {error}); expected a file that "
+            "`asynccoll trace run` left, or one by ASYNCCOLL_TRACE"
+        ) from error
+
+
+def _part(lines: Sequence[str]) -> Part:
+    about: dict[str, Any] = {}
+    rows: dict[int, Sequence[Any]] = {}
+    for line in lines:
         try:
             said = json.loads(line)
         except json.JSONDecodeError:  # the last line of a rank that was killed while it wrote
             continue
         if isinstance(said, dict):
-            read.about |= said
+            about |= said
         else:
-            read.rows[said[0]] = said[1:]
-    if read.about.get("format") != _FORMAT:
-        raise InvalidArgumentError(
-            f"{path} is no recording of a rank; expected a file that `asynccoll trace run` left, or one by "
-            "ASYNCCOLL_TRACE"
-        )
-    spans = sorted((Span(*row) for row in read.rows.values()), key=lambda span: span.start)
-    about = {name: read.about[name] for name in _ABOUT}
-    steps = tuple(read.about.get("steps", ()))
-    return Part(**about, seconds=read.about.get("seconds", 0.0), spans=tuple(spans), steps=steps)
+            rows[said[0]] = said[1:]
+    if about.get("format") != _FORMAT:
+        raise ValueError(f"no line says format {_FORMAT}")
+    spans = sorted((Span(*row) for row in rows.values()), key=lambda span: span.start)
+    whose = {name: about[name] for name in _ABOUT}
+    steps = tuple(about.get("steps", ()))
+    return Part(**whose, seconds=about.get("seconds", 0.0), spans=tuple(spans), steps=steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from asynccoll.trace.timeline import Timeline, start
 if TYPE_CHECKING:
     from asynccoll.world.context import Context
 
-__all__ = ["VARIABLE", "file_name", "install", "recordings"]
+__all__ = ["VARIABLE", "file_name", "install", "later_worlds", "recordings"]
 
 VARIABLE = "ASYNCCOLL_TRACE"
 _EVERY_SECONDS = 0.5
@@ -31,20 +32,49 @@ def recordings(directory: Path) -> list[Path]:
 
 def install() -> None:
     """Record the worlds that this process joins, if its environment asks for it."""
-    if os.environ.get(VARIABLE):
-        when_joined(lambda context: _record(context, Path(os.environ[VARIABLE])))
+    if directory := os.environ.get(VARIABLE):
+        when_joined(_Recordings(Path(directory)).record)
 
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05}.jsonl"
 
 
-def _record(context: Context, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def later_worlds(directory: Path) -> list[Path]:
+    """Where ranks have recorded the worlds that they joined after the first."""
+    return sorted(directory.glob("world-*"), key=lambda one: (len(one.name), one.name))
+
+
+class _Recordings:
+    """Those of this process: one for each world that it joins, after one another or in threads."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: list[tuple[Context, Callable[[], None]]] = []
+        self._made: dict[int, int] = {}  # by rank
+        atexit.register(self._finish)
+
+    def record(self, context: Context) -> None:
+        """Take down what happens in ``context``, which this process has just joined."""
+        self._finish(lambda earlier: earlier.closed)
+        number = self._made[context.rank] = self._made.get(context.rank, 0) + 1
+        directory = self._directory if number == 1 else self._directory / f"world-{number}"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._open.append((context, _record(context, directory / file_name(context.rank))))
+
+    def _finish(self, which: Callable[[Context], bool] = lambda _context: True) -> None:
+        over = [one for one in self._open if which(one[0])]
+        self._open = [one for one in self._open if not which(one[0])]
+        for _, finish in over:
+            finish()
+
+
+def _record(context: Context, path: Path) -> Callable[[], None]:
+    """Write what happens in ``context`` to ``path``, until what comes back is called."""
     timeline = Timeline(context.rank, context.world_size)
     end = start(timeline, context, marks=True)
-    writer = Writer(timeline.recorder, context, directory / file_name(context.rank))
-    over = host.Event()
+    writer = Writer(timeline.recorder, context, path)
+    over, process = host.Event(), host.getpid()
 
     def write_at_intervals() -> None:
         while not over.wait(_EVERY_SECONDS):
@@ -53,8 +83,10 @@ def _record(context: Context, directory: Path) -> None:
     host.Thread(target=write_at_intervals, name="asynccoll trace", daemon=True).start()
 
     def finish() -> None:
+        if host.getpid() != process:  # a forked child leaves: the file is its parent's, and so may be a lock
+            return
         over.set()
         end()
         writer.write()
 
-    atexit.register(finish)
+    return finish
