@@ -204,6 +204,84 @@ def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, tran
         assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+def test_who_sends_before_it_receives_is_told_which_call_is_missing(transport: str) -> None:
+    heard: dict[int, ac.CollectiveTimeoutError] = {}
+
+    async def first_send(rank: int) -> None:
+        size = ac.get_world_size()
+        work = ac.send(torch.ones(2), dst=(rank + 1) % size, tag=3)
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await work
+        heard[rank] = caught.value
+        await anyio.sleep(2)  # the others hear of it while it is here
+
+    simulate(first_send, world_size=3, transport=transport, operation_timeout=1.0)
+    assert sorted(heard) == [0, 1, 2]
+    for rank, error in heard.items():
+        then, after, text = (rank + 1) % 3, (rank + 2) % 3, str(error)
+        assert error.ranks == (then,)
+        assert f"send to rank {then} (tag 3) on lane 'default' of the world" in text
+        assert f"pid {1000 + then}) has not called recv from rank {rank} (tag 3)" in text
+        assert f"its last call was send to rank {after} (tag 3) on lane 'default'" in text
+        assert f"This rank's send to rank {then} (tag 3) is still in flight" in text
+
+
+def test_who_receives_in_a_group_is_known_by_its_rank_in_the_world() -> None:
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        group = ac.new_group([0, 2])
+        if rank == 1:
+            return
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await ac.recv_object(src=2 - rank, group=group, timeout=1.0)
+        heard[rank] = str(caught.value)
+        await anyio.sleep(2)
+
+    simulate(main, world_size=3)
+    for rank in (0, 2):
+        other = 2 - rank
+        assert f"has not called send_object to rank {rank} (tag 0)" in heard[rank]
+        assert f"its last call was recv_object from rank {rank} (tag 0)" in heard[rank]
+        assert f"recv_object from rank {other} (tag 0) on lane" in heard[rank]
+
+
+def test_in_a_simulated_world_crossed_locks_are_told_by_where_the_tasks_are() -> None:
+    heard: dict[int, list[str]] = {}
+
+    async def crossed(rank: int) -> None:
+        lock = anyio.Lock()
+
+        async def one(lane: str) -> None:
+            async with lock:
+                try:
+                    await ac.all_reduce(1.0, lane=lane, timeout=1.0)
+                except ac.CollectiveTimeoutError as error:
+                    heard[rank] = [*heard.get(rank, []), str(error)]
+                    await anyio.sleep(3)  # so that the other one hears of it as it is
+
+        async with anyio.create_task_group() as tasks:
+            for lane in ("a", "b")[:: 1 if rank == 0 else -1]:
+                tasks.start_soon(one, lane)
+
+    for seed in range(SEED, SEED + 5):
+        heard.clear()
+        report = simulate(crossed, world_size=2, seed=seed)
+        assert sorted(heard) == [0, 1], report.errors
+        for rank, lane in enumerate("ab"):
+            text = heard[rank][0]
+            assert f"pid {1001 - rank}) has not called all_reduce #1 on lane '{lane}'" in text
+            assert "native code" not in text
+
+
+def test_who_calls_only_when_its_own_wait_has_ended_is_told_from_who_is_slow() -> None:
+    made = near(flight(call(41, lane="gradients", called=102.2)))
+    assert said(made)[1] == (
+        "every rank has called it, rank 1 0.1 s ago: it is slow, or stuck in the network"
+    )
+
+
 def test_in_a_simulated_world_a_stopped_rank_is_told_from_one_that_is_late() -> None:
     def main(rank: int) -> tuple[tuple[int, ...], str]:
         ac.all_reduce(torch.ones(2)).wait()
@@ -234,6 +312,22 @@ def test_in_a_simulated_world_the_last_call_of_a_killed_rank_is_told() -> None:
         assert error.ranks == (1,)
         assert "its last call was all_reduce #1 on lane 'eval'" in str(error)
         assert (error.operation, error.lane) == ("all_reduce", "eval")
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_that_a_rank_has_left_is_said_once(transport: str) -> None:
+    def main(rank: int) -> None:
+        ac.all_reduce(torch.ones(2)).wait()
+        if rank != 1:
+            ac.all_reduce(torch.ones(3)).wait()
+
+    report = simulate(main, world_size=3, seed=SEED, loop="none", transport=transport)
+    for rank in (0, 2):
+        text = str(report.errors[rank])
+        assert len(re.findall(r"\bleft\b", text)) == 1, text
+        assert re.search(
+            r"has left its world \(finalize\) \(\d\.\d s ago; its last call was all_reduce #1", text
+        )
 
 
 # In processes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import asynccoll
 from asynccoll.bench.request import Row
 from asynccoll.cli import main
-from asynccoll.flight import Parting
+from asynccoll.flight import Call, Parting, Unmet
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace import findings
 from asynccoll.trace.live import RankNow
@@ -88,6 +88,8 @@ def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) ->
     job = Job(1, "", ()).to_dict(0)
     rank = Whereabouts(0, Peer("", 0, "", 0, "", -1, 0), Account(0)).to_dict(0)
     parting = Parting("absent", "world", "default", 0, {}).to_dict()
+    send = Call(1, "world", "default", "default", "send", "", "", 0, 0, 1, 4, 1.0, 1.0, 0.0, 0.0, "")
+    message = Unmet(0, 1, send).to_dict()
     documents = {
         "`trace run`, `trace merge`": names(findings.Findings) | {"clock_uncertain_seconds", "files"},
         "One of `steps`": names(findings.Step),
@@ -95,8 +97,9 @@ def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) ->
         "One of `lateness`": names(findings.Lateness),
         "One of `unfinished`": names(findings.Unfinished),
         "`trace stragglers`": names(Straggling),
-        "`trace diff`": {"ranks", "partings"},
+        "`trace diff`": {"ranks", "partings", "messages"},
         "One of `partings`": {*parting},
+        "One of `messages`": {*message},
         "`where`": {*job},
         "One of its `ranks`": {*rank},
         "`top`": names(RankNow),

@@ -54,6 +54,29 @@ def test_the_loop_turns_while_the_others_are_awaited(
     assert bare.run(joined, str(tmp_path / "meet"), memory, runner=loop, timeout=60.0) == [3, 3]
 
 
+async def asked_where_it_is(me: Rank, path: str) -> str:
+    """Rank 1 computes, in a loop's task, after it has joined in a thread."""
+    async with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):
+        await ac.barrier()
+        if me.rank == 1:
+            me.show("computes")
+            me.see("asked")
+            await ac.barrier()
+            return ""
+        me.see("computes")
+        work = ac.barrier()
+        found = str(ac.who_is_missing(work))
+        me.show("asked")
+        await work
+    return found
+
+
+def test_where_a_rank_is_that_has_joined_in_a_thread_is_told(bare: World, tmp_path: Path) -> None:
+    text, _ = bare.run(asked_where_it_is, str(tmp_path / "meet"), runner="asyncio", timeout=60.0)
+    assert "has not called barrier #2" in text
+    assert "it is now in " in text
+
+
 def left_by_an_error(me: Rank, path: str) -> None:
     """Nobody waits for what will not come."""
     expected = ValueError if me.rank == 0 else ac.PeerLostError

@@ -13,7 +13,7 @@ import pytest
 import jobs
 from asynccoll import errors, flight
 from asynccoll.cli import main
-from asynccoll.flight import Call, Flight, Progress, dumps, partings
+from asynccoll.flight import Call, Flight, Progress, dumps, partings, unmet
 from asynccoll.trace.stragglers import by_line, load_arrivals
 from asynccoll.trace.whereabouts import find_jobs
 
@@ -102,6 +102,25 @@ def test_a_call_of_several_parts_is_compared_part_by_part() -> None:
         ((0,), "all_reduce int64[2] at train.py:8"),
         ((1,), "all_reduce int64[3] at train.py:8"),
     ]
+
+
+def message(operation: str, peer: int, group: str = "world", ended: float = 0.0) -> Call:
+    return Call(
+        1, group, "default", "default", operation, "", "ring.py:5", 0, 7, peer, 8, 10.0, 10.0, ended, 0.0, ""
+    )
+
+
+def test_messages_whose_other_side_nobody_called_are_told() -> None:
+    ring = {rank: recorded(rank, message("send", (rank + 1) % 3)) for rank in range(3)}
+    assert str(unmet(ring)[0]) == (
+        "rank 0 waits in send to rank 1 (tag 7) on lane 'default' at ring.py:5: "
+        "rank 1 has not called recv from rank 0 (tag 7)"
+    )
+    assert [(one.rank, one.peer) for one in unmet(ring)] == [(0, 1), (1, 2), (2, 0)]
+    met = {0: recorded(0, message("send", 1)), 1: recorded(1, message("recv", 0))}
+    assert unmet(met) == unmet({0: recorded(0, message("send", 1, ended=11.0)), 1: recorded(1)}) == []
+    group = {0: recorded(0, message("recv_object", 1, "0-2")), 2: recorded(2)}
+    assert [one.missing for one in unmet(group)] == ["send_object to rank 0 (tag 7)"]
 
 
 # Dumps

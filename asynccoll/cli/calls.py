@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.output import Table, show
-from asynccoll.host.call_number import call_name, numbered
+from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
     from asynccoll.flight import Call, Flight, Parting
@@ -21,7 +21,7 @@ def call_cells(call: Call, now: float) -> tuple[str, ...]:
     from asynccoll.trace.words import duration
 
     ago = f"{duration(max(0.0, now - call.called))} ago" if now else "-"
-    return call_name(call.operation, call.sequence), call.of or "-", call.lane, ago, call.state, call.place
+    return call.title, call.of or "-", call.lane, ago, call.state, call.place
 
 
 def nobody(job: str | None) -> str:
@@ -41,18 +41,23 @@ def nobody(job: str | None) -> str:
 
 def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) -> bool:
     """Where the ranks of ``recorded`` part, lane by lane, and who is not among them; whether they do."""
+    from asynccoll.flight import unmet
     from asynccoll.trace.words import listed
 
     _print_partings(partings)
+    messages = unmet(recorded)
+    for one in messages:
+        show(str(one))
     world_size = max((one.world_size for one in recorded.values()), default=0)
     unknown = sorted(set(range(world_size)) - recorded.keys())
-    if not partings and len(recorded) > 1:
+    parts = bool(partings or messages)
+    if not parts and len(recorded) > 1:
         show(f"{listed([*recorded])} called the same, as far as is recorded")
-    elif not partings:
+    elif not parts:
         show("less than two ranks are known: nothing to compare")
     if unknown:
         show(f"of {listed(unknown)} nothing is known: ended, or on a host that does not answer")
-    return bool(partings)
+    return parts
 
 
 def _print_partings(partings: Sequence[Parting]) -> None:

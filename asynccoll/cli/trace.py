@@ -148,14 +148,16 @@ def _merge(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from asynccoll.flight import partings
+    from asynccoll.flight import partings, unmet
     from asynccoll.flight.dumps import read_dumps
 
     flights = read_dumps(given.directory)
     found = partings(flights)
     if given.json:
-        print_json({"ranks": list(flights), "partings": [one.to_dict() for one in found]})
-        return 1 if found else 0
+        messages = [one.to_dict() for one in unmet(flights)]
+        said = {"ranks": list(flights), "partings": [one.to_dict() for one in found], "messages": messages}
+        print_json(said)
+        return 1 if found or messages else 0
     return 1 if print_partings(found, flights) else 0
 
 

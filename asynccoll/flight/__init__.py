@@ -13,6 +13,7 @@ of another process of this host. Must not know what an operation does, nor who a
 from asynccoll.flight.comparing import Parting, partings
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import NAME, RECORDS, lane_id
+from asynccoll.flight.messages import Unmet, is_answered, unmet
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
 from asynccoll.flight.recorder import Recorder, mark_ended
@@ -26,11 +27,14 @@ __all__ = [
     "Parting",
     "Progress",
     "Recorder",
+    "Unmet",
     "from_plain",
+    "is_answered",
     "lane_id",
     "mark_ended",
     "partings",
     "read",
     "said",
     "to_plain",
+    "unmet",
 ]

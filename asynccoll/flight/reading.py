@@ -13,7 +13,7 @@ from typing import Any
 
 from asynccoll.flight import layout
 from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
-from asynccoll.host.call_number import call_name
+from asynccoll.host.call_number import call_name, message_name
 
 __all__ = ["Call", "Flight", "Progress", "read", "said", "text_at"]
 
@@ -23,7 +23,8 @@ class Call:
     """One operation. Times are seconds of the host's monotonic clock; 0.0 is not yet.
 
     ``sequence`` is its place in the order of its lane, from 1; a message has none (0), and ``peer``, the
-    index of the other rank in the group (else -1). ``part``: of those at its place, from 1.
+    index of the other rank in the group (else -1). ``part``: of those at its place, from 1; of a message,
+    its tag.
     """
 
     ticket: int
@@ -55,7 +56,22 @@ class Call:
     @property
     def name(self) -> str:
         """``all_reduce #41 on lane 'gradients'``."""
-        return f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
+        return f"{self.title} on lane {self.lane!r}"
+
+    @property
+    def title(self) -> str:
+        """``all_reduce #41``, or ``send to rank 1 (tag 0)``."""
+        if self.peer_rank < 0:
+            return call_name(self.operation, self.sequence)
+        return message_name(self.operation, self.peer_rank, self.part)
+
+    @property
+    def peer_rank(self) -> int:
+        """Of a message: the other rank, in the world; -1 if there is none, or the group's name was cut."""
+        if self.peer < 0 or self.sequence or self.group == "world":
+            return -1 if self.sequence else self.peer
+        ranks = self.group.split("-")
+        return int(ranks[self.peer]) if self.peer < len(ranks) and ranks[self.peer].isdigit() else -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ class Accounts:
         self._answers: answering.Answers | None = None
         #: the memory of ranks of this node that is kept open
         self.held: dict[int, memoryview] = {}
-        self._main = host.get_ident()
+        #: the thread that is asked where it stands
+        self.thread: int = host.get_ident()
 
     def publish(self, address: str, port: int, secret: str, meets: str = "") -> Peer:
         """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``.
@@ -159,7 +160,7 @@ class Accounts:
         if question == "peers":
             return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
         found = self.own()
-        stacks = standing.stacks(self._main)
+        stacks = standing.stacks(self.thread)
         plain = None if found is None else flight.to_plain(found)
         if plain is not None:
             plain["said"] = {key: value for key, value in plain["said"].items() if key != "secret"}

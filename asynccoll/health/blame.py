@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asynccoll.flight import Call, Flight
+from asynccoll.flight import Call, Flight, is_answered
 from asynccoll.health.accounts import Account
-from asynccoll.host.call_number import call_name
+from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
 
 __all__ = ["Awaited", "Blame", "blame", "ending", "last_words"]
 
 #: More lines are for who asks for them (``asynccoll where``).
 _MOST_TOLD = 8
+#: Who has called as late as this may only have done so because its own wait timed out.
+_LATELY_SECONDS = 0.5
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
     "t": "its process is stopped by a debugger",
@@ -28,7 +30,10 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """An operation that is waited for. ``peer`` is the global rank a message is to or from; else -1."""
+    """An operation that is waited for, and what the others have to call, in words.
+
+    ``peer`` is the global rank that a message of ``rank`` is to or from, with ``tag``; else -1.
+    """
 
     operation: str
     group: str
@@ -37,9 +42,13 @@ class Awaited:
     sequence: int
     part: int = 1
     peer: int = -1
-    of: str = ""
+    rank: int = -1
+    tag: int = 0
 
     def __str__(self) -> str:
+        if self.peer >= 0:
+            other = counterpart(self.operation) or self.operation
+            return f"{message_name(other, self.rank, self.tag)} on lane {self.lane!r}"
         return f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
 
 
@@ -101,9 +110,10 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
 
 
 def _has_called(awaited: Awaited, flight: Flight) -> bool:
-    if not awaited.sequence:  # of messages nobody counts; who is waiting in one of that lane has called
-        mine = [call for call in flight.on_lane(awaited.group, awaited.lane_key) if not call.sequence]
-        return any(call.state in ("in flight", "queued") for call in mine)
+    if not awaited.sequence:  # of messages nobody counts
+        return is_answered(
+            flight, awaited.group, awaited.lane_key, awaited.operation, awaited.rank, awaited.tag
+        )
     if flight.reached(awaited.group, awaited.lane_key) < awaited.sequence:
         return False
     parts = [
@@ -178,7 +188,21 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account]) -> list[str]:
     if over:
         who = f"rank{'s' * (len(over) > 1)} {', '.join(map(str, over))}"
         return [f"every rank has called it, and on {who} it is over"]
-    return ["every rank has called it: it is slow, or stuck in the network"]
+    who = "every rank has" if awaited.peer < 0 else "both ranks have"
+    return [f"{who} called it{_lately(awaited, accounts)}: it is slow, or stuck in the network"]
+
+
+def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> str:
+    """Who has called it only now: ``, rank 1 0.1 s ago``; "" if nobody has."""
+    ages = {
+        rank: one.now - call.called
+        for rank, one in sorted(accounts.items())
+        if one.flight is not None and one.now
+        for call in one.flight.on_lane(awaited.group, awaited.lane_key)
+        if awaited.sequence and call.sequence == awaited.sequence
+    }
+    late = [f"rank {rank} {max(0.0, age):.1f} s ago" for rank, age in ages.items() if age < _LATELY_SECONDS]
+    return f", {', '.join(late[:_MOST_TOLD])}" if late else ""
 
 
 def _is_over(awaited: Awaited, flight: Flight) -> bool:

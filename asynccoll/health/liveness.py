@@ -139,6 +139,11 @@ class Liveness:
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         return {} if self._accounts is None else self._accounts.of(peers)
 
+    def lives_here(self) -> None:
+        """It is this thread that stands where the program does."""
+        if self._accounts is not None:
+            self._accounts.thread = host.get_ident()
+
     def tell(self, ranks: Collection[int], question: str, seconds: float) -> Mapping[int, Mapping[str, Any]]:
         """What those of ``ranks`` that are known answer to ``question`` within ``seconds``."""
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}

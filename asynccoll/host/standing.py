@@ -25,6 +25,9 @@ _TRIO_RUN = "trio/_core/_run.py"
 #: Their frames are neither the user's nor of a library that does the user's work.
 _LOOPS = (_ASYNCIO, "/site-packages/anyio/", "/site-packages/trio/")
 
+#: Of a simulated host, whose frames stand for the kernel's.
+_SIMULATED = f"{Path(__file__).parent.parent / 'testing'}/"
+
 _Line = tuple[CodeType, int]
 
 
@@ -73,7 +76,8 @@ def _of(one: object, *names: str) -> Any:
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        yield frame
+        if not frame.f_code.co_filename.startswith(_SIMULATED):
+            yield frame
         frame = frame.f_back
 
 
@@ -128,7 +132,7 @@ def _stack(who: str, lines: list[_Line]) -> Stack:
         lines = lines[:-1]
     told = [
         line
-        for line, outer in zip(lines, [*lines[1:], None], strict=True)
+        for line, outer in zip(lines, [*lines[1:], None], strict=False)
         if not (is_ours(line[0].co_filename) and outer is not None and is_ours(outer[0].co_filename))
     ]
     inner = next((file for line in lines if not _is_loops(file := line[0].co_filename)), "")

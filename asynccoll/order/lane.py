@@ -470,7 +470,7 @@ class Lane:
             operation.part = self._part
             self._out.add(operation)
         else:
-            operation.peer = stream[1]
+            _, operation.peer, operation.tag = stream
             self._out.add_apart(operation)
         recorder = self._recorder
         # Addresses stand for what is longer to compare; what is at them is kept for as long as that counts.
@@ -483,7 +483,7 @@ class Lane:
             recorder.texts.get(key) or self._describe(key, estimate, spot, of),
             self.number,
             sequence,
-            operation.part,
+            operation.part if stream is None else operation.tag,
             operation.peer,
             size_bytes,
             called,

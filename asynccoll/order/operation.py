@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, PeerLostError, forget_frames
-from asynccoll.host.call_number import call_name
+from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
 from asynccoll.transport.completion import Completion, Ready
@@ -96,6 +96,7 @@ class Operation:
         "peer",
         "sequence",
         "started",
+        "tag",
         "ticket",
     )
 
@@ -123,6 +124,7 @@ class Operation:
         self.failure: CollectiveError | None = None
         self.part: int = 1  # of those at its place
         self.peer: int = -1  # of a message: the index of the other rank
+        self.tag: int = 0  # of a message
         self.ticket: int = 0  # of its record
         self._wakers: list[Callable[[], object]] | None = None
 
@@ -130,6 +132,13 @@ class Operation:
     def name(self) -> str:
         """Of the collective: ``all_reduce``."""
         return self.estimate.name
+
+    @property
+    def title(self) -> str:
+        """``all_reduce #41``, or ``send to rank 1 (tag 0)``."""
+        if self.peer < 0:
+            return call_name(self.name, self.sequence)
+        return message_name(self.name, self.lane.group.ranks[self.peer], self.tag)
 
     @property
     def place(self) -> Place:
@@ -140,7 +149,7 @@ class Operation:
         return f"{self} ({'done' if self.done() else 'in flight'})"
 
     def __str__(self) -> str:
-        return f"{call_name(self.name, self.sequence)} on {self.lane} from {self.place}"
+        return f"{self.title} on {self.lane} from {self.place}"
 
     def done(self) -> bool:
         """Whether waiting is over: the native operation is done, or we know that it never will be."""
@@ -179,7 +188,8 @@ class Operation:
             self.lane, estimate, self.sequence, completion, self._spot, self._timeout, host.monotonic()
         )
         follower.deadline = self.deadline
-        follower.part, follower.peer, follower.ticket = self.part, self.peer, self.ticket
+        follower.part, follower.peer, follower.tag = self.part, self.peer, self.tag
+        follower.ticket = self.ticket
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:

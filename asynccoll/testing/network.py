@@ -126,7 +126,7 @@ current: _Current = _Current()
 
 
 class Answers:
-    """As ``host.answering.Answers``, for notes of calls; else every rank's memory can be read."""
+    """As ``host.answering.Answers``, for notes of calls, and where a rank stands; its memory can be read."""
 
     def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, object]]) -> None:
         scheduler = running()
@@ -146,7 +146,7 @@ def ask(
     peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float
 ) -> dict[K, Mapping[str, object]]:
     """As ``host.answering.ask``: there and back, each of ``peers`` as soon as the link to it has it."""
-    if not question.startswith(NOTE):
+    if not question.startswith((NOTE, "account")):
         return {}
     scheduler = running()
     assert scheduler is not None and scheduler.current is not None

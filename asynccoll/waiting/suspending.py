@@ -43,8 +43,9 @@ def _late(operation: Operation) -> CollectiveTimeoutError:
     who = f": {blame}" if str(blame) else why
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""  # not a message
     return CollectiveTimeoutError(
-        f"{operation} is not ready after {waited:.3f} s{who}. It is still in flight{behind}; await the "
-        f"same work again to go on waiting{operation.lane.world.dump()}",
+        f"{operation} is not ready after {waited:.3f} s{who}. "
+        f"This rank's {operation.title} is still in flight{behind}; await the same work again "
+        f"to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
         operation=operation.name,
         lane=operation.lane.name,

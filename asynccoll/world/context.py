@@ -59,6 +59,8 @@ STORE_SECONDS = 0.3
 DUMP_SECONDS = 10.0
 #: How often one looks whether the device has done what the host has seen done.
 LAND_POLL_SECONDS = 0.001
+#: How ``ending`` begins, of what was said already.
+_LEFT = "it left its world (finalize), "
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +415,10 @@ class Context:
             return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
         gone = "has left its world (finalize)" if set(lost) <= left.keys() else "is gone"
-        heard = f"; {error}" if error is not None else f": {lane} cannot go on"
+        # Without a cause it is no library's, and says only that these ranks have left.
+        heard = f"; {error if error is not None and error.__cause__ else f'{lane} cannot go on'}"
         words = [said for rank in lost if (said := self.liveness.last_words(rank))]
-        last = f" ({'; '.join(words)})" if len(lost) == 1 and words else ""
+        last = f" ({words[0].removeprefix(_LEFT)})" if len(lost) == 1 and words else ""
         named = PeerLostError(
             f"{who} {gone}{last}{heard}{self.dump()}", lost, left=tuple(rank for rank in lost if rank in left)
         )
@@ -444,7 +447,17 @@ class Context:
         ranks = lane.group.ranks
         peer = ranks[operation.peer] if operation.peer >= 0 else -1
         group, key = lane_id(lane.group.key, lane.key)
-        awaited = Awaited(operation.name, group, key, lane.name, operation.sequence, operation.part, peer)
+        awaited = Awaited(
+            operation.name,
+            group,
+            key,
+            lane.name,
+            operation.sequence,
+            operation.part,
+            peer,
+            self.rank,
+            operation.tag,
+        )
         others = tuple(rank for rank in ranks if rank != self.rank)
         if self.clients is None or not others or self.closed:
             return blame(awaited, {}, (), self.liveness.describe)

@@ -1,0 +1,78 @@
+"""Messages as they were recorded: between which ranks, and whose other side nobody has called.
+
+Pure, as ``comparing`` is. A message has no place in the order of its lane; ``part`` of its record is its tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asynccoll.flight.reading import Call, Flight
+from asynccoll.host.call_number import counterpart, message_name
+
+__all__ = ["Unmet", "is_answered", "unmet"]
+
+_OPEN = ("in flight", "queued")
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """A message of ``rank`` that was in flight while rank ``peer`` had not called its side of it."""
+
+    rank: int
+    peer: int
+    call: Call
+
+    @property
+    def missing(self) -> str:
+        """What ``peer`` has not called: ``recv from rank 0 (tag 0)``."""
+        return message_name(counterpart(self.call.operation), self.rank, self.call.part)
+
+    def to_dict(self) -> dict[str, object]:
+        """For programs."""
+        return {
+            "rank": self.rank,
+            "peer": self.peer,
+            "group": self.call.group,
+            "lane": self.call.lane,
+            "called": self.call.title,
+            "place": self.call.place,
+            "missing": self.missing,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} waits in {self.call.name} at {self.call.place}: "
+            f"rank {self.peer} has not called {self.missing}"
+        )
+
+
+def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
+    """Of the ranks that are known, the messages in flight whose other side was not called."""
+    found = [
+        Unmet(rank, call.peer_rank, call)
+        for rank, one in sorted(flights.items())
+        for call in one.calls
+        if call.state in _OPEN and call.peer_rank in flights and counterpart(call.operation)
+    ]
+    return [
+        one
+        for one in found
+        if not is_answered(
+            flights[one.peer], one.call.group, one.call.lane_key, one.call.operation, one.rank, one.call.part
+        )
+    ]
+
+
+def is_answered(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> bool:
+    """Whether a call of ``flight`` is in flight that is the other side of ``operation`` on ``rank``."""
+    role = counterpart(operation)[:4]
+    return any(
+        call.state in _OPEN
+        and call.peer_rank == rank
+        and call.part == tag
+        and call.operation.startswith(role)
+        for call in flight.on_lane(group, lane_key)
+        if not call.sequence
+    )
