@@ -13,6 +13,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
+from asynccoll.health.checks import mismatch
 from asynccoll.runtime import state
 from ranks import Rank, raising
 from worlds import World
@@ -230,3 +231,27 @@ def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch)
         ac.initialize("serial")
     ac.initialize("serial", check="off")
     ac.finalize()
+
+
+HINTED: dict[str, tuple[tuple[str, str], str]] = {
+    "first dimensions": (
+        ("all_gather float32[3, 2] at x.py:5", "all_gather float32[4, 2] at x.py:5"),
+        "(with uneven=True, all_gather takes tensors of different shapes)",
+    ),
+    "of what has no uneven=": (
+        ("all_reduce sum float32[3] at x.py:5", "all_reduce sum float32[4] at x.py:5"),
+        "",
+    ),
+    "more dimensions": (("all_gather float32[3] at x.py:5", "all_gather float32[3, 1] at x.py:5"), ""),
+    "lines": (
+        ("all_reduce sum float32[3] at x.py:5", "all_reduce max float32[3] at x.py:6"),
+        "(a rank may have skipped a call before this one, or made one more)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HINTED)
+def test_what_may_be_behind_a_mismatch_is_said(case: str) -> None:
+    texts, hint = HINTED[case]
+    shown = str(mismatch("lane 'default'", (0, 1), texts))
+    assert shown.splitlines()[3:] == ([hint] if hint else [])

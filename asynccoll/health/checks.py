@@ -8,6 +8,7 @@ too; on a mismatch every rank raises, nothing of the call was sent, and the lane
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
@@ -24,6 +25,8 @@ __all__ = ["checked", "compare", "mismatch", "signature"]
 
 _DIGEST_BYTES = 16
 _ROW_BYTES = 512
+#: What has ``uneven=``.
+_UNEVEN = ("all_gather", "gather")
 
 
 def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, detail: str = "") -> str:
@@ -84,10 +87,26 @@ def mismatch(
     """
     sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(ranks, texts))
     error = CollectiveMismatchError(
-        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}"
+        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}{_hint(texts)}"
     )
     error.begins = begins
     return error
+
+
+def _hint(texts: Sequence[str]) -> str:
+    """What may be behind it, as far as the texts tell."""
+    said = [text.rpartition(" at ") for text in texts]
+    whats = [what for what, _, _ in said]
+    if len({_any_length(what) for what in whats}) == 1 and (name := whats[0].split()[0]) in _UNEVEN:
+        return f"\n(with uneven=True, {name} takes tensors of different shapes)"
+    if len({line for _, _, line in said}) > 1:
+        return "\n(a rank may have skipped a call before this one, or made one more)"
+    return ""
+
+
+def _any_length(what: str) -> str:
+    """Without the first dimension of its shape."""
+    return re.sub(r"\[\d+", "[n", what)
 
 
 def _grouped(ranks: Iterable[int], texts: Sequence[str]) -> list[tuple[str, str]]:
