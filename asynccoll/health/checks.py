@@ -87,7 +87,8 @@ def mismatch(
     """
     sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(ranks, texts))
     error = CollectiveMismatchError(
-        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}{_hint(texts)}"
+        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}"
+        f"{_hint(texts)}"
     )
     error.begins = begins
     return error

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from asynccoll import flight
 from asynccoll.health.accounts import NOTE
 from asynccoll.testing.links import Link
 from asynccoll.testing.primitives import FIRST_PID, sleep
@@ -52,6 +53,16 @@ class Network:
     def link(self, src: int, dst: int) -> Link:
         """What connects the two."""
         return self._local if self.node_of[src] == self.node_of[dst] else self._link
+
+    def in_flight(self) -> str:
+        """A line for each call that a rank has in flight, as its recorder has it."""
+        found = [flight.read(memoryview(memory.buffer)) for memory in self.memories if memory.descriptor >= 0]
+        return "".join(
+            f"rank {one.rank} waits in {call.name} at {call.place}\n"
+            for one in sorted((one for one in found if one is not None), key=lambda one: one.rank)
+            for call in one.calls
+            if call.state in ("in flight", "queued") and one.rank not in self.dead
+        )
 
     def light(self, rank: int) -> tuple[Beacon, int]:
         """A beacon, and its port."""

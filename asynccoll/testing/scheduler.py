@@ -47,6 +47,8 @@ class Scheduler:
         self.gone: set[int] = set()  # ranks
         #: why it ended before it was over, and what everybody did then
         self.stuck: str | None = None
+        #: what the ranks have in flight, told where they are stuck
+        self.in_flight: Callable[[], str] = str
         self.ends: float = math.inf  # the time at which it must be over
         #: what else there is to tell of a thread, such as the tasks of its loop
         self.tellers: dict[SimulatedThread, Callable[[], str]] = {}
@@ -372,7 +374,7 @@ class Scheduler:
 
     def _give_up(self, why: str) -> None:
         if self.stuck is None and not self._unwinding:
-            self.stuck = f"{why}:\n{self.stacks()}"
+            self.stuck = f"{why}:\n{self.in_flight()}{self.stacks()}"
         self.unwind()
 
     def unwind(self) -> None:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from asynccoll.host.call_site import is_users
 from asynccoll.host.standing import awaits
 from asynccoll.testing.threads import SimulatedThread
 
@@ -21,16 +22,21 @@ def told(
     state_of: Callable[[SimulatedThread], str],
     more: Mapping[SimulatedThread, Callable[[], str]],
 ) -> str:
-    """What each is doing, frames of ours left out; of some there is ``more`` to tell."""
+    """What each of the program's is doing, frames of ours left out; of some there is ``more`` to tell.
+
+    Those that run event loops come first; threads that run nothing of the program are left out.
+    """
     frames = sys._current_frames()
     parts = []
-    for thread in threads:
+    for thread in sorted(threads, key=lambda thread: thread not in more):
         frame: Any = frames.get(thread.ident)
         if frame is not None:
-            lines = traceback.format_stack(frame)
+            summaries = traceback.StackSummary.extract(traceback.walk_stack(frame))[::-1]
+            users = any(is_users(one.filename) for one in summaries)
+            lines = traceback.StackSummary.from_list(summaries).format()
             ours = [line for line in lines if not any(file in line for file in _UNTOLD)]
             rest = more[thread]() if thread in more else ""
-            if ours or rest:
+            if users or rest:
                 parts.append(f"{thread} ({state_of(thread)}):\n{''.join(ours[-8:])}{rest}")
     return "\n".join(parts)
 

@@ -86,6 +86,7 @@ class World:
         self._per_node = size // setting.nodes
         node_of = [rank // self._per_node for rank in range(size)]
         self._network = Network(setting.link, setting.local_link, node_of)
+        self._scheduler.in_flight = self._network.in_flight
         self._delivery = Delivery(self._scheduler, self._network, size)
         #: of the worlds that ranks join one after the other
         self._fabrics: list[Fabric] = []
