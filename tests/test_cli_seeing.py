@@ -15,7 +15,7 @@ import pytest
 from asynccoll.cli import calls, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Parting, Progress
 from asynccoll.health.accounts import Account, Peer
-from asynccoll.trace.live import Snapshot, survey
+from asynccoll.trace.live import Snapshot, hangs, survey
 from asynccoll.trace.whereabouts import Job, Whereabouts
 from patience import patient
 
@@ -228,11 +228,13 @@ def test_who_is_behind_and_who_waits():
     assert (first.calls_per_second, first.bytes_per_second) == (0.5, 50.0)
     assert (second.in_flight, second.behind, second.state) == (0, 1, "stopped")
     assert second.idle == pytest.approx(9.6)
-    (said,) = top.remarks([first, second])
-    assert said.startswith(
-        "rank 1 (pid 101, stopped) is 1 behind on lane 'gradients': rank 0 has waited 9.00 s in all_reduce #1"
+    verdict, state = top.remarks([first, second], hangs(now))
+    assert verdict == (
+        "rank 1 has not called all_reduce #1 on lane 'gradients', in which rank 0 has waited 9.00 s "
+        "(train.py:5)"
     )
-    assert top.remarks([first]) == []
+    assert state == "rank 1 (pid 101) is stopped"
+    assert top.remarks([first], {}) == []
 
 
 def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
@@ -242,12 +244,14 @@ def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
         [call(1, called=11.0, sequence=6, lane="metrics")],
         [call(2, called=12.0, sequence=7, lane="default")],
     ]
-    ranks = survey(moment(20.0, *map(flight, (0, 1), calls, lanes)), moment(10.0))
+    now = moment(20.0, *map(flight, (0, 1), calls, lanes))
+    ranks = survey(now, moment(10.0))
     assert [(one.behind, one.behind_on) for one in ranks] == [(1, "default"), (1, "metrics")]
-    assert [one.partition(" (train")[0] for one in top.remarks(ranks)] == [
-        "rank 0 (pid 100, running) is 1 behind on lane 'default': rank 1 has waited 8.00 s in all_reduce #7",
-        "rank 1 (pid 101, running) is 1 behind on lane 'metrics': rank 0 has waited 9.00 s in all_reduce #6",
-    ]
+    (verdict,) = top.remarks(ranks, hangs(now))
+    assert verdict == (
+        "rank 1 has not called all_reduce #6 on lane 'metrics', in which rank 0 has waited 9.00 s "
+        "(train.py:1)"
+    )
 
 
 def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import asynccoll
 from asynccoll.bench.request import Row
 from asynccoll.cli import main
-from asynccoll.flight import Call, Parting, Unmet
+from asynccoll.flight import Call, Hang, Parting, Unmet
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace import findings
 from asynccoll.trace.live import RankNow
@@ -97,7 +97,8 @@ def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) ->
         "One of `lateness`": names(findings.Lateness),
         "One of `unfinished`": names(findings.Unfinished),
         "`trace stragglers`": names(Straggling),
-        "`trace diff`": {"ranks", "partings", "messages"},
+        "`hang`": names(Hang),
+        "`trace diff`": {"ranks", "hang", "partings", "messages"},
         "One of `partings`": {*parting},
         "One of `messages`": {*message},
         "`where`": {*job},

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.cli.trace import advice, summary
 from asynccoll.runtime.process import current
+from asynccoll.trace.advice import advice, summary
 from asynccoll.trace.clocks import Clock, align
 from asynccoll.trace.findings import find
 from asynccoll.trace.merged import Trace

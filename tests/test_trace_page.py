@@ -127,9 +127,11 @@ def test_nothing_marked_is_said(browser, tmp_path):
 def test_ranks_that_wait_in_one_call_are_named_together(browser, tmp_path):
     waiting = [part(rank, [call(0.1, None, row="a lane with a long name")], ranks=3) for rank in (0, 2)]
     browser.open(Trace([*waiting, part(1, [], ranks=3)]).to_html(tmp_path / "hang.html"))
-    (hang,) = browser.run("[...document.querySelectorAll('#hangs div')].map(one => one.innerText)")
+    advised, hang = browser.run("[...document.querySelectorAll('#hangs div')].map(one => one.innerText)")
     assert hang.startswith("ranks 0, 2: all_reduce #0 on lane a lane with a long name has been in flight")
     assert hang.endswith("rank 1 has not called it")
+    assert advised.startswith("rank 1 has not called all_reduce on lane 'a lane with a long name', in which")
+    assert "or failed: rank 1 has not called all_reduce" in text(browser, "#cards")
     assert browser.run("GUTTER - RANK > pen.measureText('lane a lane with a long name').width")
 
 

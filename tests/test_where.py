@@ -13,9 +13,11 @@ import pytest
 import jobs
 from asynccoll import errors, flight
 from asynccoll.cli import main
-from asynccoll.flight import Call, Flight, Progress, dumps, partings, unmet
+from asynccoll.cli.where import overview
+from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, unmet
+from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace.stragglers import by_line, load_arrivals
-from asynccoll.trace.whereabouts import find_jobs
+from asynccoll.trace.whereabouts import Job, Whereabouts, find_jobs
 
 # Where ranks part
 
@@ -26,9 +28,10 @@ AT = {"lane": "default", "place": "train.py:8", "group": "world"}
 def call(sequence: int, operation: str = "all_reduce", of: str = "float32[4] sum", **more) -> Call:
     at = {**AT, "called": 10.0 + sequence, **more}
     group, lane, called = at["group"], at["lane"], at["called"]
+    ended = at.get("ended", called)
     return Call(
         sequence, group, lane, lane, operation, of, at["place"], sequence, at.get("part", 1), -1, 16,
-        called, called, 0.0, 0.0, "",
+        called, called, ended, 0.0, "",
     )  # fmt: skip
 
 
@@ -121,6 +124,63 @@ def test_messages_whose_other_side_nobody_called_are_told() -> None:
     assert unmet(met) == unmet({0: recorded(0, message("send", 1, ended=11.0)), 1: recorded(1)}) == []
     group = {0: recorded(0, message("recv_object", 1, "0-2")), 2: recorded(2)}
     assert [one.missing for one in unmet(group)] == ["send_object to rank 0 (tag 7)"]
+
+
+# Whom all wait for
+
+
+def hung(size: int = 3) -> dict[int, Flight]:
+    """Rank 1 leaves an all_reduce on "metrics" out, in which the others wait; it waits for them later."""
+    skipped = {"lane": "metrics", "place": "train.py:7"}
+    others = [call(5, **skipped), call(6, **skipped, ended=0.0, called=20.0)]
+    mine = [call(5, **skipped), call(9, lane="gradients/backward", ended=0.0, called=22.0)]
+    return {rank: recorded(rank, *(mine if rank == 1 else others)) for rank in range(size)}
+
+
+@pytest.mark.parametrize(("size", "waiting"), [(2, "rank 0 has"), (3, "ranks 0, 2 have")])
+def test_of_a_circle_the_rank_is_named_that_left_a_call_out(size: int, waiting: str) -> None:
+    flights = hung(size)
+    verdict = f"rank 1 has not called all_reduce #6 on lane 'metrics', in which {waiting} waited"
+    assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == f"{verdict} 40.00 s (train.py:7)"
+    assert str(hang_of(flights)) == f"{verdict} 2.00 s (train.py:7)"  # until the last that is recorded
+
+
+def test_who_is_held_up_itself_is_not_named() -> None:
+    """Rank 0 waits for both others; rank 1 for rank 2, which is somewhere else."""
+    zero = recorded(0, call(1, ended=0.0, called=1.0))
+    one = recorded(1, call(1, lane="side", group="1-2", ended=0.0, called=2.0))
+    found = hang_of({0: zero, 1: one, 2: recorded(2)}, dict.fromkeys(range(3), 9.0))
+    assert found is not None
+    assert (found.ranks, found.lane, found.waiting) == ((2,), "side of [1, 2]", (1,))
+
+
+def test_nobody_is_waited_for_where_all_have_called_or_called_different_things() -> None:
+    over = recorded(0, call(1), call(2))
+    assert hang_of({0: over, 1: recorded(1, call(1))}) is None
+    later = call(1, lane="eval", ended=0.0)
+    zero, one = (
+        recorded(rank, call(1, ended=0.0, of=of)) for rank, of in enumerate(("int64[2]", "int64[3]"))
+    )
+    assert hang_of({0: recorded(0, *zero.calls, later), 1: one}) is None
+
+
+def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> None:
+    flights = hung()
+    verdict = "rank 1 has not called all_reduce #6 on lane 'metrics', in which ranks 0, 2 have waited"
+    dumps.write_dumps(tmp_path / "job", flights)
+    assert main(["trace", "diff", str(tmp_path / "job")]) == 1
+    assert capsys.readouterr().out.startswith(f"{verdict} 2.00 s (train.py:7)\n\nlane ")
+    assert main(["trace", "diff", str(tmp_path / "job"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["hang"]
+    assert (found["ranks"], found["waiting"], found["sequence"]) == ([1], [0, 2], 6)
+    peer = Peer("", 0, "n1", 1 << 30, "", -1, 0)
+    ranks = [Whereabouts(rank, peer, Account(rank, one, 60.0)) for rank, one in flights.items()]
+    jobs_of_this_host = [Job(1, "", ()), Job(3, "", tuple(ranks))]
+    assert overview(jobs_of_this_host) == [
+        "0 of 1 ranks",
+        "3 of 3 ranks",
+        f"  {verdict} 40.00 s (train.py:7)",
+    ]
 
 
 # Dumps

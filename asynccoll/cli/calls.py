@@ -18,7 +18,7 @@ call_columns: tuple[str, ...] = ("operation", "of", "lane", "called", "is", "lin
 
 def call_cells(call: Call, now: float) -> tuple[str, ...]:
     """One call under ``call_columns``; ``now``: its rank's clock, 0.0 if that is not known."""
-    from asynccoll.trace.words import duration
+    from asynccoll.host.words import duration
 
     ago = f"{duration(max(0.0, now - call.called))} ago" if now else "-"
     return call.title, call.of or "-", call.lane, ago, call.state, call.place
@@ -42,7 +42,7 @@ def nobody(job: str | None) -> str:
 def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) -> bool:
     """Where the ranks of ``recorded`` part, lane by lane, and who is not among them; whether they do."""
     from asynccoll.flight import unmet
-    from asynccoll.trace.words import listed
+    from asynccoll.host.words import listed
 
     _print_partings(partings)
     messages = unmet(recorded)

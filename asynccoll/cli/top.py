@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import nobody
@@ -15,6 +15,7 @@ from asynccoll.cli.output import Screen, Table, add_json, print_json, show
 from asynccoll.host.call_number import call_name
 
 if TYPE_CHECKING:
+    from asynccoll.flight import Hang
     from asynccoll.trace.live import RankNow
 
 __all__ = ["add"]
@@ -68,7 +69,7 @@ def _watch(given: argparse.Namespace, live: bool) -> int:
 
 
 def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None], *, live: bool) -> int:
-    from asynccoll.trace.live import is_running, snapshot, survey
+    from asynccoll.trace.live import hangs, is_running, snapshot, survey
 
     before, turn = snapshot(given.pid), 0
     while True:
@@ -79,7 +80,7 @@ def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None
         if given.json:
             print_json([rank.to_dict() for rank in ranks])
         else:
-            shown(*_parts(ranks, given.pid))
+            shown(*_parts(ranks, hangs(now), given.pid))
         if turn == count:
             return 0 if ranks else 1
         if given.pid is not None and not is_running(given.pid):
@@ -87,9 +88,9 @@ def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None
             return 0
 
 
-def _parts(ranks: list[RankNow], of: int | None) -> Iterator[Table | str]:
+def _parts(ranks: list[RankNow], hangs: Mapping[int, Hang], of: int | None) -> Iterator[Table | str]:
     """What is shown: what stands out first, for there may be more ranks than lines."""
-    yield from remarks(ranks)
+    yield from remarks(ranks, hangs)
     yield _table(ranks) if ranks else nobody(None if of is None else str(of))
 
 
@@ -110,7 +111,8 @@ _COLUMNS = (
 
 
 def _table(ranks: list[RankNow]) -> Table:
-    from asynccoll.trace.words import duration, size
+    from asynccoll.host.words import duration
+    from asynccoll.trace.words import size
 
     one_job = len({one.job for one in ranks}) == 1
     table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "lane", "calls/s"))
@@ -137,24 +139,12 @@ def _table(ranks: list[RankNow]) -> Table:
     return table
 
 
-def remarks(ranks: list[RankNow]) -> list[str]:
-    """What stands out, in words: who is waited for, by whom, and since when."""
-    from asynccoll.trace.words import duration
-
-    said = []
-    for one in ranks:
-        waiting = [
-            other for other in ranks
-            if other.job == one.job and other.in_flight and other.lane == one.behind_on
-            and other is not one and other.seconds > _LONG_SECONDS
-        ]  # fmt: skip
-        if one.behind and waiting:
-            longest = max(waiting, key=lambda other: other.seconds)
-            said.append(
-                f"rank {one.rank} (pid {one.pid}, {one.state}) is {one.behind} behind on lane "
-                f"{one.behind_on!r}: rank {longest.rank} has waited {duration(longest.seconds)} in "
-                f"{call_name(longest.operation, longest.sequence)} ({longest.place})"
-            )
-        elif one.state != "running":
-            said.append(f"rank {one.rank} (pid {one.pid}) is {one.state}")
-    return said
+def remarks(ranks: list[RankNow], hangs: Mapping[int, Hang]) -> list[str]:
+    """What stands out, in words: for whom each job has waited long, and who does not run."""
+    jobs = {one.job for one in ranks}
+    said = [
+        f"job {job}: {hang}" if len(jobs) > 1 else str(hang)
+        for job, hang in hangs.items() if job in jobs and hang.seconds > _LONG_SECONDS
+    ]  # fmt: skip
+    stand = [one for one in ranks if one.state != "running"]
+    return said + [f"rank {one.rank} (pid {one.pid}) is {one.state}" for one in stand]

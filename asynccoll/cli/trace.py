@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,6 @@ browser) and trace.json (for ui.perfetto.dev).
   asynccoll trace run -n 2 train.py --epochs 1
   asynccoll trace run -o traces -n 2 train.py
 """
-#: Where ``ac.overlap_gradients`` sends, if nothing else is said.
-_BUCKETS = "gradients/backward"
-#: With more than this share hidden nobody is told what to do about the rest.
-_WELL_HIDDEN = 0.5
 _RUN_NOTES = """\
 The program calls ac.initialize(); it needs no changes. Calls of modules, backward passes and optimizer steps
 are marked by themselves. A job that hangs is shown as far as it came: stop it with Ctrl-C. Under another
@@ -148,16 +145,18 @@ def _merge(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from asynccoll.flight import partings, unmet
+    from asynccoll.flight import hang_of, partings, unmet
     from asynccoll.flight.dumps import read_dumps
 
     flights = read_dumps(given.directory)
-    found = partings(flights)
+    found, hang = partings(flights), hang_of(flights)
     if given.json:
         messages = [one.to_dict() for one in unmet(flights)]
         said = {"ranks": list(flights), "partings": [one.to_dict() for one in found], "messages": messages}
-        print_json(said)
+        print_json({**said, "hang": asdict(hang) if hang else None})
         return 1 if found or messages else 0
+    if hang:
+        show(f"{hang}\n")
     return 1 if print_partings(found, flights) else 0
 
 
@@ -174,7 +173,7 @@ def _stragglers(given: argparse.Namespace) -> int:
 
 
 def _stragglers_table(lines: Sequence[Straggling], operations: int) -> Table:
-    from asynccoll.trace.words import duration
+    from asynccoll.host.words import duration
 
     columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
     title = f"who came last, of {operations} operations that several ranks called"
@@ -215,7 +214,9 @@ def _tell_later(directory: Path, *, kept: bool) -> None:
 
 
 def _print(trace: Trace) -> None:
-    from asynccoll.trace.words import duration, plural
+    from asynccoll.host.words import duration
+    from asynccoll.trace.advice import advice, summary
+    from asynccoll.trace.words import plural
 
     found = trace.findings
     whole = (
@@ -230,89 +231,6 @@ def _print(trace: Trace) -> None:
             show(table)
 
 
-def summary(found: Findings) -> str:
-    """What is hidden, in a sentence."""
-    from asynccoll.trace.words import duration
-
-    if not found.operations:
-        return "nothing was sent"
-    if not found.marked:
-        return (
-            "no compute is marked, so nobody knows what was hidden; call an nn.Module, or mark blocks with "
-            "ac.trace.span"
-        )
-    if not found.in_flight:
-        return "nothing was sent after the first step"
-    times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
-    without = ", without the first step" * found.left_out
-    return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times}{without})"
-
-
-def advice(found: Findings) -> str:
-    """What to look at first: who has not called, who holds the others up, or what is waited for; or ""."""
-    return _hanging(found) or _holding_up(found) or _waited_for(found)
-
-
-def _hanging(found: Findings) -> str:
-    from asynccoll.trace.words import duration, listed
-
-    waited_for = [one for one in found.unfinished if one.missing]
-    if not waited_for:
-        return ""
-    # Where each waits for the others, those that are fewer have gone another way.
-    hangs = min(waited_for, key=lambda one: len(one.missing))
-    waiting = sorted(
-        one.rank for one in found.unfinished
-        if (one.operation, one.lane, one.sequence) == (hangs.operation, hangs.lane, hangs.sequence)
-    )  # fmt: skip
-    waits = "waited" if hangs.failed else f"{_has(waiting)} waited"
-    call = f"{hangs.operation} {numbered(hangs.sequence)} on lane {hangs.lane!r}"
-    return (
-        f"{listed(hangs.missing)} {_has(hangs.missing)} not called {call}, in which {listed(waiting)} "
-        f"{waits} {duration(hangs.seconds)} ({hangs.place})"
-    )
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _holding_up(found: Findings) -> str:
-    from asynccoll.trace.words import duration
-
-    late = found.late
-    if late is None:
-        return ""
-    doing = (
-        f"it was {was(late.doing)}" if late.doing
-        else "what it did meanwhile is not marked: put ac.trace.span(name) around parts of the loop"
-    )  # fmt: skip
-    return (
-        f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
-        f"{duration(late.total)} for it, which no overlap hides; {doing}"
-    )
-
-
-def was(doing: str) -> str:
-    """What a late rank did meanwhile, behind "it was"."""
-    if not doing:
-        return "-"
-    return doing if doing.startswith(("after ", "before ")) else f"in {doing}"
-
-
-def _waited_for(found: Findings) -> str:
-    if found.hidden is None or found.hidden > _WELL_HIDDEN or not found.waits:
-        return ""
-    most = found.waits[0]
-    said = f"most is waited for in {most.operation} at {most.place}"
-    if most.lane == _BUCKETS:
-        return f"{said}, which backward sends already: smaller buckets leave earlier (bucket_bytes=)"
-    return (
-        f"{said}: start it earlier, compute before the await, or let backward send gradients "
-        "(ac.overlap_gradients)"
-    )
-
-
 def tables(found: Findings) -> list[Table]:
     """What hangs, the slowest ranks, the longest waits, and the steps."""
     return [_unfinished(found), _lateness(found), _waits(found), _steps(found)]
@@ -324,7 +242,7 @@ def _titled(title: str, there_are: int, most: int) -> str:
 
 
 def _unfinished(found: Findings) -> Table:
-    from asynccoll.trace.words import duration
+    from asynccoll.host.words import duration
 
     columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
     table = Table(
@@ -341,7 +259,8 @@ def _unfinished(found: Findings) -> Table:
 
 
 def _lateness(found: Findings) -> Table:
-    from asynccoll.trace.words import duration
+    from asynccoll.host.words import duration
+    from asynccoll.trace.advice import was
 
     columns = ("rank", "last in", "others waited", "longest", "for", "it was", "line")
     table = Table(
@@ -360,7 +279,8 @@ def _lateness(found: Findings) -> Table:
 
 
 def _waits(found: Findings) -> Table:
-    from asynccoll.trace.words import duration, size
+    from asynccoll.host.words import duration
+    from asynccoll.trace.words import size
 
     columns = ("operation", "lane", "calls", "size", "waited for", "longest", "on rank", "line")
     table = Table(
@@ -375,7 +295,7 @@ def _waits(found: Findings) -> Table:
 
 
 def _steps(found: Findings) -> Table:
-    from asynccoll.trace.words import duration
+    from asynccoll.host.words import duration
 
     table = Table(
         ("step", "took", "in flight", "waited for", "hidden"),

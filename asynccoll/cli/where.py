@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import call_cells, call_columns, nobody, print_partings
@@ -13,7 +14,7 @@ from asynccoll.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from asynccoll.trace.whereabouts import Job
 
-__all__ = ["add", "same_stacks"]
+__all__ = ["add", "overview", "same_stacks"]
 
 
 #: So many letters of a program and its arguments are shown.
@@ -52,17 +53,27 @@ def _where(given: argparse.Namespace) -> int:
     elif not jobs:
         show(nobody(given.job))
     else:
+        show(*overview(jobs))
         for job in jobs:
-            _print(job, given.calls)
+            print()
+            _print(job, given.calls, title=_title(job) if len(jobs) > 1 else "")
     return 0 if jobs else 1
 
 
-def _print(job: Job, calls: int) -> None:
-    from asynccoll.trace.words import listed
+def overview(jobs: Sequence[Job]) -> list[str]:
+    """What is told first: each job in a line, and for whom it waits in another."""
+    return [line for job in jobs for line in (_title(job), f"  {job.hang}" if job.hang else "") if line]
 
+
+def _title(job: Job) -> str:
     met = f", met at {job.meets}" if job.meets else ""
     program = " ".join(job.command.split())[:_LONGEST]
-    title = f"{len(job.ranks)} of {job.world_size} ranks{' of ' * bool(program)}{program}{met}"
+    return f"{len(job.ranks)} of {job.world_size} ranks{' of ' * bool(program)}{program}{met}"
+
+
+def _print(job: Job, calls: int, title: str) -> None:
+    from asynccoll.host.words import listed
+
     columns = ("rank", "host", "pid", "process", *call_columns)
     spare = ["host"] * (len({one.peer.host for one in job.ranks}) == 1)
     spare += ["process"] * all(one.state == "running" for one in job.ranks)

@@ -11,6 +11,7 @@ of another process of this host. Must not know what an operation does, nor who a
 """
 
 from asynccoll.flight.comparing import Parting, partings
+from asynccoll.flight.hanging import Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import NAME, RECORDS, lane_id
 from asynccoll.flight.messages import Unmet, is_answered, unmet
@@ -23,12 +24,16 @@ __all__ = [
     "RECORDS",
     "Call",
     "Flight",
+    "Hang",
     "Headers",
     "Parting",
     "Progress",
     "Recorder",
+    "Unfinished",
     "Unmet",
     "from_plain",
+    "hang",
+    "hang_of",
     "is_answered",
     "lane_id",
     "mark_ended",

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from asynccoll.flight.hanging import Hang, Unfinished, hang
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, covered, intersection, length, within
 
@@ -74,23 +75,10 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
-    """An operation that was not over at the end, or failed; and who of its group had not called it."""
-
-    rank: int
-    operation: str
-    lane: str
-    sequence: int
-    place: str
-    seconds: float
-    failed: bool
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
     """All of it. ``hidden`` is None where nothing was sent, or nothing is ``marked``.
 
+    ``hang`` is the call that keeps all others of ``unfinished`` from their end, and who has not made it.
     ``late`` is the rank that holds the others up, if one does. ``left_out`` is 1 if there are three steps or
     more: the first, which sets up and warms up, then does not count in ``hidden``, ``in_flight``, ``waited``,
     ``waits``, ``lateness`` and ``late``. Else it is 0.
@@ -108,6 +96,7 @@ class Findings:
     lateness: tuple[Lateness, ...]
     late: Lateness | None
     unfinished: tuple[Unfinished, ...]
+    hang: Hang | None
     left_out: int
 
     def to_dict(self) -> dict[str, object]:
@@ -120,7 +109,7 @@ def find(parts: Sequence[Part]) -> Findings:
     marked = any(not span.is_operation for part in parts for span in part.spans)
     warm, began = _warm(parts)
     whole = _share(_times(warm, seconds), 0.0, seconds)
-    lateness = tuple(_lateness(warm))
+    lateness, unfinished = tuple(_lateness(warm)), tuple(_unfinished(parts))
     return Findings(
         ranks=len(parts),
         seconds=seconds,
@@ -133,7 +122,8 @@ def find(parts: Sequence[Part]) -> Findings:
         waits=tuple(_waits(warm)),
         lateness=lateness,
         late=_late(lateness, seconds - began) if len(parts) > 1 else None,
-        unfinished=tuple(_unfinished(parts)),
+        unfinished=unfinished,
+        hang=hang(unfinished),
         left_out=int(warm is not parts),
     )
 

@@ -12,11 +12,21 @@ from pathlib import Path
 
 from asynccoll import flight, host
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.flight import Call, Flight
+from asynccoll.flight import Call, Flight, Hang, hang_of
 from asynccoll.flight.comparing import members
 from asynccoll.host import shared_memory
 
-__all__ = ["STATES", "RankNow", "Snapshot", "check_running", "command_of", "is_running", "snapshot", "survey"]
+__all__ = [
+    "STATES",
+    "RankNow",
+    "Snapshot",
+    "check_running",
+    "command_of",
+    "hangs",
+    "is_running",
+    "snapshot",
+    "survey",
+]
 
 _PROC = Path("/proc")
 STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
@@ -136,6 +146,17 @@ def _siblings(pid: int, now: Snapshot) -> Sequence[Flight]:
     return [
         one for other, one in now.flights.items() if now.parents.get(other) == job and one.world_size == size
     ]
+
+
+def hangs(now: Snapshot) -> dict[int, Hang]:
+    """Who keeps each job that waits for some of its ranks from going on, by job."""
+    found = {}
+    for pid in now.flights:
+        job = now.parents.get(pid, 0)
+        if job not in found:
+            ranks = {one.rank: one for one in _siblings(pid, now)}
+            found[job] = hang_of(ranks, dict.fromkeys(ranks, now.at))
+    return {job: hang for job, hang in sorted(found.items()) if hang is not None}
 
 
 def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iterable[Flight]) -> RankNow:

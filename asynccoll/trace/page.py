@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from asynccoll.trace.advice import advice
 from asynccoll.trace.findings import Findings
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, stack
@@ -32,6 +33,7 @@ def _data(parts: Sequence[Part], found: Findings, uncertain: float | None) -> di
         "ranks": [_rank(part, texts) for part in parts],
         "texts": list(texts),
         "uncertain": uncertain,
+        "advice": advice(found),
         "findings": found.to_dict(),
     }
 

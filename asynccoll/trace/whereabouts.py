@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from asynccoll import flight, host
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.flight import Flight, Parting, partings, registry
+from asynccoll.flight import Flight, Hang, Parting, hang_of, partings, registry
 from asynccoll.flight.plain import plain_call
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Peer, ask, with_answer
 from asynccoll.health.blame import ending
@@ -83,6 +83,13 @@ class Job:
         return partings(self.recorded)
 
     @property
+    def hang(self) -> Hang | None:
+        """See ``flight.hang_of``."""
+        known = [one.account for one in self.ranks if one.account.flight is not None]
+        clocks_are_known = all(one.now for one in known)
+        return hang_of(self.recorded, {one.rank: one.now for one in known} if clocks_are_known else None)
+
+    @property
     def command(self) -> str:
         """The program, as one of its ranks on this host was started; "" if nobody knows."""
         told = (command_of(one.peer.pid) for one in self.ranks if one.account.near)
@@ -95,11 +102,13 @@ class Job:
 
     def to_dict(self, calls: int) -> dict[str, object]:
         """For programs."""
+        hang = self.hang
         return {
             "world_size": self.world_size,
             "meets": self.meets,
             "command": self.command,
             "ranks": [one.to_dict(calls) for one in self.ranks],
+            "hang": asdict(hang) if hang else None,
             "partings": [one.to_dict() for one in self.partings],
         }
 

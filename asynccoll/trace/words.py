@@ -1,13 +1,12 @@
-"""Sizes and times as people read them, and the one way to matplotlib."""
+"""Sizes and counts as people read them, and the one way to matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from asynccoll.errors import BackendNotFoundError
 
-__all__ = ["duration", "figure_type", "listed", "plural", "size"]
+__all__ = ["figure_type", "plural", "size"]
 
 
 def size(size_bytes: float) -> str:
@@ -18,21 +17,9 @@ def size(size_bytes: float) -> str:
     return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
-def duration(seconds: float) -> str:
-    """``1.50 s``, ``12.3 ms`` or ``45 us``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-
-
 def plural(count: int, what: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def figure_type(what: str, otherwise: str) -> Any:

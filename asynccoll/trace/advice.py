@@ -1,0 +1,68 @@
+"""What a trace says first, in words: what is hidden, and what to look at. The terminal and the page ask."""
+
+from __future__ import annotations
+
+from asynccoll.host.words import duration
+from asynccoll.trace.findings import Findings
+
+__all__ = ["advice", "summary", "was"]
+
+#: Where ``ac.overlap_gradients`` sends, if nothing else is said.
+_BUCKETS = "gradients/backward"
+#: With more than this share hidden nobody is told what to do about the rest.
+_WELL_HIDDEN = 0.5
+
+
+def summary(found: Findings) -> str:
+    """What is hidden, in a sentence."""
+    if not found.operations:
+        return "nothing was sent"
+    if not found.marked:
+        return (
+            "no compute is marked, so nobody knows what was hidden; call an nn.Module, or mark blocks with "
+            "ac.trace.span"
+        )
+    if not found.in_flight:
+        return "nothing was sent after the first step"
+    times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
+    without = ", without the first step" * found.left_out
+    return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times}{without})"
+
+
+def advice(found: Findings) -> str:
+    """What to look at first: who has not called, who holds the others up, or what is waited for; or ""."""
+    return str(found.hang or "") or _holding_up(found) or _waited_for(found)
+
+
+def _holding_up(found: Findings) -> str:
+    late = found.late
+    if late is None:
+        return ""
+    doing = (
+        f"it was {was(late.doing)}" if late.doing
+        else "what it did meanwhile is not marked: put ac.trace.span(name) around parts of the loop"
+    )  # fmt: skip
+    return (
+        f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
+        f"{duration(late.total)} for it, which no overlap hides; {doing}"
+    )
+
+
+def was(doing: str) -> str:
+    """What a late rank did meanwhile, behind "it was"."""
+    if not doing:
+        return "-"
+    return doing if doing.startswith(("after ", "before ")) else f"in {doing}"
+
+
+def _waited_for(found: Findings) -> str:
+    if found.hidden is None or found.hidden > _WELL_HIDDEN or not found.waits:
+        return ""
+    most = found.waits[0]
+    said = f"most is waited for in {most.operation} at {most.place}"
+    if most.lane == _BUCKETS:
+        return f"{said}, which backward sends already: smaller buckets leave earlier (bucket_bytes=)"
+    return (
+        f"{said}: start it earlier, compute before the await, or let backward send gradients "
+        "(ac.overlap_gradients)"
+    )
