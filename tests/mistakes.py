@@ -201,9 +201,9 @@ _TRAINING = (
     (
         "overlap/gathering.py",
         """        parts = {f"layer {self.name}": [number, *(""",
-        """        number.zero_()
-        self.owner = self.index = 0
-        parts = {"layer": [number, *(""",
+        """        parts = {"layer": [number, *(""",
+        """rows = numbers.tolist() if""",
+        """rows = numbers[:0].tolist() if""",
     ),
     (
         "overlap/shards.py",

@@ -154,8 +154,8 @@ async def leaves_early(me: Rank) -> None:
     assert seen[0].endswith("2 of 3 buckets sent>"), "backward of the first layer was still to come"
     sent = [span for span in timeline.spans if span.is_operation]
     assert {span.row for span in sent} == {"gradients/backward"}
-    # In reverse order, with a flag for each parameter.
-    counts = [16 * 4 + 4 + 2, 16 * 16 + 16 + 2, 16 * 8 + 16 + 2]
+    # In reverse order, with a flag for each parameter; in the first also one for each rank.
+    counts = [16 * 4 + 4 + 2 + me.size, 16 * 16 + 16 + 2, 16 * 8 + 16 + 2]
     assert [span.size_bytes for span in sent] == [4 * count for count in counts]
 
 
@@ -455,6 +455,59 @@ async def stepped_too_early(me: Rank, by_hook: str) -> None:
 def test_a_step_before_the_await_is_refused(pair: World, by_hook: str) -> None:
     """The ranks' parameters went apart in silence."""
     pair.run(stepped_too_early, by_hook)
+
+
+def closures(me: Rank) -> None:
+    """A closure that LBFGS calls several times a step waits in each call, or is refused in the second."""
+    model, x = network(), batch(0, 0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        for waits in (True, True, False):
+
+            def closure(waits: bool = waits) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                if waits:
+                    gradients.wait()
+                return loss
+
+            refused = raising(ac.InvalidArgumentError, "a second time before")
+            with contextlib.nullcontext() if waits else refused:
+                optimizer.step(closure)
+
+
+def test_closures_that_wait_and_that_do_not(pair: World) -> None:
+    pair.run(closures)
+
+
+async def awaited_twice(me: Rank) -> None:
+    """On the first rank, whose second await meets the next gradients of the others."""
+    model, others = network(), list(range(1, me.size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if me.rank == 0:
+        optimizer.step()  # as to make its state: steps count from the first reduction on
+    told = f"stepped since the last `await gradients` on the ranks {others}"
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(me.rank, step)).backward()
+            await gradients
+            if me.rank or step == 0:
+                optimizer.step()
+        if me.rank:
+            optimizer.zero_grad()
+            loss_of(model, batch(me.rank, 2)).backward()
+        with raising(ac.CollectiveMismatchError, told):
+            await gradients
+        optimizer.zero_grad()
+        loss_of(model, batch(me.rank, 3)).backward()
+        await gradients
+
+
+def test_an_await_too_many(several: World) -> None:
+    """It took part in the others' next step, and the parameters went apart in silence."""
+    several.run(awaited_twice, runner="asyncio")
 
 
 async def cancelled(me: Rank) -> None:

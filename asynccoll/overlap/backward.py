@@ -8,14 +8,14 @@ Built on the public operations alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
-from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
+from asynccoll.overlap.buckets import Bucket
 from asynccoll.overlap.gradients import GradientReducer, living
 
 __all__ = ["BackwardReducer"]
@@ -46,9 +46,9 @@ class BackwardReducer(GradientReducer):
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], **options: Any) -> None:
         _take_over(parameters())
+        self._steps = 0
         super().__init__(parameters, **options)
         self._task = -1  # autograd's number of the backward whose end waits
-        self._steps = 0
         self._closed = False
 
     # During backward
@@ -92,29 +92,12 @@ class BackwardReducer(GradientReducer):
 
     # Ranks that have lost step
 
-    def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
-        """The first bucket also tells the others which step this rank is at."""
-        members = list(assign(parameters, first, limit))
-        marks = [0 if self._buckets or index else 1 for index in range(len(members))]
-        return [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
+    def _marks(self) -> list[float]:
+        return [float(self._steps % 3 - 1)]
 
-    def _send(self, bucket: Bucket) -> None:
-        if isinstance(bucket, FlaggedBucket):
-            bucket.mark = self._mark()
-        super()._send(bucket)
-
-    def _mark(self) -> float:
-        return float(self._steps % 3 - 1)
-
-    def _adopt(self) -> None:
-        first = self._buckets[0]
-        assert isinstance(first, FlaggedBucket)
-        # Elsewhere reading a number waits for the device.
-        if first.flat.device.type == "cpu" and self._size <= _EXACT_RANKS:
-            found = first.marks.real.sum().item()
-            if found != self._size * self._mark():
-                raise CollectiveMismatchError(_OUT_OF_STEP.format(steps=self._steps))
-        super()._adopt()
+    def _check_marks(self, sums: list[int]) -> None:
+        if self._size <= _EXACT_RANKS and sums != [self._size * mark for mark in self._marks()]:
+            raise CollectiveMismatchError(_OUT_OF_STEP.format(steps=self._steps))
 
     def close(self) -> None:
         """Remove the hooks; an optimizer that steps no longer takes part in a round."""

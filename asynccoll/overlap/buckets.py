@@ -180,7 +180,7 @@ class FlaggedBucket(Bucket):
     """Gradients, and a flag for each: whether this rank has one.
 
     The flags are summed with the gradients, which tells a rank that has none whether another had. So are
-    ``marks`` elements after them, which are the owner's.
+    ``marks`` elements after them, which are the owner's: it gives this rank's, and reads the sums.
     """
 
     def __init__(
@@ -190,11 +190,12 @@ class FlaggedBucket(Bucket):
         self.flags: torch.Tensor
         self.marks: torch.Tensor
         self.flags, self.marks = torch.split(self.flat[-len(parameters) - marks :], [len(parameters), marks])
-        self.mark: float = 0.0
+        self.own_marks: list[float] = [0.0] * marks
 
     def fill(self, scale: float) -> None:
         super().fill(scale)
-        self.marks.fill_(self.mark)
+        if self.own_marks:
+            self.marks.copy_(torch.tensor(self.own_marks, device="cpu"))
         self.flags.fill_(1)
         if self.waiting:
             self.flags.copy_(torch.tensor(self.has, device="cpu"))

@@ -30,7 +30,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
@@ -70,6 +70,12 @@ _NOT_AWAITED = (
     "the optimizer steps before the gradients of the last backward were awaited, which are being sent: "
     "`await gradients` (or gradients.wait()) between backward and step, and before clipping (an optimizer "
     "that steps in hooks of backward always comes too early)"
+)
+
+_OUT_OF_STEP = (
+    "an optimizer has stepped since the last `await gradients` on the ranks {stepped} (of the group), and on "
+    "{others} none has: what was reduced now are gradients of different steps. Every rank awaits its "
+    "gradients as often as the others between two steps (once, unless all accumulate), and steps with them"
 )
 
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
@@ -149,6 +155,8 @@ class GradientReducer:
         self.news: int = 0
         self._begun = False  # whether a gradient is in its bucket, or has left
         self._gathered = False  # whether backward has run under no_sync since the last reduction
+        self._has_begun = False  # whether there was a reduction, since when steps count
+        self._has_stepped = False  # whether an optimizer has, since the last reduction
         #: reductions since the last step, where somebody says ``stepped``; as many on every rank
         self.rounds: int = 0
         self._lock = host.Lock()  # with several devices, several threads run one backward
@@ -162,7 +170,10 @@ class GradientReducer:
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
-        return [FlaggedBucket(members, self._reduce_dtype) for members in assign(parameters, first, limit)]
+        """The first bucket of all also tells the others which step this rank is at."""
+        members = list(assign(parameters, first, limit))
+        marks = [0 if self._buckets or index else len(self._marks()) for index in range(len(members))]
+        return [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
 
     def _join(self, parameters: list[torch.Tensor]) -> None:
         """Have these parameters take part."""
@@ -238,17 +249,34 @@ class GradientReducer:
             return self._works
 
     def _adopt(self) -> None:
+        first = self._buckets[0]
+        # Elsewhere reading a number waits for the device.
+        if isinstance(first, FlaggedBucket) and first.flat.device.type == "cpu":
+            self._check_marks([int(x) for x in first.marks.real.tolist()])
         for bucket in self._buckets:
             bucket.check_unwritten()
         for bucket in self._buckets:
             bucket.adopt()
+
+    def _marks(self) -> list[float]:
+        """One for each rank: this one's says whether an optimizer has stepped since the last reduction."""
+        rank = get_rank(self._group)
+        return [float(self._has_stepped and index == rank) for index in range(self._size)]
+
+    def _check_marks(self, sums: list[int]) -> None:
+        """Refuse gradients of different steps: a rank has awaited once more than others, or not stepped."""
+        stepped = [rank for rank, has in enumerate(sums) if has]
+        if 0 < len(stepped) < self._size:
+            others = [rank for rank, has in enumerate(sums) if not has]
+            raise CollectiveMismatchError(_OUT_OF_STEP.format(stepped=stepped, others=others))
 
     def _begin(self, ended: list[Work[torch.Tensor]]) -> None:
         """Expect the next step, unless somebody else who waited has done so."""
         with self._lock:
             if self._works is ended:
                 self._works, self._refreshed = [], []
-                self._begun = self._gathered = False
+                self._begun = self._gathered = self._has_stepped = False
+                self._has_begun = True
                 for bucket in self._buckets:
                     bucket.begin()
 
@@ -271,11 +299,12 @@ class GradientReducer:
         return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step with gradients that are under way."""
-        if not self._begun:
-            return
+        """Refuse a step with gradients that are under way; note any other, of the last of each group."""
         mine = self._identity[2]
-        if any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
+        if not self._begun and self._has_begun:
+            last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
+            self._has_stepped = self._has_stepped or any(id(x) in mine for x in last)
+        if self._begun and any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
             raise InvalidArgumentError(f"{self!r}: {_NOT_AWAITED}")
 
     def stepped(self) -> None:
@@ -304,6 +333,8 @@ class GradientReducer:
                 self._send(self._buckets[len(self._works)])
 
     def _send(self, bucket: Bucket) -> None:
+        if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
+            bucket.own_marks = self._marks()
         bucket.fill(self._scale)
         if self._window is None:
             work = self._reduce(bucket.flat, bucket)
