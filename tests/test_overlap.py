@@ -172,8 +172,9 @@ async def in_order(me: Rank) -> None:
         model(rows(me.rank, 0), [0, 1] if me.rank % 2 else [1, 0]).backward()
         assert "0 of 8 buckets" in repr(gradients), "what is before them has not left"
         await me.get(gradients)
-    # In memory that divides by 16 bytes, and a flag.
+    # In memory that divides by 16 bytes, and a flag; in the first, of the last layer, one for each rank.
     sizes = [-(-p.numel() // 4) * 4 + 1 for p in model.parameters()]
+    sizes[-1] += me.size
     sent = [span.size_bytes for span in timeline.spans if span.is_operation]
     assert sent == [4 * size for size in reversed(sizes)]
 
