@@ -266,6 +266,14 @@ def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):
     capsys.readouterr()
 
 
+def test_top_prints_a_document_in_each_line(monkeypatch, capsys):
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=lambda _seconds: None))
+    snapshots = moment(2.0, flight(0, [call(1, called=1.0)], {"default": 1}))
+    monkeypatch.setattr("asynccoll.trace.live.snapshot", lambda _root: snapshots)
+    assert main(["top", "-n", "2", "--json"]) == 0
+    assert [json.loads(line)[0]["rank"] for line in capsys.readouterr().out.splitlines()] == [0, 0]
+
+
 def test_top_of_a_process_ends_with_it(monkeypatch, capsys):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
 

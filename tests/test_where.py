@@ -186,6 +186,12 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> 
 # Dumps
 
 
+def test_a_recording_is_no_dump_and_its_commands_are_named(tmp_path: Path, capsys) -> None:
+    (tmp_path / "rank-00000.jsonl").write_text("{}\n")
+    assert main(["trace", "diff", str(tmp_path)]) == 2
+    assert "`asynccoll trace merge` shows" in capsys.readouterr().err
+
+
 def test_a_dump_is_what_was_recorded(tmp_path: Path) -> None:
     flights = {0: recorded(0, call(1), call(2)), 1: recorded(1, call(1))}
     assert dumps.write_dumps(tmp_path / "job", flights)

@@ -165,9 +165,9 @@ def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on 
     parser.add_argument("--json", action="store_true", help=what)
 
 
-def print_json(what: object) -> None:
-    """One document, on standard output."""
-    print(json.dumps(what, indent=2), flush=True)
+def print_json(what: object, *, in_a_line: bool = False) -> None:
+    """One document, on standard output; in a line where others follow it, so that a reader knows its end."""
+    print(json.dumps(what, indent=None if in_a_line else 2), flush=True)
 
 
 class Screen:

@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "-n", "--count", type=int, metavar="N", help="so often; on a terminal without end, else 1"
     )
-    add_json(parser, "a JSON document each time")
+    add_json(parser, "a JSON document each time, in a line")
     parser.set_defaults(carry_out=_top)
 
 
@@ -78,7 +78,7 @@ def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None
         ranks = survey(now, before)
         before, turn = now, turn + 1
         if given.json:
-            print_json([rank.to_dict() for rank in ranks])
+            print_json([rank.to_dict() for rank in ranks], in_a_line=True)
         else:
             shown(*_parts(ranks, hangs(now), given.pid))
         if turn == count:

@@ -16,6 +16,7 @@ from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
 from asynccoll.cli.output import Table, add_json, check_writable, print_json, show
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def _diff(given: argparse.Namespace) -> int:
     from asynccoll.flight import hang_of, partings, unmet
     from asynccoll.flight.dumps import read_dumps
 
+    _check_no_recording(given.directory)
     flights = read_dumps(given.directory)
     found, hang = partings(flights), hang_of(flights)
     if given.json:
@@ -158,6 +160,17 @@ def _diff(given: argparse.Namespace) -> int:
     if hang:
         show(f"{hang}\n")
     return 1 if print_partings(found, flights) else 0
+
+
+def _check_no_recording(directory: Path) -> None:
+    from asynccoll.trace.spooling import recordings
+
+    if recordings(directory) and not any(directory.glob("rank-*.json")):
+        raise InvalidArgumentError(
+            f"{str(directory)!r} has a recording, and no dumps of a failure: `asynccoll trace merge` "
+            "shows what was in flight at its end, and who had not called it; `asynccoll trace stragglers`, "
+            "who was late"
+        )
 
 
 def _stragglers(given: argparse.Namespace) -> int:
@@ -175,7 +188,7 @@ def _stragglers(given: argparse.Namespace) -> int:
 def _stragglers_table(lines: Sequence[Straggling], operations: int) -> Table:
     from asynccoll.host.words import duration
 
-    columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
+    columns = ("operation", "lane", "calls", "last", "of them", "first waited", "median", "longest", "line")
     title = f"who came last, of {operations} operations that several ranks called"
     table = Table(
         columns, title=title, left=frozenset({"operation", "lane", "line"}), spare=("median", "lane")
