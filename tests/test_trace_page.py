@@ -184,7 +184,7 @@ def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, script, capsys):
+def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, script, tmp_path, capsys):
     """`top` looks at the ranks below the process that is named, once in a pipe and as JSON. Stopped from the
     terminal, `trace run` names the rank that does not come, with the line of those that wait."""
 
@@ -203,7 +203,7 @@ def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, scri
         print("called")
         work.wait()
     """)
-    job = start("trace", "run", "--json", "-n", 2, "program.py")
+    job = start("trace", "run", "-o", "out", "-n", 2, "program.py")
     assert job.lines(2) == ["apart", "called"]
     code, output, errors = top("--json")
     assert (code, errors) == (0, "")
@@ -220,7 +220,9 @@ def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, scri
     code, output, errors = job.wait()
     assert code == 130
     assert "interrupted" in errors
-    (hang,) = json.loads(output)["unfinished"]
+    assert "rank 1 has not called all_reduce #1 on lane 'gradients', in which rank 0 " in output
+    assert main(["trace", "merge", str(tmp_path / "out"), "-o", str(tmp_path), "--json"]) == 0
+    (hang,) = json.loads(capsys.readouterr().out)["unfinished"]
     assert (hang["rank"], hang["operation"], hang["sequence"], hang["missing"]) == (0, "all_reduce", 1, [1])
     assert hang["place"].endswith("program.py:8")
     code, _, errors = top()
@@ -250,6 +252,20 @@ def test_worlds_are_recorded_one_by_one_and_a_forked_child_in_none(start, script
     first, second = (ac.trace.load(tmp_path / "told" / which) for which in ("", "world-2"))
     assert [trace.findings.operations for trace in (first, second)] == [2, 3]
     assert all(span.name != "child" for part in first.parts for span in part.spans)
+
+
+@pytest.mark.slow
+def test_the_document_stands_alone_whatever_the_program_prints(start, script):
+    script("""
+        import torch, asynccoll as ac
+        ac.initialize("gloo")
+        ac.barrier().wait()
+        print("epoch 1")
+        ac.finalize()
+    """)
+    code, output, errors = start("trace", "run", "--json", "-n", 1, "program.py").wait()
+    assert (code, json.loads(output)["ranks"]) == (0, 1)
+    assert "epoch 1" in errors
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ __all__ = [
     "from_here",
     "print_json",
     "show",
+    "standard_output_for_json",
 ]
 
 #: As wide as any line: a pipe has no width, and rich wants one.
@@ -168,6 +170,20 @@ def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on 
 def print_json(what: object, *, in_a_line: bool = False) -> None:
     """One document, on standard output; in a line where others follow it, so that a reader knows its end."""
     print(json.dumps(what, indent=None if in_a_line else 2), flush=True)
+
+
+@contextmanager
+def standard_output_for_json() -> Iterator[None]:
+    """Within it, what this process and those it starts print goes to stderr: a document is to stand alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 class Screen:

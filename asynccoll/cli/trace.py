@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
 from asynccoll.cli.common import Commands
-from asynccoll.cli.output import Table, add_json, check_writable, print_json, show
+from asynccoll.cli.output import Table, add_json, check_writable, print_json, show, standard_output_for_json
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_number import numbered
 
@@ -113,7 +113,8 @@ def _run(given: argparse.Namespace) -> int:
     with _recording_in(given.output) as directory:
         os.environ[VARIABLE] = str(directory)
         try:
-            code = start(run.request(given))
+            with standard_output_for_json() if given.json else nullcontext():
+                code = start(run.request(given))
         finally:
             del os.environ[VARIABLE]
         if not recordings(directory):
