@@ -195,9 +195,10 @@ def call(ticket, *, called, ended=0.0, operation="all_reduce", sequence=None, la
     )  # fmt: skip
 
 
-def flight(rank, calls, lanes):
+def flight(rank, calls, lanes, *, pid=None, **said):
     reached = tuple(Progress("world", lane, place) for lane, place in lanes.items())
-    return Flight(rank, 2, 100 + rank, 0.0, 0.0, "running", 0.0, tuple(calls), reached)
+    process = 100 + rank if pid is None else pid
+    return Flight(rank, 2, process, 0.0, 0.0, "running", 0.0, tuple(calls), reached, said=said)
 
 
 def moment(at, *flights, states=None):
@@ -252,6 +253,17 @@ def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
         "rank 1 has not called all_reduce #6 on lane 'metrics', in which rank 0 has waited 9.00 s "
         "(train.py:1)"
     )
+
+
+def test_jobs_are_told_apart_by_where_their_ranks_met():
+    """Two jobs that one shell has started, and one with a process between the launcher and each rank."""
+    places = {100: "a:1", 101: "a:1", 102: "b:2", 103: "b:2", 200: "c:3", 201: "c:3"}
+    flights = {pid: flight(pid % 2, [], {}, pid=pid, meets=place) for pid, place in places.items()}
+    parents = {100: 7, 101: 7, 102: 7, 103: 7, 200: 20, 201: 21, 20: 9, 21: 9, 9: 7, 7: 1}
+    now = Snapshot(20.0, flights, dict.fromkeys(flights, "S"), parents)
+    assert [(one.job, one.rank, one.pid) for one in survey(now, now)] == [
+        (9, 0, 200), (9, 1, 201), (100, 0, 100), (100, 1, 101), (102, 0, 102), (102, 1, 103),
+    ]  # fmt: skip
 
 
 def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):

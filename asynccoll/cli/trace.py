@@ -175,8 +175,11 @@ def _check_no_recording(directory: Path) -> None:
 
 
 def _stragglers(given: argparse.Namespace) -> int:
+    from asynccoll.errors import InvalidArgumentError
     from asynccoll.trace.stragglers import by_line, load_arrivals
 
+    if given.most < 1:
+        raise InvalidArgumentError(f"-n {given.most} is not possible; it is at least 1")
     arrivals = load_arrivals(given.directory)
     lines = by_line(arrivals)[: given.most]
     if given.json:

@@ -136,30 +136,56 @@ def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 def survey(now: Snapshot, before: Snapshot) -> list[RankNow]:
     """What each rank does, the jobs and their ranks in order."""
-    rows = [_rank(pid, recorded, now, before, _siblings(pid, now)) for pid, recorded in now.flights.items()]
+    rows = [
+        _rank(pid, now.flights[pid], now, before, job, [now.flights[other] for other in pids])
+        for job, pids in _jobs(now).items() for pid in pids
+    ]  # fmt: skip
     return sorted(rows, key=lambda row: (row.job, row.rank, row.pid))
-
-
-def _siblings(pid: int, now: Snapshot) -> Sequence[Flight]:
-    """The ranks of the same job: those that one process started for a world of one size."""
-    job, size = now.parents.get(pid), now.flights[pid].world_size
-    return [
-        one for other, one in now.flights.items() if now.parents.get(other) == job and one.world_size == size
-    ]
 
 
 def hangs(now: Snapshot) -> dict[int, Hang]:
     """Who keeps each job that waits for some of its ranks from going on, by job."""
     found = {}
-    for pid in now.flights:
-        job = now.parents.get(pid, 0)
-        if job not in found:
-            ranks = {one.rank: one for one in _siblings(pid, now)}
-            found[job] = hang_of(ranks, dict.fromkeys(ranks, now.at))
-    return {job: hang for job, hang in sorted(found.items()) if hang is not None}
+    for job, pids in sorted(_jobs(now).items()):
+        ranks = {now.flights[pid].rank: now.flights[pid] for pid in pids}
+        if (hang := hang_of(ranks, dict.fromkeys(ranks, now.at))) is not None:
+            found[job] = hang
+    return found
 
 
-def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iterable[Flight]) -> RankNow:
+def _jobs(now: Snapshot) -> dict[int, list[int]]:
+    """The ranks of each job: those that met at one place, else that one process has started.
+
+    A job is called by the process below which all of its ranks are, or, where that has started several, by
+    its first rank.
+    """
+    met: dict[tuple[object, int], list[int]] = {}
+    for pid, one in now.flights.items():
+        met.setdefault((one.said.get("meets") or now.parents.get(pid), one.world_size), []).append(pid)
+    above = [_above_all(pids, now.parents) for pids in met.values()]
+    return {
+        (number if above.count(number) == 1 else min(pids)): pids
+        for number, pids in zip(above, met.values(), strict=True)
+    }
+
+
+def _above_all(pids: Sequence[int], parents: Mapping[int, int]) -> int:
+    """The nearest process that has started all of these, itself or through others; 0 if none has."""
+    first, *others = [_ancestors(pid, parents) for pid in pids]
+    return next((one for one in first if all(one in other for other in others)), 0)
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
+    """Who has started it, and so on."""
+    line: list[int] = []
+    while (pid := parents.get(pid, 0)) and pid not in line:
+        line.append(pid)
+    return line
+
+
+def _rank(
+    pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: int, ranks: Iterable[Flight]
+) -> RankNow:
     calls = recorded.calls
     last = calls[-1] if calls else None
     flying = [call for call in calls if call.state in ("queued", "in flight")]
@@ -167,9 +193,9 @@ def _rank(pid: int, recorded: Flight, now: Snapshot, before: Snapshot, job: Iter
     shown = flying[0] if flying else last
     new = _new(recorded, before.flights.get(pid))
     seconds = max(now.at - before.at, 1e-9)
-    behind, lane = _behind(recorded, job)
+    behind, lane = _behind(recorded, ranks)
     return RankNow(
-        job=now.parents.get(pid, 0),
+        job=job,
         rank=recorded.rank,
         world_size=recorded.world_size,
         pid=pid,
