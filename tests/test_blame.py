@@ -163,6 +163,36 @@ def test_an_error_keeps_what_it_says_where_it_goes() -> None:
 # In simulated worlds
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "none"])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_in_a_simulated_world_who_began_a_circle_of_waits_is_named(loop: str, nodes: int) -> None:
+    """Rank 1 leaves out a call in which the others wait; it waits for them in its next, and hears why."""
+    heard: dict[int, str] = {}
+
+    def begun(rank: int) -> ac.Work[torch.Tensor]:
+        lane, seconds = ("gradients", 5.0) if rank == 1 else ("metrics", 8.0)
+        return ac.all_reduce(torch.ones(2), lane=lane, timeout=seconds)
+
+    def waiting(rank: int) -> None:
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            begun(rank).wait()
+        heard[rank] = str(caught.value)
+
+    async def awaiting(rank: int) -> None:
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await begun(rank)
+        heard[rank] = str(caught.value)
+
+    main = waiting if loop == "none" else awaiting
+    simulate(main, world_size=3, seed=SEED, loop=loop, nodes=nodes, transport="gloo")
+    culprit = "rank 1 has not called all_reduce #1 on lane 'metrics', in which ranks 0, 2 have waited"
+    assert "rank 0 (host simulated" in heard[1]
+    assert f"this may follow from another wait: {culprit}" in heard[1]
+    for rank in (0, 2):
+        assert "has not called all_reduce #1 on lane 'metrics'" in heard[rank]
+        assert "follow" not in heard[rank]
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "trio", "none"])
 @pytest.mark.parametrize("transport", ["gloo", "mpi", "nccl"])
 def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, transport: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asynccoll.flight import Call, Flight, is_answered
+from asynccoll.flight import Call, Flight, hang_of, is_answered
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
@@ -73,10 +73,12 @@ def blame(
     accounts: Mapping[int, Account],
     lost: Sequence[int],
     describe: Callable[[int], str],
+    own: Account | None = None,
 ) -> Blame:
     """Who of ``accounts`` has not made the call, or cannot go on; ``lost`` are known to be gone.
 
-    ``describe`` gives a rank's name: ``rank 1 (host n1, pid 71)``.
+    ``describe`` gives a rank's name: ``rank 1 (host n1, pid 71)``. ``own`` is the account of the rank that
+    asks, which may itself have left out what the others wait in.
     """
     found: dict[int, str] = {}
     for rank, account in sorted(accounts.items()):
@@ -89,7 +91,18 @@ def blame(
         sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
     if not found:
         sentences = _nobody(awaited, accounts)
+    elif own is not None and (origin := _origin(tuple(found), [own, *accounts.values()])):
+        sentences.append(origin)
     return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences))
+
+
+def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
+    """Where ranks wait for each other in a circle: who began it; "" if those are ``ranks``, or unknown."""
+    flights = {one.rank: one.flight for one in accounts if one.flight is not None and one.now}
+    if len(flights) < len(accounts):
+        return ""
+    found = hang_of(flights, {one.rank: one.now for one in accounts})
+    return "" if found is None or found.ranks == ranks else f"this may follow from another wait: {found}"
 
 
 def _why(awaited: Awaited, account: Account, lost: bool) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, dumps, lane_id
+from asynccoll.flight import Recorder, dumps, lane_id, read
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.compared import Compared
@@ -466,7 +466,8 @@ class Context:
         with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: what is known is told
             accounts = self.liveness.accounts(others)
             lost = self.liveness.lost(tuple(accounts), routine=True)
-        return blame(awaited, accounts, lost, self.liveness.describe)
+        own = Account(self.rank, read(self.recorder.buffer), host.monotonic())
+        return blame(awaited, accounts, lost, self.liveness.describe, own)
 
     def tell_of_stall(self, operation: Operation) -> None:
         """Somebody has waited for it for ``stall_seconds``."""
