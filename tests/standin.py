@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -174,9 +175,10 @@ class Deferring(TorchDispatchMode):
         schema = func._schema
         written = [i for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         if written:  # in place, or with out=
-            self._device.current.launch(lambda: [func(*args, **kwargs)] != [])
             name = schema.arguments[written[0]].name
-            return kwargs[name] if name in kwargs else args[written[0]]
+            filled = kwargs[name] if name in kwargs else args[written[0]]
+            self._device.current.launch(lambda: _uncounted(filled, lambda: func(*args, **kwargs)))
+            return filled
         out = func(*args, **kwargs)
         if any(one.alias_info for one in schema.returns) or "empty" in schema.name:  # a view, or no value
             return out
@@ -186,7 +188,14 @@ class Deferring(TorchDispatchMode):
 
 def _copied(to: Any, of: Any) -> bool:
     for mine, right in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (to, of)), strict=True):
-        mine.copy_(right)
+        _uncounted(mine, partial(mine.copy_, right))
+    return True
+
+
+def _uncounted(filled: Any, write: Callable[[], object]) -> bool:
+    """Torch counts a write when it is launched, not when the device comes to it."""
+    with torch.autograd._unsafe_preserve_version_counter(filled):
+        write()
     return True
 
 

@@ -75,7 +75,7 @@ async def monitored(me: Rank) -> None:
             with me.case(f"{timeout}"), raising(ac.CollectiveTimeoutError, "rank 1", "rank 2") as caught:
                 await me.get(work)
             assert isinstance(caught.error, ac.CollectiveTimeoutError)
-            assert caught.error.ranks == (1, 2)
+            assert {1, 2} <= set(caught.error.ranks)  # on a busy machine another one may be late, too
             me.show(f"{me.runner} {timeout} {me.rank}")
             await me.get(work)
     else:

@@ -41,7 +41,7 @@ ENDS = {
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", r"its process was killed by SIGKILL"),
     "leaves": (
         "ac.finalize(); sys.stdin.read(); __import__('time').sleep(60)",
-        r"it left its world \(finalize\), \d\.\d s ago",
+        r"has left its world \(finalize\) \(\d\.\d s ago",
     ),
 }
 

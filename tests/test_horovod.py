@@ -163,23 +163,6 @@ def test_mismatches_raise_on_every_rank_and_the_job_goes_on(pair: worlds.World, 
     pair.run(mismatches, runner=runner)
 
 
-async def splits(me: Rank) -> None:
-    given, taken = ([1, 1], [1, 2]) if me.rank == 0 else ([1, 1], [1, 1])
-    work = ac.all_to_all(torch.ones(2), input_split_sizes=given, output_split_sizes=taken)
-    if me.rank == 0:
-        await me.refuses(
-            "more expected than sent", ac.CollectiveMismatchError, lambda: work, says=("[1, 2]",)
-        )
-    else:
-        oracle.same(await me.get(work), torch.ones(2))
-    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
-
-
-def test_splits_that_disagree_are_noticed_where_they_are_received(pair: worlds.World) -> None:
-    """Whoever expects what nobody sends is told."""
-    pair.run(splits)
-
-
 async def natively(me: Rank) -> None:
     communicator: Any = current().world.lane().communicator
     for op, divisor in ((ac.ReduceOp.SUM, 1), (ac.ReduceOp.AVG, me.size)):
