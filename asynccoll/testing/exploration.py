@@ -225,7 +225,8 @@ def _first_by_others(
             return _first_of(jobs, lambda some: _submitted(pool, sent, look, some), seeds, told)
         except BaseException:
             enough.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Waits: a process that is only starting would not find the semaphores of one that has ended.
+            pool.shutdown(cancel_futures=True)
             raise
 
 
