@@ -285,18 +285,21 @@ async def different(me: Rank) -> None:
         "op": lambda: ac.all_reduce(torch.ones(2), op=("sum", "max")[me.rank]),
         "root": lambda: ac.broadcast(torch.ones(2), src=me.rank),
         "collective": lambda: (ac.all_reduce, ac.all_gather)[me.rank](torch.ones(2)),
-        "splits": lambda: ac.all_to_all(
-            torch.ones(2), input_split_sizes=[1, 1], output_split_sizes=[1, 1 + me.rank]
-        ),
     }
     for name, call in calls.items():
         with me.case(name):
             with raising(ac.CollectiveMismatchError, "nothing was sent") as caught:
                 await me.get(call())
-            if name != "splits":
-                assert "rank 0:" in str(caught.error)
-                assert "rank 1:" in str(caught.error)
+            assert "rank 0:" in str(caught.error)
+            assert "rank 1:" in str(caught.error)
             await me.check("afterwards", ac.all_reduce, torch.ones(2), expect=torch.full((2,), 2.0))
+    with (
+        me.case("splits"),
+        raising(ac.PeerRefusedError, "rank 1 sends 1 rows, and output_split_sizes expects 2"),
+    ):
+        expected = [1, 1 + me.rank]
+        await me.get(ac.all_to_all(torch.ones(2), input_split_sizes=[1, 1], output_split_sizes=expected))
+    await me.check("after splits", ac.all_reduce, torch.ones(2), expect=torch.full((2,), 2.0))
 
 
 def test_different_calls_are_an_error_on_every_replica(runner: str) -> None:

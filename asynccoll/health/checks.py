@@ -97,10 +97,11 @@ def mismatch(
 def _hint(texts: Sequence[str]) -> str:
     """What may be behind it, as far as the texts tell."""
     said = [text.rpartition(" at ") for text in texts]
-    whats = [what for what, _, _ in said]
-    if len({_any_length(what) for what in whats}) == 1 and (name := whats[0].split()[0]) in _UNEVEN:
-        return f"\n(with uneven=True, {name} takes tensors of different shapes)"
-    if len({line for _, _, line in said}) > 1:
+    whats = [what or line for what, _, line in said]  # not everywhere a line is known
+    lines = {line for what, _, line in said if what}
+    if len({_any_length(what) for what in whats}) == 1 and whats[0].startswith(_UNEVEN):
+        return f"\n(with uneven=True, {whats[0].split()[0]} takes tensors of different shapes)"
+    if len(lines) > 1:
         return "\n(a rank may have skipped a call before this one, or made one more)"
     return ""
 

@@ -26,8 +26,11 @@ _version = attrgetter("_version")
 
 
 def counted(x: Any, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """``x`` if torch counts the writes to it, and to nothing else; not what is filled itself, as ``out``."""
-    if type(x) not in ORDINARY or (x._is_view() and _is_a_part(x)):
+    """``x`` if torch counts the writes to it, and to nothing else; not what is filled itself, as ``out``.
+
+    Nor what is on a lazy device: a call there has what its input was.
+    """
+    if type(x) not in ORDINARY or x.is_xla or (x._is_view() and _is_a_part(x)):
         return None
     if out is not None and (out is x or may_overlap(x, out)):
         return None

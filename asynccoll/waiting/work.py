@@ -437,17 +437,17 @@ class Work(NotItsResult, Generic[T]):
                 operation.order()
             if operation.failure is not None:
                 raise operation.failure.for_waiter()
-        if not self._is_unwritten():
+        was_written = not self._is_unwritten()
+        if self._finish is not None:
+            self._value = self._finish()  # peers may wait for this part, whatever comes of it here
+            if self._streamed:
+                self._mark = Mark(self._operations[-1].lane.world.device)
+        if was_written:
             raise InvalidArgumentError(
                 f"the input of {self._operations[0]} was written to before its work was waited for: "
                 "this rank may have sent the old values, the new ones, or some of each. Await it first, or "
                 "pass a copy (x.clone())"
             )
-        self._read = None
-        if self._finish is not None:
-            self._value = self._finish()
-            if self._streamed:
-                self._mark = Mark(self._operations[-1].lane.world.device)
 
     def _is_unwritten(self) -> bool:
         """Whether nobody has written to what it reads.
