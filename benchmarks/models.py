@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import torch
 from torch import Tensor, nn
@@ -99,38 +99,26 @@ def gpt2() -> Made:
 
 def ddp(made: Callable[[], Made]) -> Peer:
     inner, x = made()
-    model = DistributedDataParallel(inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    async def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return stepping(DistributedDataParallel(inner), x)
 
 
 def overlapped(made: Callable[[], Made]) -> Peer:
     model, x = made()
-    gradients = ac.overlap_gradients(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    async def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        await gradients
-        optimizer.step()
-
-    return step
+    return stepping(model, x, ac.overlap_gradients(model))
 
 
 def alone(made: Callable[[], Made]) -> Peer:
-    model, x = made()
+    return stepping(*made())
+
+
+def stepping(model: nn.Module, x: Tensor, gradients: Awaitable[object] | None = None) -> Peer:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     async def step() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        if gradients is not None:
+            await gradients
         optimizer.step()
 
     return step

@@ -63,8 +63,7 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
 def _print_partings(partings: Sequence[Parting]) -> None:
     for one in partings:
         what = "ranks called different things" if one.kind == "different" else "not all ranks have called"
-        of = "" if one.group == "world" else f" of ranks {one.group.replace('-', ', ')}"
-        title = f"lane {one.lane!r}{of}: {what} at {numbered(one.agreed + 1)}"
+        title = f"{one.where}: {what} at {numbered(one.agreed + 1)}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
         table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
         show(table)

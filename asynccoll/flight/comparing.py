@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
+from asynccoll.host.words import listed
 
 __all__ = ["Parting", "members", "partings"]
 
@@ -52,11 +53,14 @@ class Parting:
         }
 
     def __str__(self) -> str:
-        where = "" if self.group == "world" else f" of ranks {self.group.replace('-', ', ')}"
-        sides = "; ".join(
-            f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}: {text}" for ranks, text in self.sides()
-        )
-        return f"lane {self.lane!r}{where}, {numbered(self.agreed + 1)}: {sides}"
+        sides = "; ".join(f"{listed(ranks)}: {text}" for ranks, text in self.sides())
+        return f"{self.where}, {numbered(self.agreed + 1)}: {sides}"
+
+    @property
+    def where(self) -> str:
+        """``lane 'eval'``, or ``lane 'eval' of ranks 0, 2``."""
+        of = "" if self.group == "world" else f" of ranks {self.group.replace('-', ', ')}"
+        return f"lane {self.lane!r}{of}"
 
 
 def partings(flights: Mapping[int, Flight]) -> list[Parting]:
@@ -117,7 +121,3 @@ def _kind(calls: Mapping[int, Call | None]) -> str:
 
 def _told(call: Call) -> str:
     return f"{call.operation} {call.of}".rstrip() + f" at {call.place}"
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))

@@ -84,10 +84,9 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
     Without it, the moment of the last thing that any of them has recorded. None as well where calls that
     ranks wait in are different ones: then nobody waits for a rank that has not called.
     """
-    stuck = ("in flight", "queued", "failed")
     for parting in partings(flights):
         made = [call for call in parting.calls.values() if call is not None]
-        if parting.kind == "different" and any(call.state in stuck for call in made):
+        if parting.kind == "different" and any(call.state != "finished" for call in made):
             return None
     return hang(_unfinished(flights, _moments(flights) if now is None else now))
 

@@ -13,8 +13,6 @@ from asynccoll.host.call_number import counterpart, message_name
 
 __all__ = ["Unmet", "is_answered", "unmet"]
 
-_OPEN = ("in flight", "queued")
-
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
@@ -54,7 +52,7 @@ def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
         Unmet(rank, call.peer_rank, call)
         for rank, one in sorted(flights.items())
         for call in one.calls
-        if call.state in _OPEN and call.peer_rank in flights and counterpart(call.operation)
+        if call.is_open and call.peer_rank in flights and counterpart(call.operation)
     ]
     return [
         one
@@ -69,10 +67,7 @@ def is_answered(flight: Flight, group: str, lane_key: str, operation: str, rank:
     """Whether a call of ``flight`` is in flight that is the other side of ``operation`` on ``rank``."""
     role = counterpart(operation)[:4]
     return any(
-        call.state in _OPEN
-        and call.peer_rank == rank
-        and call.part == tag
-        and call.operation.startswith(role)
+        call.is_open and call.peer_rank == rank and call.part == tag and call.operation.startswith(role)
         for call in flight.on_lane(group, lane_key)
         if not call.sequence
     )

@@ -54,6 +54,11 @@ class Call:
         return "in flight" if self.begun else "queued"
 
     @property
+    def is_open(self) -> bool:
+        """Whether nobody has seen it end."""
+        return not (self.failure or self.ended)
+
+    @property
     def name(self) -> str:
         """``all_reduce #41 on lane 'gradients'``."""
         return f"{self.title} on lane {self.lane!r}"

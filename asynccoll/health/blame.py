@@ -12,6 +12,7 @@ from asynccoll.flight import Call, Flight, hang_of, is_answered
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
+from asynccoll.host.words import listed
 
 __all__ = ["Awaited", "Blame", "blame", "ending", "last_words"]
 
@@ -199,8 +200,7 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account]) -> list[str]:
         return []
     over = [rank for rank, one in sorted(accounts.items()) if one.flight and _is_over(awaited, one.flight)]
     if over:
-        who = f"rank{'s' * (len(over) > 1)} {', '.join(map(str, over))}"
-        return [f"every rank has called it, and on {who} it is over"]
+        return [f"every rank has called it, and on {listed(over)} it is over"]
     who = "every rank has" if awaited.peer < 0 else "both ranks have"
     return [f"{who} called it{_lately(awaited, accounts)}: it is slow, or stuck in the network"]
 

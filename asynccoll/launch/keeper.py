@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 else:  # started by its path, beside which child is; the package would import torch
     from child import die_with_launcher
 
-#: How often it looks whether the others have ended.
+#: How often it looks whether the others have ended, as torch elastic looks after its processes. They are not
+#: its children, and one may not have begun: there is nothing to wait on.
 _LOOK_SECONDS = 0.1
 
 

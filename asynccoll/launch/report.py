@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asynccoll.flight import Flight, partings
 from asynccoll.host.endings import in_words
+from asynccoll.host.words import listed
 from asynccoll.launch.folding import folded
 
 __all__ = ["Failure", "exit_code", "first_failure", "report", "what_aborted"]
@@ -161,9 +162,9 @@ def report(
     lines += _alike(program, first, alike)
     for way in ways.values():
         told = _shortened(way[0].message) or way[0].how
-        lines.append(f"{program}: {_named([one.rank for one in way])} failed too: {told}")
+        lines.append(f"{program}: {listed([one.rank for one in way])} failed too: {told}")
     if stopped:
-        lines.append(f"{program}: stopped {_named(stopped)}")
+        lines.append(f"{program}: stopped {listed(stopped)}")
     return "\n".join(lines)
 
 
@@ -178,12 +179,7 @@ def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]
         return []
     same = all(one.message == first.message for one in others)
     but = "" if same else ", with other numbers"
-    return [f"{program}: {_named([one.rank for one in others])} failed alike{but}"]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Ranks as people write them."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return [f"{program}: {listed([one.rank for one in others])} failed alike{but}"]
 
 
 def _shortened(text: str) -> str:

@@ -61,7 +61,7 @@ class Network:
             f"rank {one.rank} waits in {call.name} at {call.place}\n"
             for one in sorted((one for one in found if one is not None), key=lambda one: one.rank)
             for call in one.calls
-            if call.state in ("in flight", "queued") and one.rank not in self.dead
+            if call.is_open and one.rank not in self.dead
         )
 
     def light(self, rank: int) -> tuple[Beacon, int]:

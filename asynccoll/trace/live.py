@@ -188,7 +188,7 @@ def _rank(
 ) -> RankNow:
     calls = recorded.calls
     last = calls[-1] if calls else None
-    flying = [call for call in calls if call.state in ("queued", "in flight")]
+    flying = [call for call in calls if call.is_open]
     oldest = min((call.called for call in flying), default=now.at)
     shown = flying[0] if flying else last
     new = _new(recorded, before.flights.get(pid))

@@ -65,7 +65,7 @@ class Whereabouts:
     def last(self, calls: int) -> list[flight.Call]:
         """Its last ``calls`` calls, and all earlier ones that are in flight."""
         made = () if self.account.flight is None else self.account.flight.calls
-        early = [call for call in made[: max(0, len(made) - calls)] if call.state in ("queued", "in flight")]
+        early = [call for call in made[: max(0, len(made) - calls)] if call.is_open]
         return [*early, *made[max(0, len(made) - calls) :]]
 
 

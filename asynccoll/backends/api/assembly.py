@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from asynccoll.errors import CollectiveTimeoutError, PeerLostError
 from asynccoll.host.store import values
+from asynccoll.host.words import listed
 
 __all__ = ["Member", "assemble"]
 
@@ -162,7 +163,7 @@ class _Assembly:
             yield
             if monotonic() >= self._deadline:
                 missing = absent()
-                who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                who = listed(missing)
                 raise CollectiveTimeoutError(
                     f"rank {self._rank} timed out waiting for {who} of {self._size} to join"
                 )
