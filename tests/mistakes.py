@@ -196,7 +196,11 @@ _TRAINING = (
         "",
     ),
     ("overlap/gradients.py", "(again or not self._syncing)", "again and self._syncing"),
-    ("overlap/gradients.py", "            bucket.parts = self._parts\n", ""),
+    (
+        "overlap/gradients.py",
+        "bucket.parts, bucket.named = self._parts, self._named",
+        "bucket.named = self._named",
+    ),
     ("overlap/gradients.py", "            self._join_new()\n", ""),
     (
         "overlap/gathering.py",

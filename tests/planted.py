@@ -1,7 +1,8 @@
 """Plants one mistake after the other into a copy of the library, and tells how soon simulated worlds find it.
 
-``python tests/planted.py SECONDS [COUNT [SEED] | training]``: so long for each at most; those that were
-thought of, ``COUNT`` mechanical ones, or those of training, which drawn trainings look for.
+``python tests/planted.py SECONDS [COUNT [SEED] | training [NUMBER]]``: so long for each at most; those that
+were thought of, ``COUNT`` mechanical ones, or those of training (or one of them, from 1 on), which drawn
+trainings look for.
 ``SCHEDULES_EACH`` is the most schedules that are tried, ``JOBS`` mistakes are looked for at a time.
 What is not found is to be argued (``mistakes.EQUIVALENT``), or to be drawn by programs.
 """
@@ -114,8 +115,9 @@ def main() -> int:
     for name in STAND_ON:
         import_module(name)
     explore: Explore = schedules
-    if drawn == ["training"]:
+    if drawn[:1] == ["training"]:
         planted, explore = TRAINING(), trainings
+        planted = [planted[int(number) - 1] for number in drawn[1:]] or planted
     else:
         planted = mechanical(*map(int, [*drawn, "1"][:2])) if drawn else SEEDED()
     missed = equivalent = 0

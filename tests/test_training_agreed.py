@@ -166,6 +166,36 @@ def test_a_step_that_finds_everything_reduced(kind: str, size: int) -> None:
     run(rank_does, size)
 
 
+@SIZES
+@pytest.mark.parametrize(("here", "elsewhere"), [(2, 1), (1, 0)])
+def test_a_reduction_of_one_rank_alone(here: int, elsewhere: int, size: int) -> None:
+    """It asked for more when the others had stepped, on a lane of its own: each waited for the other."""
+
+    async def rank_does(rank: int) -> bool:
+        model = model_of(rank)
+        optimizer = helped("async_optim", model)
+        with raising(ac.CollectiveMismatchError, "`await optimizer.reduced()` as often on every rank"):
+            for step in range(2):
+                optimizer.zero_grad()
+                loss(model, rank, step).backward()
+                for _ in range(elsewhere if rank else here):
+                    await optimizer.reduced()
+                await optimizer.step()
+        assert step == (rank > 0)  # the first has not come to the second step
+        for step in range(2):  # they go on together
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            await optimizer.reduced()
+            grads = torch.cat([x.grad.reshape(-1) for x in model.parameters() if x.grad is not None])
+            average = await ac.all_reduce(grads, op="avg")
+            torch.testing.assert_close(grads, average)
+            await optimizer.step()
+        optimizer.close()
+        return True
+
+    run(rank_does, size)
+
+
 # ---------------------------------------------------------------- waits that are cut short
 
 

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
-from asynccoll.ops.scopes import backward_lane, new_lane
-from asynccoll.overlap import GradientReducer, broadcast_parameters, overlap_gradients
+from asynccoll.ops.scopes import new_lane
+from asynccoll.overlap import broadcast_parameters, overlap_gradients
 from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models
+from asynccoll.overlap.asking import AskingReducer
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
@@ -221,13 +222,11 @@ class AsyncOptimizer(Wrapping):
     ``await optimizer.unscale_(scaler)`` if you clip, ``await optimizer.step(scaler=scaler)``.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, gradients: GradientReducer, agreement: dict[str, object]
-    ) -> None:
-        """``agreement``: where the ranks ask each other whether gradients are to be reduced once more."""
+    gradients: AskingReducer
+
+    def __init__(self, optimizer: Optimizer, gradients: AskingReducer) -> None:
         self.wrapped = optimizer
         self.gradients = gradients
-        self._agreement = agreement
         whose = f"this optimizer ({type(optimizer).__name__}, awaited)"
         self._methods = Methods("AsyncOptimizer", whose, lambda: gradients.news)
 
@@ -279,7 +278,7 @@ class AsyncOptimizer(Wrapping):
         self.wrapped.zero_grad(set_to_none)
 
     def _reduce(self) -> Steps[None]:
-        if (yield from self.gradients.needed(**self._agreement)):
+        if (yield from self.gradients.needed()):
             yield self.gradients
 
     def close(self) -> None:
@@ -317,11 +316,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
     """
     _refuse_apex(optimizer)
     kwargs = {"lane": new_lane("async_optim"), **kwargs}
-    gradients = GradientReducer(_parameters_of(optimizer), **kwargs)
-    agreement = {"lane": backward_lane(f"{kwargs['lane']}/agreed")}
-    return AsyncOptimizer(
-        optimizer, gradients, agreement | {name: kwargs.get(name) for name in ("group", "timeout")}
-    )
+    return AsyncOptimizer(optimizer, AskingReducer(_parameters_of(optimizer), **kwargs))
 
 
 def _refuse_many_closures(optimizer: Optimizer) -> None:

@@ -11,7 +11,8 @@ is a module, and the others are what several of these share:
 - ``prefetch``, ``window``: operations started ahead of a loop, and held back (``prefetch``, ``InFlight``);
 - ``parameters``: what the ranks start from (``broadcast_parameters``);
 - ``divergence``: whether they still have the same (``check_parameters``);
-- ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns.
+- ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns;
+- ``asking``: for ``async_optim``, whose gradients are reduced once more where a rank has added some.
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters

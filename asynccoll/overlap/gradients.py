@@ -48,7 +48,6 @@ from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
-from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work, wait_all
@@ -232,9 +231,9 @@ class GradientReducer:
         except Exception:
             self._begin(works)
             raise
+        self.rounds += 1  # on every rank, though one may refuse what it has got
         try:
             self._adopt()
-            self.rounds += 1
         finally:
             self._begin(works)
 
@@ -287,17 +286,6 @@ class GradientReducer:
         """Whether backward has run here since the last reduction."""
         return self._begun or self._gathered
 
-    def needed(self, **agreement: Any) -> Steps[bool]:
-        """Whether a step has to await the gradients: unless they are reduced, and no rank has added more.
-
-        A rank that has added nothing cannot know that no other has. So after a reduction the ranks ask each
-        other, by one small message on a lane (``agreement``: group, lane and timeout) that is not this one's:
-        on this one some ranks have sent their next buckets already, and others have not.
-        """
-        if not self.rounds or self._size == 1:
-            return not self.rounds or self.touched
-        return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
-
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step with gradients that are under way; note any other, of the last of each group."""
         mine = self._identity[2]
@@ -327,10 +315,15 @@ class GradientReducer:
                 return
             bucket.put(index, self._scale)
             self._begun = True
-            while len(self._works) < len(self._buckets):
+            while len(self._works) < len(self._buckets) and not self._held:
                 if self._buckets[len(self._works)].waiting:
                     break
                 self._send(self._buckets[len(self._works)])
+
+    @property
+    def _held(self) -> bool:
+        """Whether buckets leave at the await only, and not during backward."""
+        return False
 
     def _send(self, bucket: Bucket) -> None:
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:

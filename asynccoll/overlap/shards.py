@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops.collectives import all_gather, reduce_scatter
+from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
 from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.hooks import before_accumulation
@@ -209,6 +209,17 @@ class ShardReducer(GradientReducer):
             or bool(self._works)
             or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
         )
+
+    def needed(self, **agreement: Any) -> Steps[bool]:
+        """Whether a step has to await the gradients: unless they are reduced, and no rank has added more.
+
+        A rank that has added nothing cannot know that no other has. So after a reduction the ranks ask each
+        other, by one small message on the parameters' lane (``agreement``: that, group and timeout). On this
+        one some ranks have sent their next buckets already, and others have not.
+        """
+        if not self.rounds or self._size == 1:
+            return not self.rounds or self.touched
+        return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
 
     def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[object]:
         assert isinstance(bucket, ShardBucket)

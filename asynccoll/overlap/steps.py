@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
@@ -132,22 +133,23 @@ class _Sequence:
         try:
             while True:
                 if self._pending is None:
-                    self._pending = self._next()
-                self._result = yield self._pending
-                self._pending = None
+                    self._pending = self._next(partial(self._steps.send, self._result))
+                try:
+                    self._result = yield self._pending
+                except CollectiveTimeoutError:
+                    raise  # what it waits for is in flight still
+                except Exception as error:
+                    self._pending = self._next(partial(self._steps.throw, error))
+                else:
+                    self._pending = None
         except StopIteration as stop:  # of ``_next``
             return stop.value
-        except CollectiveTimeoutError:
-            raise  # what it waits for is in flight still
-        except Exception:
-            self.over = True
-            raise
         finally:
             self.waited_for = False
 
-    def _next(self) -> Waitable:
+    def _next(self, go_on: Callable[[], Waitable]) -> Waitable:
         try:
-            return self._steps.send(self._result)
+            return go_on()
         except BaseException:
             self.over = True
             raise
