@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import asynccoll as ac
 import worlds
 from asynccoll import host
 from asynccoll.flight import Call, Flight, Progress
+from asynccoll.flight.layout import REFUSED
 from asynccoll.health.accounts import Account
 from asynccoll.health.blame import Awaited, blame
 from asynccoll.health.stalls import stall_seconds
@@ -112,6 +114,18 @@ SAID = {
     "has called something else": (
         near(flight(call(41, "broadcast", "gradients"))),
         f"{WHO} has called broadcast float32[4] in its place, at train.py:88",
+    ),
+    "has refused it": (
+        near(flight(call(41, lane="gradients", ended=90.0, waited=REFUSED, failure="PayloadTypeError: x"))),
+        f"{WHO} called it at train.py:88, and it was refused there: PayloadTypeError: x",
+    ),
+    "has refused another": (
+        near(flight(call(41, "barrier", "gradients", ended=90.0, waited=REFUSED, failure="ValueError: x"))),
+        f"{WHO} called barrier in its place at train.py:88, and it was refused there: ValueError: x",
+    ),
+    "has refused what it called before": (
+        near(flight(call(40, "broadcast", "eval", ended=90.0, waited=REFUSED, failure="ValueError: x"))),
+        f"{LATE}{LAST.replace('finished', 'refused: ValueError: x')}",
     ),
     "cannot be asked": (Account(1), f"{WHO} does not answer, though its host does"),
 }
@@ -232,6 +246,84 @@ def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, tran
                 assert "has not called all_reduce #1 on lane 'gradients'" in text
                 assert "its last call was broadcast #1 on lane 'eval'" in text
         assert digests[0] == digests[1]
+
+
+def recorded_since() -> ac.Prepared[torch.Tensor]:
+    x = torch.ones(2)
+    prepared = ac.prepare("all_reduce", x)
+    x.requires_grad_()
+    return prepared
+
+
+def in_a_block() -> None:
+    with ac.coalescing():
+        ac.all_reduce(torch.ones(2)).detach()
+        ac.all_reduce(torch.ones(2), op="nonsense")
+
+
+#: What a rank calls that is refused, how it is recorded, and why, in a word.
+REFUSING: dict[str, tuple[Callable[[], object], str, str]] = {
+    "value": (
+        lambda: ac.all_reduce(torch.ones(2), timeout=-1),
+        "all_reduce",
+        "InvalidArgumentError: timeout",
+    ),
+    "call": (lambda: ac.all_reduce(torch.ones(2), "sum"), "all_reduce", "InvalidCallError: all_reduce()"),
+    "leaf": (lambda: ac.all_reduce({"a": torch.ones(2), "b": object()}), "all_reduce", "PayloadTypeError"),
+    "barrier": (lambda: ac.barrier(timeout=-1), "barrier", "InvalidArgumentError: timeout"),
+    "factor": (lambda: ac.all_reduce(1, prescale=2.0), "all_reduce", "Error"),
+    "prepared": (lambda: recorded_since().start(), "all_reduce", "InvalidArgumentError: prepare"),
+    "block": (in_a_block, "all_reduce", "InvalidArgumentError: unknown reduction"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSING)
+def test_in_a_simulated_world_who_has_refused_it_is_told_from_who_has_not_called(how: str) -> None:
+    refused, name, why = REFUSING[how]
+    heard: list[str] = []
+
+    def main(rank: int) -> None:
+        ac.all_reduce(torch.ones(2)).wait()
+        if rank == 1:
+            with pytest.raises(ac.AsyncCollError):
+                refused()
+            host.sleep(3.0)
+        else:
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:  # before it looks for refusals
+                ac.all_reduce(torch.ones(2), timeout=0.5).wait()
+            heard.append(str(caught.value))
+            assert caught.value.ranks == (1,)
+
+    assert not simulate(main, world_size=2, seed=SEED, loop="none").errors
+    (text,) = heard
+    what = "it" if name == "all_reduce" else f"{name} in its place"
+    assert re.search(
+        rf"rank 1 .* called {what} at \S*test_blame.py:\d+, and it was refused there: .*{re.escape(why)}",
+        text,
+    ), text
+
+
+def test_in_a_simulated_world_a_call_refused_on_no_lane_is_told_as_the_last_one() -> None:
+    heard: list[str] = []
+
+    def main(rank: int) -> None:
+        if rank == 1:
+            with pytest.raises(ac.InvalidArgumentError):
+                ac.all_reduce(torch.ones(2), lane="")
+            host.sleep(1.0)
+            ac.all_reduce(torch.ones(2)).wait()
+        else:
+            work = ac.all_reduce(torch.ones(2), timeout=0.9)
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:
+                work.wait()
+            heard.append(str(caught.value))
+            work.wait()
+
+    assert not simulate(main, world_size=2, seed=SEED, loop="none").errors
+    last = (
+        r"has not called all_reduce #1 .*; its last call was all_reduce at \S+:\d+, 0.9 s ago, refused: Inv"
+    )
+    assert re.search(last, heard[0])
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])

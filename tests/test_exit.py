@@ -58,6 +58,24 @@ def test_a_script_that_raises_with_work_in_flight(tmp_path: Path) -> None:
     assert second.out.split() in (["PeerLostError"], ["a", "result"])
 
 
+REFUSES = """
+    import torch, asynccoll as ac
+    ac.initialize("gloo", timeout=30)
+    ac.all_reduce(1).wait()
+    try:
+        ac.all_reduce(1, timeout=-1 if ac.get_rank() == 1 else None).wait()
+    except ac.AsyncCollError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_who_has_refused_a_call_stays_until_its_peers_know(tmp_path: Path) -> None:
+    """Nothing is in flight where it ends: else they would hear that it has gone, and not why."""
+    first, second = scripts.run(tmp_path, REFUSES, ranks=2)
+    assert (first.out.split(), second.out.split()) == (["PeerRefusedError"], ["InvalidArgumentError"])
+    assert (first.code, second.code) == (0, 0)
+
+
 FORGETS = """
     import asynccoll as ac
     ac.initialize("gloo")

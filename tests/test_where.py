@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from asynccoll import errors, flight
 from asynccoll.cli import main
 from asynccoll.cli.where import overview
 from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, unmet
+from asynccoll.flight.layout import REFUSED
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace.stragglers import by_line, load_arrivals
 from asynccoll.trace.whereabouts import Job, Whereabouts, find_jobs
@@ -124,6 +126,30 @@ def test_messages_whose_other_side_nobody_called_are_told() -> None:
     assert unmet(met) == unmet({0: recorded(0, message("send", 1, ended=11.0)), 1: recorded(1)}) == []
     group = {0: recorded(0, message("recv_object", 1, "0-2")), 2: recorded(2)}
     assert [one.missing for one in unmet(group)] == ["send_object to rank 0 (tag 7)"]
+
+
+def refused(sequence: int, operation: str = "all_reduce") -> Call:
+    made = call(sequence, operation, "", place="train.py:9")
+    return replace(made, waited=REFUSED, failure="PayloadTypeError: got None")
+
+
+def test_who_has_refused_its_call_has_called() -> None:
+    flights = {rank: recorded(rank, call(1), call(2, ended=0.0)) for rank in (0, 2)}
+    flights[1] = recorded(1, call(1), refused(2))
+    (parting,) = partings(flights)
+    assert parting.kind == "refused"
+    assert str(parting) == (
+        "lane 'default', #2: ranks 0, 2: all_reduce float32[4] sum at train.py:8; "
+        "rank 1: all_reduce at train.py:9, refused there: PayloadTypeError: got None"
+    )
+    found = hang_of(flights, dict.fromkeys(flights, 60.0))
+    assert str(found) == (
+        "rank 1 refused all_reduce #2 on lane 'default', in which ranks 0, 2 have waited 48.00 s "
+        "(train.py:8): called it at train.py:9, and it was refused there: PayloadTypeError: got None"
+    )
+    flights[2] = recorded(2, call(1))
+    assert str(hang_of(flights, dict.fromkeys(flights, 60.0))).startswith("ranks 1, 2 have not called")
+    assert partings({rank: recorded(rank, refused(1)) for rank in range(3)}) == []
 
 
 # Whom all wait for

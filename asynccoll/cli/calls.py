@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["call_cells", "call_columns", "nobody", "print_partings"]
 
+_WHATS = {
+    "different": "ranks called different things",
+    "refused": "some ranks refused what others called",
+    "absent": "not all ranks have called",
+}
 call_columns: tuple[str, ...] = ("operation", "of", "lane", "called", "is", "line")
 
 
@@ -62,8 +67,7 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
 
 def _print_partings(partings: Sequence[Parting]) -> None:
     for one in partings:
-        what = "ranks called different things" if one.kind == "different" else "not all ranks have called"
-        title = f"{one.where}: {what} at {numbered(one.agreed + 1)}"
+        title = f"{one.where}: {_WHATS[one.kind]} at {numbered(one.agreed + 1)}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
         table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
         show(table)

@@ -15,13 +15,17 @@ from asynccoll.host.words import listed
 
 __all__ = ["Parting", "members", "partings"]
 
+#: What is told first.
+_KINDS = ("different", "refused", "absent")
+
 
 @dataclass(frozen=True, slots=True)
 class Parting:
     """Of one lane: up to ``agreed`` all calls were the same; of the place behind it, what each rank called.
 
     ``calls`` has None for a rank that has called nothing there. ``kind`` is ``"different"`` (in operation,
-    shape, dtype, reduction or root) or ``"absent"`` (some have called, some have not).
+    shape, dtype, reduction or root), ``"refused"`` (some rank has refused its own call) or ``"absent"`` (some
+    have called, some have not).
     """
 
     kind: str
@@ -76,7 +80,7 @@ def partings(flights: Mapping[int, Flight]) -> list[Parting]:
         for (group, key), lane in lanes.items()
         if (parting := _parting(members(flights, group), group, key, lane)) is not None
     ]
-    return sorted(found, key=lambda one: one.kind == "absent")
+    return sorted(found, key=lambda one: _KINDS.index(one.kind))
 
 
 def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
@@ -114,10 +118,14 @@ def _parts(calls: Mapping[int, list[Call]]) -> Iterator[dict[int, Call | None]]:
 
 
 def _kind(calls: Mapping[int, Call | None]) -> str:
-    if len({(call.operation, call.of) for call in calls.values() if call is not None}) > 1:
+    made = [call for call in calls.values() if call is not None and not call.was_refused]
+    if len({(call.operation, call.of) for call in made}) > 1:
         return "different"
-    return "absent" if None in calls.values() and any(calls.values()) else ""
+    if not made or len(made) == len(calls):
+        return ""
+    return "absent" if None in calls.values() else "refused"
 
 
 def _told(call: Call) -> str:
-    return f"{call.operation} {call.of}".rstrip() + f" at {call.place}"
+    why = f", refused there: {call.failure}" if call.was_refused else ""
+    return f"{call.operation} {call.of}".rstrip() + f" at {call.place}{why}"

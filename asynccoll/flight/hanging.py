@@ -9,7 +9,7 @@ the same whoever asks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asynccoll.flight.comparing import members, partings
 from asynccoll.flight.reading import Call, Flight
@@ -35,7 +35,10 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """``ranks`` have not made a call in which ``waiting`` wait, the first of them for ``seconds``."""
+    """``ranks`` have not made a call in which ``waiting`` wait, the first of them for ``seconds``.
+
+    ``refused``: how it was refused there, "" if they have not called it.
+    """
 
     ranks: tuple[int, ...]
     operation: str
@@ -45,14 +48,15 @@ class Hang:
     waiting: tuple[int, ...]
     seconds: float
     failed: bool
+    refused: str = ""
 
     def __str__(self) -> str:
         waits = "waited" if self.failed else f"{_has(self.waiting)} waited"
         call = f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
-        return (
-            f"{listed(self.ranks)} {_has(self.ranks)} not called {call}, in which {listed(self.waiting)} "
-            f"{waits} {duration(self.seconds)} ({self.place})"
-        )
+        waiting = f"in which {listed(self.waiting)} {waits} {duration(self.seconds)} ({self.place})"
+        if self.refused:
+            return f"{listed(self.ranks)} refused {call}, {waiting}: {self.refused}"
+        return f"{listed(self.ranks)} {_has(self.ranks)} not called {call}, {waiting}"
 
 
 def _has(ranks: Sequence[int]) -> str:
@@ -85,10 +89,27 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
     ranks wait in are different ones: then nobody waits for a rank that has not called.
     """
     for parting in partings(flights):
-        made = [call for call in parting.calls.values() if call is not None]
+        made = [call for call in parting.calls.values() if call is not None and not call.was_refused]
         if parting.kind == "different" and any(call.state != "finished" for call in made):
             return None
-    return hang(_unfinished(flights, _moments(flights) if now is None else now))
+    unfinished = list(_unfinished(flights, _moments(flights) if now is None else now))
+    found = hang(one for one, _ in unfinished)
+    return None if found is None else replace(found, refused=_refused(found, flights, unfinished))
+
+
+def _refused(
+    found: Hang, flights: Mapping[int, Flight], unfinished: Iterable[tuple[Unfinished, Call]]
+) -> str:
+    """How those that have not made the call in which others wait have refused it, if all of them have."""
+    for one, call in unfinished:
+        if (one.missing, one.place, one.sequence) == (found.ranks, found.place, found.sequence):
+            calls = [_refused_at(call, flights[rank]) for rank in found.ranks]
+            return calls[0].refusal(call.operation) if calls[0] is not None and all(calls) else ""
+    return ""
+
+
+def _refused_at(call: Call, flight: Flight) -> Call | None:
+    return flight.refused(call.group, call.lane_key, call.sequence, call.part)
 
 
 def _moments(flights: Mapping[int, Flight]) -> dict[int, float]:
@@ -102,16 +123,17 @@ def _latest(one: Flight) -> float:
     return max((one.ended, *(max(call.called, call.ended) for call in one.calls)))
 
 
-def _unfinished(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iterator[Unfinished]:
+def _unfinished(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iterator[tuple[Unfinished, Call]]:
     for rank, one in flights.items():
         for call in one.calls:
-            if call.sequence and call.state != "finished":
+            if call.sequence and call.state not in ("finished", "refused"):
                 end = call.ended if call.failure else now[rank]
                 lane = call.lane if call.group == "world" else f"{call.lane} of {_ranks(call.group)}"
-                yield Unfinished(
+                told = Unfinished(
                     rank, call.operation, lane, call.sequence, call.place, max(0.0, end - call.called),
                     bool(call.failure), _missing(call, flights),
                 )  # fmt: skip
+                yield told, call
 
 
 def _ranks(group: str) -> str:
@@ -119,10 +141,11 @@ def _ranks(group: str) -> str:
 
 
 def _missing(call: Call, flights: Mapping[int, Flight]) -> tuple[int, ...]:
-    """Who of the group has recorded less of the lane, which it may have closed since."""
+    """Who of the group has recorded less of the lane, which it may have closed since, or refused the call."""
     lane = call.group, call.lane_key
     return tuple(
         rank
         for rank, one in members(flights, call.group).items()
         if max(one.reached(*lane), *(made.sequence for made in one.on_lane(*lane)), 0) < call.sequence
+        or _refused_at(call, one) is not None
     )

@@ -41,6 +41,7 @@ __all__ = [
     "RECORD",
     "RECORDS",
     "RECORDS_AT",
+    "REFUSED",
     "SAID_AT",
     "SIZE_BYTES",
     "TEXTS_AT",
@@ -85,6 +86,8 @@ RECORDS_AT = LANES_AT + LANES * LANE.size
 #: In words of eight bytes.
 WORDS = RECORD.size // 8
 BEGUN, ENDED, WAITED, OUTCOME = 6, 7, 8, 9
+#: Since when it is waited for, of a call that its own rank has refused: never.
+REFUSED = -1.0
 
 #: Of each lane: its calls, see ``headers``.
 HEADERS = 512

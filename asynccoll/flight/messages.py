@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import counterpart, message_name
 
-__all__ = ["Unmet", "is_answered", "unmet"]
+__all__ = ["Unmet", "is_answered", "refused_side", "unmet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,18 @@ def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
             flights[one.peer], one.call.group, one.call.lane_key, one.call.operation, one.rank, one.call.part
         )
     ]
+
+
+def refused_side(
+    flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
+) -> Call | None:
+    """The latest call that is the other side of ``operation`` on ``rank``, if it was refused."""
+    role = counterpart(operation)[:4]
+    latest = None
+    for call in flight.on_lane(group, lane_key):
+        if (call.sequence, call.peer_rank, call.part) == (0, rank, tag) and call.operation.startswith(role):
+            latest = call
+    return latest if latest is not None and latest.was_refused else None
 
 
 def is_answered(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> bool:

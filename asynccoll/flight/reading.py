@@ -46,12 +46,24 @@ class Call:
 
     @property
     def state(self) -> str:
-        """``"queued"``, ``"in flight"``, ``"finished"`` (somebody has seen it end) or ``"failed"``."""
+        """``queued``, ``in flight``, ``finished`` (somebody has seen it end), ``failed`` or ``refused``."""
+        if self.was_refused:
+            return "refused"
         if self.failure:
             return "failed"
         if self.ended:
             return "finished"
         return "in flight" if self.begun else "queued"
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether its own rank has refused it, before anything of it was sent: ``failure`` says why."""
+        return self.waited == layout.REFUSED
+
+    def refusal(self, of: str) -> str:
+        """In place of ``of``: ``called it at train.py:12, and it was refused there: ValueError: ...``."""
+        what = "it" if self.operation == of else f"{self.operation} in its place"
+        return f"called {what} at {self.place}, and it was refused there: {self.failure}"
 
     @property
     def is_open(self) -> bool:
@@ -61,7 +73,7 @@ class Call:
     @property
     def name(self) -> str:
         """``all_reduce #41 on lane 'gradients'``."""
-        return f"{self.title} on lane {self.lane!r}"
+        return f"{self.title} on lane {self.lane!r}" if self.lane else self.title
 
     @property
     def title(self) -> str:
@@ -119,6 +131,13 @@ class Flight:
         return max(
             (one.sequence for one in self.lanes if (one.group, one.lane_key) == (group, lane_key)), default=0
         )
+
+    def refused(self, group: str, lane_key: str, sequence: int, part: int = 1) -> Call | None:
+        """Its call at that place, if it has refused it, so that ``part`` of it is not made."""
+        for call in self.on_lane(group, lane_key):
+            if call.was_refused and 0 < call.sequence == sequence and call.part <= part:
+                return call
+        return None
 
     def on_lane(self, group: str, lane_key: str) -> tuple[Call, ...]:
         """Its calls on that lane."""

@@ -14,7 +14,17 @@ from typing import Any
 
 from asynccoll import host
 from asynccoll.flight import layout
-from asynccoll.flight.layout import BEGUN, ENDED, OUTCOME, RECORD, RECORDS, RECORDS_AT, WAITED, WORDS
+from asynccoll.flight.layout import (
+    BEGUN,
+    ENDED,
+    OUTCOME,
+    RECORD,
+    RECORDS,
+    RECORDS_AT,
+    REFUSED,
+    WAITED,
+    WORDS,
+)
 from asynccoll.host import shared_memory
 
 __all__ = ["Recorder", "mark_ended"]
@@ -154,6 +164,11 @@ class Recorder:
                 why.encode(errors="replace")[: layout.TEXT_BYTES]
             )
         self._stamp(ticket, ENDED, now)
+
+    def refused(self, ticket: int, why: str, now: float) -> None:
+        """This rank does not make the call, nothing of which was sent."""
+        self._stamp(ticket, WAITED, REFUSED)
+        self.failed(ticket, why.partition("\n")[0], now)
 
     def _stamp(self, ticket: int, word: int, now: float) -> None:
         if self._newest - ticket < RECORDS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asynccoll.flight import Call, Flight, hang_of, is_answered
+from asynccoll.flight import Call, Flight, hang_of, is_answered, refused_side
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
@@ -112,6 +112,9 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     gone = lost or (account.near and account.state in ("", "Z"))
     if flight is None:
         return "is gone" if gone else "" if account.answers else "does not answer, though its host does"
+    if (refused := _refused(awaited, flight)) is not None:
+        of = awaited.operation if awaited.sequence else refused.operation
+        return f"{refused.refusal(of)}; {_now(account, gone)}".removesuffix("; ")
     has_called = _has_called(awaited, flight)
     stuck = account.near and account.state in _STATES and account.state != "D"
     if has_called:
@@ -138,6 +141,15 @@ def _has_called(awaited: Awaited, flight: Flight) -> bool:
     return not parts or max(parts) >= awaited.part  # without any, it is too long ago
 
 
+def _refused(awaited: Awaited, flight: Flight) -> Call | None:
+    """Its call that it has refused, if that is the one."""
+    if awaited.sequence:
+        return flight.refused(awaited.group, awaited.lane_key, awaited.sequence, awaited.part)
+    if _has_called(awaited, flight):
+        return None
+    return refused_side(flight, awaited.group, awaited.lane_key, awaited.operation, awaited.rank, awaited.tag)
+
+
 def _other(awaited: Awaited, flight: Flight) -> str:
     """What it has called in its place, if that is known to be something else."""
     for call in flight.on_lane(awaited.group, awaited.lane_key):
@@ -153,7 +165,8 @@ def last_words(flight: Flight, now: float) -> str:
         return "it has made no call"
     last = flight.calls[-1]
     ago = f", {max(0.0, now - last.called):.1f} s ago" if now else ""
-    return f"its last call was {last.name} at {last.place}{ago}, {last.state}"
+    why = f": {last.failure}" if last.was_refused else ""
+    return f"its last call was {last.name} at {last.place}{ago}, {last.state}{why}"
 
 
 def _has_failed(flight: Flight) -> bool:

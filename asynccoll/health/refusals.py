@@ -98,17 +98,19 @@ class Refusals:
         *,
         spare: Completion | None = None,
         part: int | None = None,
+        name: str = "",
     ) -> None:
         """This rank does not make the call at ``place`` (None: its next one) on ``lane``, for ``reason``.
 
         Of a call in parts it has not made ``part`` (None: the next one there). Told once of each ``reason``,
-        however many layers it passes. ``spare`` has an outcome of its own.
+        however many layers it passes. ``spare`` has an outcome of its own. ``name``: of what was called just
+        now, for the record.
         """
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
         with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
             setattr(reason, _TOLD, True)
-        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare, part))
+        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name))
 
     # The ranks that wait for it
 

@@ -86,7 +86,7 @@ class _Ending(Generic[W]):
             self._guard.join()  # whatever it does has a bound, and Python must not end under it
         for context in self._worlds():
             out = context.outstanding()
-            if out and not _died():
+            if not _died():  # also with nothing in flight: peers may have to hear of a call that was refused
                 out = context.drain(EXIT_SECONDS)
             if out or _died():
                 self._abort(context, out)

@@ -39,7 +39,7 @@ from asynccoll.tensors.fusing import Fuse
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out, noted
 
-__all__ = ["coalescing", "own_block"]
+__all__ = ["coalescing", "name_of", "own_block"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -155,7 +155,7 @@ class _Parts:
         modes = {call.modes for call in self.calls}
         before = called_at.set(self.calls[0].spot)
         try:
-            with batch.place_on(self.lane, together):
+            with batch.place_on(self.lane, self.fuse.name, together):
                 if len(modes) == 1:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
@@ -186,7 +186,7 @@ class _Parts:
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
         """Tell the peers, who may be sending theirs, and the waiters here."""
-        batch.refuse(self.lane, error)
+        batch.refuse(self.lane, error, self.fuse.name)
         for call in self.calls:
             call.work.abandoned(error)
 
@@ -234,17 +234,17 @@ class _Batch:
         return actors.current().actor is self._actor
 
     @contextmanager
-    def place_on(self, lane: Lane, what: str | None = None) -> Iterator[None]:
-        """What is started inside has the block's place on ``lane``; ``what`` all of it is, as of a tree."""
-        with lane.together(self._places.get(lane), what) as place:
+    def place_on(self, lane: Lane, name: str, what: str | None = None) -> Iterator[None]:
+        """What is started inside, ``name``, has the block's place on ``lane``; ``what`` all of it is."""
+        with lane.together(self._places.get(lane), what, name) as place:
             self._places[lane] = place
             yield
 
-    def refuse(self, lane: Lane, error: BaseException) -> None:
-        """Refuse the block's place on ``lane``."""
+    def refuse(self, lane: Lane, error: BaseException, name: str) -> None:
+        """Refuse the block's place on ``lane``, for a call of ``name``."""
         before = lane.sequence
         place = self._places.get(lane)
-        lane.world.refuse(lane, error, place if place == before else None)
+        lane.world.refuse(lane, error, place if place == before else None, name=name)
         if lane.sequence != before:
             self._places[lane] = lane.sequence
 
@@ -262,7 +262,7 @@ class _Batch:
             return put_off
         # What was put off waits until this call is known to be made: the peers' may be one to put off.
         try:
-            with self.place_on(lane), lane.after(partial(self.flush, lane)):
+            with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
         except _PLACE_LOST as error:  # as in ``_Parts.send``
             lost: Deferred[object] = Deferred(self, lane)
@@ -363,6 +363,11 @@ def _said_together(waiting: list[_Parts], lane: Lane) -> str | None:
 
 
 _batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=None)
+
+
+def name_of(start: Callable[..., object]) -> str:
+    """How the user calls what ``start`` starts: ``barrier``."""
+    return start.__name__.removeprefix("start_").removesuffix("_scaled")
 
 
 def own_block() -> _Batch | None:

@@ -47,7 +47,7 @@ from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
-from asynccoll.ops.coalescing import own_block
+from asynccoll.ops.coalescing import name_of, own_block
 from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import Misfit, misfit
 from asynccoll.payload import objects
@@ -142,7 +142,11 @@ def _start(
     ``filled`` is ``out=`` of what has it.
     """
     context = current()
-    at = _lane_of(context, group, lane)
+    try:
+        at = _lane_of(context, group, lane)
+    except AsyncCollError as error:
+        context.note_refused(name_of(start), error)
+        raise
     block = own_block()
     try:
         if timeout is not None:
@@ -160,11 +164,12 @@ def _start(
         )
     except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
         if start in _MESSAGES:
-            role, place = _MESSAGES[start]
-            payload.refuse_message(at, role, *args[place : place + 2], error)  # type: ignore[call-arg, arg-type]
+            _, place = _MESSAGES[start]
+            payload.refuse_message(at, start.__name__, *args[place : place + 2], error)  # type: ignore[call-arg, arg-type]
+        elif block is None:
+            context.refusals.refuse(at, error, name=name_of(start))
         else:
-            refuse_call = context.refusals.refuse if block is None else block.refuse
-            refuse_call(at, error)
+            block.refuse(at, error, name_of(start))
         raise
 
 
@@ -183,8 +188,10 @@ def _read_by(
     return None
 
 
-def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None) -> NoReturn:
-    """Raise ``error`` in place of a call, and tell the peers, who may be making it.
+def refuse(
+    error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None, name: str = "call"
+) -> NoReturn:
+    """Raise ``error`` in place of a call of ``name``, and tell the peers, who may be making it.
 
     For code on top of these functions that checks more than they do.
     """
@@ -192,6 +199,7 @@ def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None =
     def start(*_: object, **__: object) -> NoReturn:
         raise error
 
+    start.__name__ = name
     _start(group, lane, None, start)
     raise AssertionError("start raises")
 
@@ -208,19 +216,19 @@ def _fitting(function: Function) -> Function:
                 raise
             wrong = misfit(function, args, given, error)
         if function.__name__ in _ROLES:
-            _refuse_message(_ROLES[function.__name__], wrong)
-        refuse(wrong.error, group=wrong.group, lane=given.get("lane"))
+            _refuse_message(function.__name__, wrong)
+        refuse(wrong.error, group=wrong.group, lane=given.get("lane"), name=function.__name__)
 
     return call  # type: ignore[return-value]  # by its signature
 
 
-def _refuse_message(role: str, wrong: Misfit) -> NoReturn:
+def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
     """Raise what is wrong with a send or recv, and tell the other rank, if it was named."""
-    end, meant = _ENDS[role], wrong.meant
+    end, meant = _ENDS[_ROLES[name]], wrong.meant
     with suppress(AsyncCollError):
         lane = _lane_of(current(), wrong.group, meant.get("lane"))
         rank = _peer(end, meant.get(end), meant.get(f"group_{end}"), wrong.group)
-        payload.refuse_message(lane, role, rank, meant.get("tag", 0), wrong.error)
+        payload.refuse_message(lane, name, rank, meant.get("tag", 0), wrong.error)
     raise wrong.error
 
 

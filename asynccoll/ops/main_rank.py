@@ -62,7 +62,9 @@ class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
     def _failed(self, error: BaseException) -> None:
         """Tell the others, who need not wait for it."""
         with contextlib.suppress(AsyncCollError):  # the block's own error is the one to be raised
-            refuse(CollectiveError(f"main_first: the block raised {error!r}"), lane=self._lane)
+            refuse(
+                CollectiveError(f"main_first: the block raised {error!r}"), lane=self._lane, name="main_first"
+            )
 
     def __enter__(self) -> main_first:
         if not self._first:

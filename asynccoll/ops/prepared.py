@@ -108,7 +108,7 @@ class Prepared(Generic[T]):
             unfinished = self._supersede_last()
             self._last = work = handed_out(self._begin(unfinished), self._fills or None, self._read)
         except Exception as error:
-            self._world.refuse(self._lane, error)
+            self._world.refuse(self._lane, error, name=self.name)
             raise
         return work
 
@@ -134,7 +134,7 @@ class Prepared(Generic[T]):
         lane, timeout = self._lane, self._timeout
         if self._finish is None:
             return self._calls[0].begin_again(lane, timeout, after)
-        with lane.together():
+        with lane.together(name=self.name):
             parts = [call.begin_again(lane, timeout, after) for call in self._calls]
         return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
 

@@ -397,8 +397,10 @@ class Lane:
         before()
 
     @contextmanager
-    def together(self, place: int | None = None, what: What = None) -> Iterator[int]:
+    def together(self, place: int | None = None, what: What = None, name: str = "") -> Iterator[int]:
         """What is accepted inside is one call of the user's (a tree): one place in the order, which it gives.
+
+        ``name``: of that call.
 
         ``what`` has to be the same on all ranks, of each part of it that is accepted inside.
 
@@ -428,7 +430,7 @@ class Lane:
             yield place
         except BaseException as error:
             self._together = False
-            self.world.refuse(self, error, place)
+            self.world.refuse(self, error, place, name=name)
             raise
         finally:
             self._together = False
@@ -716,12 +718,17 @@ class Lane:
         return cut.stated or self._has_all_below(cut.refusal)
 
     def refuse(
-        self, why: str, place: int | None, spare: Completion | None = None, part: int | None = None
+        self,
+        why: str,
+        place: int | None,
+        spare: Completion | None = None,
+        part: int | None = None,
+        name: str = "",
     ) -> Cut | None:
         """This rank does not make the call at ``place`` (None: its next one). The cut, if this begins one.
 
         Nor what is left of it from ``part`` on; None: after what was accepted last. Whoever waits for
-        ``spare`` is told otherwise.
+        ``spare`` is told otherwise. ``name``: of the call, if it was made just now and is not recorded yet.
         """
         with self._lock:
             if self.broken is not None:
@@ -734,9 +741,18 @@ class Lane:
                 self._part = 0
             accepted = self._part if place == self.sequence else 0
             stands = accepted if part is None else part - 1
+            if name:
+                self._record_refused(name, place, stands + 1, why)
             begun, lost = self._halt(Refusal(self.world.rank, place, why, stands), peak)
         self._fail_all([one for one in lost if one[0].completion is not spare])
         return begun
+
+    def _record_refused(self, name: str, place: int, part: int, why: str) -> None:
+        """What the caller has called is not made: for peers that miss it, and for tools."""
+        recorder, now = self._recorder, host.monotonic()
+        text = self._describe(("refused", name), Estimate(name), called_at.get() or caller(), None)
+        ticket = recorder.note(text, self.number, place, part, -1, 0, now, now)
+        recorder.refused(ticket, why, now)
 
     def hear(self, epoch: int, refusal: Refusal) -> Cut | None:
         """A peer has refused a call in ``epoch``. The cut, if this begins one."""

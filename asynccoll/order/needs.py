@@ -121,6 +121,7 @@ class World(Protocol):
         *,
         spare: Completion | None = None,
         part: int | None = None,
+        name: str = "",
     ) -> None:
         """Tell the peers that this rank does not make a call (``health.refusals``)."""
 

@@ -224,6 +224,10 @@ class Operation:
             self.completion.abandon()
             self._wake()
 
+    def refused(self, why: str) -> None:
+        """It stands for a message that this rank refuses."""
+        self.lane.world.recorder.refused(self.ticket, why, host.monotonic())
+
     def disown(self, error: CollectiveError) -> Completion:
         """In a forked child: it is the parent's. What must not be asked here any more, nor destroyed."""
         native = self.completion

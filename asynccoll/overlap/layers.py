@@ -131,7 +131,7 @@ class ShardedLayers(nn.Module):
                 f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
                 "between ranks: pass another lane, or none, and drop those others if they are needed no more"
             )
-            refuse(InvalidArgumentError(told), group=group, lane=lane)
+            refuse(InvalidArgumentError(told), group=group, lane=lane, name="shard_layers")
 
     def train(self, mode: bool = True) -> ShardedLayers:
         """Switch the layers to training or, with ``mode=False``, to evaluation."""

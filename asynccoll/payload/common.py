@@ -90,7 +90,7 @@ def over_tree(
             raise refuse(name, leaf)
         check(leaf)
     outs = None if out is None else tree_out(name, leaves, spec, out)
-    with lane.together(what=(name, spec)):
+    with lane.together(what=(name, spec), name=name):
         compared = compare(lane, lambda: signature(name, detail=f"of the tree {spec}"))
         leaf_results = _start_leaves(leaves, outs, of_tensors, of_value)
 

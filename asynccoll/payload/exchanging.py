@@ -153,10 +153,10 @@ def recv(
     return tensors.start_recv(lane, like, peer, tag, out, timeout)
 
 
-def refuse_message(lane: Lane, role: str, rank: int, tag: int, error: BaseException) -> None:
+def refuse_message(lane: Lane, name: str, rank: int, tag: int, error: BaseException) -> None:
     """In place of a send or recv that this rank refuses: let the other side of it end, if it has one."""
     with suppress(AsyncCollError):
-        tensors.refuse_message(lane, role, peer_of(lane, rank, role), check_tag(tag), error)
+        tensors.refuse_message(lane, name, peer_of(lane, rank, name), check_tag(tag), error)
 
 
 def peer_of(lane: Lane, rank: int, role: str) -> int:

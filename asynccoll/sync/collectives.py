@@ -69,10 +69,10 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike =
     if now is SERIAL:
         return tensor
     if not isinstance(tensor, (torch.Tensor, *_NUMBERS)):
-        _refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"), group)
+        _refuse("all_reduce", PayloadTypeError(f"Unhandled input type {type(tensor)}"), group)
     ours = now.ops.get(op)
     if ours is None:
-        _refuse(InvalidArgumentError(f"Unsupported reduction operation: '{op}'"), group)
+        _refuse("all_reduce", InvalidArgumentError(f"Unsupported reduction operation: '{op}'"), group)
     if group is not None:
         group = _group(group)
         if _outside(group):
@@ -151,10 +151,15 @@ def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupL
     """What does not hold would be padded or cut to another rank's shape, and arrive as something else."""
     size, place = (1, 0) if model() is SERIAL else (ac.get_world_size(group), ac.get_rank(group))
     if not isinstance(tensor, torch.Tensor):
-        _refuse(PayloadTypeError(f"all_gather_tensors_with_shapes got a {type(tensor).__name__}"), group)
+        _refuse(
+            "all_gather",
+            PayloadTypeError(f"all_gather_tensors_with_shapes got a {type(tensor).__name__}"),
+            group,
+        )
     given = [tuple(shape) for shape in shapes]
     if len(given) != size or len({len(shape) for shape in given}) != 1 or given[place] != tensor.shape:
         _refuse(
+            "all_gather",
             InvalidArgumentError(
                 f"shapes must be those of the tensors of {size} ranks, all with as many dimensions; here is "
                 f"rank {place} with a tensor of shape {tuple(tensor.shape)}, and shapes={given}"
@@ -198,13 +203,14 @@ def broadcast(
 def _check_broadcast(tensor: object, src: int, safe_mode: bool) -> None:
     if tensor is None:
         if ac.get_rank() == src:
-            refuse(InvalidArgumentError("Source data can not be None"))
+            refuse(InvalidArgumentError("Source data can not be None"), name="broadcast")
         if not safe_mode:
             refuse(
-                InvalidArgumentError("Argument safe_mode should be True if None is passed for non src rank")
+                InvalidArgumentError("Argument safe_mode should be True if None is passed for non src rank"),
+                name="broadcast",
             )
     elif not isinstance(tensor, (torch.Tensor, str, Path, *_NUMBERS)):
-        refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"))
+        refuse(PayloadTypeError(f"Unhandled input type {type(tensor)}"), name="broadcast")
 
 
 def barrier() -> None:
@@ -249,12 +255,12 @@ def _plain(x: object) -> object:
     return x.item() if isinstance(x, Number) and hasattr(x, "item") else x
 
 
-def _refuse(error: AsyncCollError, group: GroupLike) -> NoReturn:
+def _refuse(name: str, error: AsyncCollError, group: GroupLike) -> NoReturn:
     """Raise it, and tell the members of ``group`` who make the call; it need not be one of the forms."""
     group = None if group is None else _group(group)
     if model() is SERIAL or _outside(group):
         raise error
-    refuse(error, group=group)
+    refuse(error, group=group, name=name)
 
 
 def _outside(group: GroupLike) -> bool:

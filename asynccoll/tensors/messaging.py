@@ -8,6 +8,7 @@ import torch
 
 from asynccoll.errors import AsyncCollError
 from asynccoll.order.lane import Lane
+from asynccoll.order.operation import Estimate
 from asynccoll.plan.spec import Op
 from asynccoll.tensors.common import check_out, deliver, physical, plan_for, target_for
 from asynccoll.tensors.encoding import decode, encode
@@ -70,13 +71,15 @@ def _received(lane: Lane, communicator: Communicator, buffer: torch.Tensor, src:
     return lane.turns.take((src, tag), ask) if lane.turns else communicator.recv(buffer, src, tag)
 
 
-def refuse_message(lane: Lane, role: str, peer: int, tag: int, error: BaseException) -> None:
+def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseException) -> None:
     """In place of a send or recv that was refused: let the peer's side of it end, where it can be told."""
-    why = f"rank {lane.world.rank} refused its side, a {role}: {type(error).__name__}: {error}"
+    role, _, _ = name.partition("_")
+    reason = f"{type(error).__name__}: {error}"
+    why = f"rank {lane.world.rank} refused its side, a {role}: {reason}"
 
     def start(communicator: Communicator) -> Completion:
         communicator.refuse(role, peer, tag, why)
         return READY
 
     with contextlib.suppress(AsyncCollError):  # a lane that is broken, or another task's: nothing was sent
-        lane.issue(lane.estimate("refusal", 0), start, stream=(role, peer, tag))
+        lane.issue(Estimate(name), start, stream=(role, peer, tag)).refused(reason)

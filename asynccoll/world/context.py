@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, dumps, lane_id, read
+from asynccoll.flight import Recorder, dumps, joined, lane_id, read
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame
 from asynccoll.health.compared import Compared
@@ -28,6 +28,7 @@ from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.unmet import Unmet
 from asynccoll.health.watchdog import Watch
+from asynccoll.host.call_site import caller
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.plan.spec import Policy
@@ -231,9 +232,17 @@ class Context:
         *,
         spare: Completion | None = None,
         part: int | None = None,
+        name: str = "",
     ) -> None:
         """Tell the peers that this rank does not make a call (``Refusals.refuse``)."""
-        self.refusals.refuse(lane, reason, place, spare=spare, part=part)
+        self.refusals.refuse(lane, reason, place, spare=spare, part=part, name=name)
+
+    def note_refused(self, name: str, error: BaseException) -> None:
+        """A call was refused of which it is not known which lane it is on: that it was made is recorded."""
+        now = host.monotonic()
+        said = joined(("", "", "", name, "", str(caller().place)))
+        ticket = self.recorder.note(self.recorder.write(said, None), -1, 0, 1, -1, 0, now, now)
+        self.recorder.refused(ticket, f"{type(error).__name__}: {error}", now)
 
     def look_for_refusals(self) -> None:
         """Halt the lanes on which a peer has refused a call, and refuse what a peer waits for in vain."""
