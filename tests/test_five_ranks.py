@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
 import worlds
 
@@ -32,6 +33,10 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         ("of_one_element", "trio"),
         ("averaged", "asyncio"),
         ("strides_kept", "asyncio"),
+    ],
+    "test_overlap": [
+        ("awaited_twice", "asyncio", torch.bfloat16, 0),
+        ("awaited_twice", "asyncio", torch.float32, 3),
     ],
     "test_coalescing": [
         ("mixed", "trio"),

@@ -397,6 +397,33 @@ def test_a_forgotten_await(pair: World, optimizer: str, runner: str) -> None:
     pair.run(forgets_to_await, optimizer, runner=runner)
 
 
+async def unscales_too_early(me: Rank, fused: bool) -> None:
+    """By itself, or in the scaler's step; then in time."""
+    ours, twin = network(), network()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=fused) for model in (ours, twin)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with ac.overlap_gradients(ours, **SMALL) as gradients:
+        for step, early in enumerate((scaler.unscale_, scaler.step)):
+            optimizers[0].zero_grad()
+            scaler.scale(loss_of(ours, batch(me.rank, step))).backward()
+            with raising(ac.InvalidArgumentError, "a scaler unscales, before the gradients"):
+                early(optimizers[0])
+            await gradients
+            scaler.unscale_(optimizers[0])
+            scaler.step(optimizers[0])
+            scaler.update()
+            optimizers[1].zero_grad()
+            (sum(loss_of(twin, batch(rank, step)) for rank in range(me.size)) / me.size).backward()
+            optimizers[1].step()
+    assert all(map(close, ours.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_before_the_await_is_refused(pair: World, fused: bool) -> None:
+    """It wrote to what was being sent, which torch counts as no write: the ranks went apart in silence."""
+    pair.run(unscales_too_early, fused)
+
+
 async def kept(me: Rank, used: list[int], op: str) -> None:
     """The gradients of each step, of which some are not there on every rank."""
     model, twin = alike(Heads()), alike(Heads())
@@ -482,33 +509,42 @@ def test_closures_that_wait_and_that_do_not(pair: World) -> None:
     pair.run(closures)
 
 
-async def awaited_twice(me: Rank) -> None:
-    """On the first rank, whose second await meets the next gradients of the others."""
-    model, others = network(), list(range(1, me.size))
+async def awaited_twice(me: Rank, dtype: torch.dtype, first: int) -> None:
+    """On one rank of those from `first` on: its second await meets the next gradients of the others."""
+    group = ac.new_group(range(first, me.size))
+    if me.rank < first:
+        return
+    model, others = network().to(dtype), list(range(1, me.size - first))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if me.rank == 0:
+    if me.rank == first:
         optimizer.step()  # as to make its state: steps count from the first reduction on
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        if me.rank % 2:  # some ranks have more for a step than others
+            with gradients.no_sync():
+                loss_of(model, batch(me.rank, 10 + step).to(dtype)).backward()
+        loss_of(model, batch(me.rank, step).to(dtype)).backward()
+
     told = f"stepped since the last `await gradients` on the ranks {others}"
-    with ac.overlap_gradients(model, **SMALL) as gradients:
+    with ac.overlap_gradients(model, group=group, **SMALL) as gradients:
         for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, batch(me.rank, step)).backward()
+            backward(step)
             await gradients
-            if me.rank or step == 0:
+            if me.rank > first or step == 0:
                 optimizer.step()
-        if me.rank:
-            optimizer.zero_grad()
-            loss_of(model, batch(me.rank, 2)).backward()
+        if me.rank > first:
+            backward(2)
         with raising(ac.CollectiveMismatchError, told):
             await gradients
-        optimizer.zero_grad()
-        loss_of(model, batch(me.rank, 3)).backward()
+        backward(3)
         await gradients
 
 
-def test_an_await_too_many(several: World) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_await_too_many(several: World, dtype: torch.dtype) -> None:
     """It took part in the others' next step, and the parameters went apart in silence."""
-    several.run(awaited_twice, runner="asyncio")
+    several.run(awaited_twice, dtype, 0, runner="asyncio")
 
 
 async def cancelled(me: Rank) -> None:

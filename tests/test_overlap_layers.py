@@ -132,3 +132,20 @@ def test_refused() -> None:
     with raising(ac.InvalidArgumentError, "ahead"):
         ac.overlap.shard_layers([nn.Linear(2, 2)], ahead=-1)
     assert tied.weight.numel() == 4
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_that_looks_at_whole_parameters(scheduled: bool) -> None:
+    """Refused in its first step: on parts it came to other numbers in silence."""
+    layers = ac.overlap.shard_layers([nn.Linear(3, 4)])
+    optimizer = torch.optim.Adafactor(layers.parameters())
+    if scheduled:
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    before = [x.clone() for x in layers.parameters()]
+    (layer,) = layers
+    layer(torch.ones(2, 3)).sum().backward()
+    with raising(ac.InvalidArgumentError, "Adafactor does not treat every element alone"):
+        optimizer.step()
+    assert all(map(torch.equal, layers.parameters(), before))
+    torch.optim.Adam(layers.parameters(), lr=torch.tensor(0.1), capturable=False).step()
+    assert not any(map(torch.equal, layers.parameters(), before))

@@ -301,10 +301,18 @@ def test_attention_waits_for_its_output_projection(pair: World, bucket_bytes: in
     pair.run(attending, bucket_bytes, runner="asyncio")
 
 
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    """Whose step is a scheduler's: it stepped with this one when another like it was tried."""
+    optimizer = torch.optim.Adafactor(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return optimizer
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
     "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
     "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor does not treat every"),
+    "Adafactor, scheduled": (scheduled, "Adafactor does not treat every"),
     "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be shared out"),
     "Muon": (
         lambda model: torch.optim.Muon([x for x in model.parameters() if x.dim() == 2]),

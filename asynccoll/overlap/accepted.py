@@ -27,6 +27,7 @@ __all__ = [
     "check_whole",
     "ddp_models",
     "group_size",
+    "is_part",
     "module_with_buffers",
     "named_in",
     "scaler_told",
@@ -63,10 +64,15 @@ def share_out(parts: Iterable[torch.Tensor], emptied: Iterable[torch.Tensor] = (
     _emptied.update((id(x), x) for x in emptied)
 
 
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether it is this rank's part of layers that are shared out."""
+    return _parts.get(id(parameter)) is parameter
+
+
 def check_whole(parameters: Iterable[torch.Tensor]) -> None:
     """Refuse parameters of sharded layers, which are other ones on every rank, or are empty."""
     for parameter in parameters:
-        if _parts.get(id(parameter)) is parameter:
+        if is_part(parameter):
             raise InvalidArgumentError(
                 f"a parameter of shape {list(parameter.shape)} is this rank's part of layers that are shared "
                 "out (shard_layers); other ranks have other parts, which must not be broadcast, averaged or "

@@ -82,7 +82,7 @@ class BackwardReducer(GradientReducer):
         if not self._closed and (self.touched or not self.rounds or forgotten):
             self.wait()
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to refuse: a step waits for what is under way."""
 
     def stepped(self) -> None:

@@ -5,16 +5,21 @@ Nobody can tell from its name: it is tried out on a few numbers, whole and in pa
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.overlap.accepted import is_part
 
-__all__ = ["check_elementwise"]
+__all__ = ["check_elementwise", "look_at_steps"]
 
 _SHAPES = ((3, 4), (4,))
 _TRIES = 2
@@ -43,6 +48,25 @@ def check_elementwise(optimizer: Optimizer) -> None:
             "numbers than on whole ones), so it cannot be shared out over the ranks: shard an elementwise "
             "one (SGD, Adam, AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
         )
+
+
+#: Optimizers that may step on parts of layers, and how many parameters they had when that was looked at.
+_seen: weakref.WeakKeyDictionary[Optimizer, int] = host.per_process(weakref.WeakKeyDictionary)
+
+
+@functools.cache
+def look_at_steps() -> None:
+    """From now on an optimizer that was given parts of layers is tried out before its first step."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, *_: object) -> None:
+    count = sum(len(given["params"]) for given in optimizer.param_groups)
+    if _seen.get(optimizer) == count:
+        return
+    if any(is_part(x) for given in optimizer.param_groups for x in given["params"]):
+        check_elementwise(optimizer)
+    _seen[optimizer] = count
 
 
 def _twins() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -77,7 +101,10 @@ def _try_out(
     """Some steps of one like ``optimizer`` with the options of one group, on ``parameters``."""
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    options = {name: value for name, value in given.items() if name not in {"params", "param_names"}}
+    twin.__dict__.pop("step", None)  # a scheduler's, which steps with ``optimizer`` itself
+    options = {name: _here(value) for name, value in given.items() if name not in {"params", "param_names"}}
+    if "capturable" in options:
+        options["capturable"] = False  # for a device's graphs
     twin.param_groups = [{**options, "params": parameters}]
     twin.state = defaultdict(dict)
     for hooks in [name for name in vars(twin) if name.endswith("_hooks")]:
@@ -91,8 +118,10 @@ def _try_out(
 
 def _alike(value: object, parameter: torch.Tensor) -> object:
     """A state of ``parameter`` as it might be: of its shape, if ``value`` has that of its own parameter."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() == 0:
-        return value.detach().cpu().clone()
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return _here(value)
     return torch.full_like(parameter, value.flatten()[0].item() if value.numel() else 0.0)
+
+
+def _here(value: object) -> object:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -24,9 +24,10 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
@@ -55,6 +56,8 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["GradientReducer", "overlap_gradients"]
 
+T = TypeVar("T")
+
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -66,9 +69,9 @@ _SECOND_BACKWARD = (
 )
 
 _NOT_AWAITED = (
-    "the optimizer steps before the gradients of the last backward were awaited, which are being sent: "
-    "`await gradients` (or gradients.wait()) between backward and step, and before clipping (an optimizer "
-    "that steps in hooks of backward always comes too early)"
+    "the optimizer steps, or a scaler unscales, before the gradients of the last backward were awaited, "
+    "which are being sent: `await gradients` (or gradients.wait()) between backward and step, and before "
+    "unscaling and clipping (an optimizer that steps in hooks of backward always comes too early)"
 )
 
 _OUT_OF_STEP = (
@@ -286,14 +289,17 @@ class GradientReducer:
         """Whether backward has run here since the last reduction."""
         return self._begun or self._gathered
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step with gradients that are under way; note any other, of the last of each group."""
+    def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to have the optimizer, or a scaler for it, use gradients that are under way."""
         mine = self._identity[2]
-        if not self._begun and self._has_begun:
-            last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
-            self._has_stepped = self._has_stepped or any(id(x) in mine for x in last)
         if self._begun and any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
             raise InvalidArgumentError(f"{self!r}: {_NOT_AWAITED}")
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step with gradients that have been reduced; the last parameter of each group tells whose."""
+        if self._has_begun:
+            last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
+            self._has_stepped = self._has_stepped or any(id(x) in self._identity[2] for x in last)
 
     def stepped(self) -> None:
         """The parameters have been updated with the gradients: what follows are those of the next step."""
@@ -443,11 +449,28 @@ def overlap_gradients(
 def _look_at_steps() -> None:
     """From now on a forgotten await is told by the first step, whichever optimizer makes it."""
     register_optimizer_step_pre_hook(_check_step)
+    # Torch has no hook there, and its kernel does not count as a write to the gradients.
+    GradScaler.unscale_ = _checked(GradScaler.unscale_)  # type: ignore[method-assign]
+    GradScaler.step = _checked(GradScaler.step)  # type: ignore[method-assign]
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for reducer in living():
-        reducer.check_step(optimizer)
+        reducer.check_awaited(optimizer)
+        reducer.note_step(optimizer)
+
+
+def _checked(method: Callable[..., T]) -> Callable[..., T]:
+    """A scaler's method, which is refused where the gradients of the optimizer are under way."""
+
+    @functools.wraps(method)
+    def checked(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> T:
+        if issubclass(type(optimizer), torch.optim.Optimizer):  # else one of ours, which tell better
+            for reducer in living():
+                reducer.check_awaited(optimizer)
+        return method(scaler, optimizer, *args, **kwargs)
+
+    return checked
 
 
 def living() -> list[GradientReducer]:

@@ -28,6 +28,7 @@ from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.accepted import check_unaliased, check_whole, share_out
+from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import check_ahead, prefetch
@@ -105,6 +106,7 @@ class ShardedLayers(nn.Module):
             [shard.own for layer in self._layers for shard in layer.shards]
         )
         share_out(self.shards, emptied)
+        look_at_steps()
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
         self._backward: dict[str, object] = {"group": group, "lane": backward_lane(of_backward)}
