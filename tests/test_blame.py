@@ -349,6 +349,34 @@ def test_who_sends_before_it_receives_is_told_which_call_is_missing(transport: s
         assert f"This rank's send to rank {then} (tag 3) is still in flight" in text
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: str) -> None:
+    """What was refused has taken nothing: the sender waits, and it is received when that is repeated."""
+    heard: list[str] = []
+
+    async def main(rank: int) -> None:
+        x = torch.ones(2)
+        if rank == 1:
+            with pytest.raises(ac.InvalidArgumentError):
+                ac.recv(x, src=0, tag=3, out=torch.ones(3))
+            await ac.recv_object(src=0)
+            assert (await ac.recv(x, src=0, tag=3)).tolist() == [7.0, 7.0]
+            return
+        work = ac.send(7 * x, dst=1, tag=3, timeout=2.0)
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await work
+        heard.append(str(caught.value))
+        await ac.send_object("go on", dst=1)
+        await work
+
+    report = simulate(main, world_size=2, transport=transport)
+    assert not report.errors
+    called = (
+        r"pid 1001\) called recv from rank 0 \(tag 3\) at \S*test_blame.py:\d+, and it was refused there: Inv"
+    )
+    assert re.search(called, heard[0]), heard
+
+
 def test_who_receives_in_a_group_is_known_by_its_rank_in_the_world() -> None:
     heard: dict[int, str] = {}
 

@@ -447,8 +447,7 @@ async def filled_beside(me: Rank) -> None:
         lambda: ac.all_gather(_full(50, 1), out=x, lane="b"),
         lambda: ac.all_reduce([like, like.int()], out=[x, like.int()], lane="b"),
         operation.start,
-        # What is refused stands for a message: of this tag nobody sends one.
-        *([] if me.lacks("recv") else [lambda: ac.recv(x, src=(me.rank - 1) % n, tag=99, out=x)]),
+        *([] if me.lacks("recv") else [lambda: ac.recv(x, src=(me.rank - 1) % n, out=x)]),
     ):
         with ac.coalescing():
             work = ac.all_reduce(x, lane="c")

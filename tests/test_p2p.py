@@ -486,20 +486,23 @@ async def refused_by_one(me: Rank, told: str) -> None:
         await me.refuses("send", TypeError, ac.send, object(), dst=1, says=("object",))
         await me.check("the next one", ac.send, x, dst=1, expect=None)
         await me.check("of a refused recv", ac.send, x, dst=1, tag=1, expect=None)
-        await me.check("the one after", ac.send, -x, dst=1, tag=1, expect=None)
+        await me.check("of a refused call", ac.send_object, "y" * 900, dst=1, tag=1, expect=None)
     else:
         with me.case("recv"), pytest.raises(ac.CollectiveError, match=told):
             await me.get(ac.recv(torch.empty(3), src=0))
         await me.check("the next one", ac.recv, torch.empty(3), src=0, expect=x)
         bad = torch.empty(2)
         await me.refuses("out", ValueError, ac.recv, x, src=0, tag=1, out=bad, says=("out", "float32[2]"))
-        await me.check("the one after", ac.recv, torch.empty(3), src=0, tag=1, expect=-x)
+        await me.check("repeated", ac.recv, x, src=0, tag=1, expect=x)
+        await me.refuses("codec", ValueError, ac.recv_object, src=0, tag=1, codec="none", says=("codec",))
+        await me.refuses("call", TypeError, ac.recv_object, 0, src=0, tag=1, says=("positional",))
+        await me.check("called again", ac.recv_object, src=0, tag=1, expect="y" * 900)
     await me.check("afterwards", ac.all_reduce, 1, expect=2)
 
 
 @pytest.mark.processes
 def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
-    """The receiver is told, the sender is rid of its message, the next one is right, nobody waits."""
+    """The receiver of a send is told; a recv has taken nothing, and gets the message if it is repeated."""
     told = r"rank 0 refused.*send.*object" if pair.backend in ("gloo", "memory") else r"0 bytes.*refused"
     pair.run(refused_by_one, told, runner=runner)
 
@@ -527,6 +530,8 @@ async def called_wrongly(me: Rank) -> None:
         if me.rank == 0:
             with me.case(name), raising(error):
                 call(x)
+            if not sends:  # it has taken nothing
+                await me.check(name, ac.recv, x, src=1, timeout=patient(20), expect=x)
         elif sends:  # a library may say no more than that the message is not there
             with me.case(name), raising(ac.CollectiveError) as caught:
                 await me.get(ac.recv(x, src=0, timeout=patient(20)))
@@ -545,7 +550,7 @@ async def called_wrongly(me: Rank) -> None:
 
 
 @pytest.mark.processes
-def test_a_message_that_is_called_wrongly_does_not_keep_the_other_side_waiting(pair: World) -> None:
+def test_a_message_that_is_called_wrongly_does_not_keep_its_receiver_waiting(pair: World) -> None:
     """If the call says whom it is for."""
     pair.run(called_wrongly, runner="asyncio")
 

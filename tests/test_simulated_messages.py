@@ -196,7 +196,7 @@ def judge(report: Report) -> None:
 
 
 def test_what_does_not_fit_is_dropped_and_said() -> None:
-    """Long messages and short ones, between such as fit; a refused send and a refused receive."""
+    """Long messages and short ones, between such as fit; a refused send and a refused receive, repeated."""
     for seed in range(30 * TIMES):
         counts = [random.Random(seed).choice((1, 40, 700)) for _ in range(4)]
 
@@ -215,8 +215,10 @@ def test_what_does_not_fit_is_dropped_and_said() -> None:
             other = ac.recv(torch.empty(counts[2], dtype=torch.int32), src=peer)
             with pytest.raises(ac.InvalidArgumentError):
                 ac.recv(torch.empty(counts[3]), src=peer, out=torch.empty(counts[3] + 1))
+            again = ac.recv(torch.empty(counts[3]), src=peer)
             refused, last = ac.recv(torch.empty(1), src=peer), ac.recv(torch.empty(30), src=peer)
-            assert flat(waited(good)) == [1.0] * counts[0]
+            for work, count in ((good, counts[0]), (again, counts[3])):
+                assert flat(waited(work)) == [1.0] * count
             for work in (short, other):
                 with pytest.raises(ac.CollectiveMismatchError, match="tag 0"):
                     waited(work)

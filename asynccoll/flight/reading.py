@@ -62,7 +62,8 @@ class Call:
 
     def refusal(self, of: str) -> str:
         """In place of ``of``: ``called it at train.py:12, and it was refused there: ValueError: ...``."""
-        what = "it" if self.operation == of else f"{self.operation} in its place"
+        other = f"{self.operation} in its place" if self.sequence else self.title
+        what = "it" if self.operation == of else other
         return f"called {what} at {self.place}, and it was refused there: {self.failure}"
 
     @property

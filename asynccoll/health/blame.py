@@ -113,8 +113,7 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     if flight is None:
         return "is gone" if gone else "" if account.answers else "does not answer, though its host does"
     if (refused := _refused(awaited, flight)) is not None:
-        of = awaited.operation if awaited.sequence else refused.operation
-        return f"{refused.refusal(of)}; {_now(account, gone)}".removesuffix("; ")
+        return f"{refused.refusal(awaited.operation)}; {_now(account, gone)}".removesuffix("; ")
     has_called = _has_called(awaited, flight)
     stuck = account.near and account.state in _STATES and account.state != "D"
     if has_called:

@@ -742,16 +742,21 @@ class Lane:
             accepted = self._part if place == self.sequence else 0
             stands = accepted if part is None else part - 1
             if name:
-                self._record_refused(name, place, stands + 1, why)
+                self._record_refused(name, place, stands + 1, -1, why)
             begun, lost = self._halt(Refusal(self.world.rank, place, why, stands), peak)
         self._fail_all([one for one in lost if one[0].completion is not spare])
         return begun
 
-    def _record_refused(self, name: str, place: int, part: int, why: str) -> None:
+    def note_refused(self, name: str, peer: int, tag: int, why: str) -> None:
+        """The caller has called for a message, which is refused, and nobody is told."""
+        with self._lock:
+            self._record_refused(name, 0, tag, peer, why)
+
+    def _record_refused(self, name: str, place: int, part: int, peer: int, why: str) -> None:
         """What the caller has called is not made: for peers that miss it, and for tools."""
         recorder, now = self._recorder, host.monotonic()
         text = self._describe(("refused", name), Estimate(name), called_at.get() or caller(), None)
-        ticket = recorder.note(text, self.number, place, part, -1, 0, now, now)
+        ticket = recorder.note(text, self.number, place, part, peer, 0, now, now)
         recorder.refused(ticket, why, now)
 
     def hear(self, epoch: int, refusal: Refusal) -> Cut | None:

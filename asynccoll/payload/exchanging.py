@@ -154,7 +154,7 @@ def recv(
 
 
 def refuse_message(lane: Lane, name: str, rank: int, tag: int, error: BaseException) -> None:
-    """In place of a send or recv that this rank refuses: let the other side of it end, if it has one."""
+    """This rank refuses a send or recv: see ``tensors.refuse_message``, if it has another side."""
     with suppress(AsyncCollError):
         tensors.refuse_message(lane, name, peer_of(lane, rank, name), check_tag(tag), error)
 

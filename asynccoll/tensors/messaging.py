@@ -72,13 +72,19 @@ def _received(lane: Lane, communicator: Communicator, buffer: torch.Tensor, src:
 
 
 def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseException) -> None:
-    """In place of a send or recv that was refused: let the peer's side of it end, where it can be told."""
+    """A send or recv was refused: in place of a send, let the receiver's side end, where it can be told.
+
+    A recv has taken nothing: what comes is for the next one.
+    """
     role, _, _ = name.partition("_")
     reason = f"{type(error).__name__}: {error}"
-    why = f"rank {lane.world.rank} refused its side, a {role}: {reason}"
+    if role == "recv":
+        lane.note_refused(name, peer, tag, reason)
+        return
+    why = f"rank {lane.world.rank} refused its side, a send: {reason}"
 
     def start(communicator: Communicator) -> Completion:
-        communicator.refuse(role, peer, tag, why)
+        communicator.refuse(peer, tag, why)
         return READY
 
     with contextlib.suppress(AsyncCollError):  # a lane that is broken, or another task's: nothing was sent

@@ -33,7 +33,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.letters: deque[Letter] = deque()
-        self.readers: deque[tuple[torch.Tensor | None, Promise, int]] = deque()
+        self.readers: deque[tuple[torch.Tensor, Promise, int]] = deque()
         self.closed: bool = False
 
     def match(self, delivery: Delivery) -> None:
@@ -56,10 +56,8 @@ class Mailbox:
             delivery.at(rank, delivery.arrival(0, rank, rank), partial(promise.settle, RuntimeError(CLOSED)))
 
 
-def _take(letter: torch.Tensor | str, into: torch.Tensor | None, promise: Promise) -> None:
-    if into is None:
-        promise.settle()
-    elif isinstance(letter, str):
+def _take(letter: torch.Tensor | str, into: torch.Tensor, promise: Promise) -> None:
+    if isinstance(letter, str):
         promise.settle(PeerRefusedError(letter))
     elif letter.dtype is not into.dtype or letter.numel() != into.numel():
         promise.settle(

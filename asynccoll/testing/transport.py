@@ -227,15 +227,11 @@ class _Communicator:
         box.match(self._delivery)
         return self._over(promise, f"{self._name} from {src} {tag}")
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        if role == "send":
-            to = self._wire.ranks[peer]
-            box = self._box(self._rank, to, tag)
-            at = self._delivery.arrival(len(why), self._rank, to)
-            box.letters.append(Letter(at, why, Promise(), self._rank))
-        else:
-            box = self._box(self._wire.ranks[peer], self._rank, tag)
-            box.readers.append((None, Promise(), self._rank))
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        to = self._wire.ranks[dst]
+        box = self._box(self._rank, to, tag)
+        at = self._delivery.arrival(len(why), self._rank, to)
+        box.letters.append(Letter(at, why, Promise(), self._rank))
         box.match(self._delivery)
 
     def _box(self, src: int, dst: int, tag: int) -> Mailbox:

@@ -129,8 +129,8 @@ class Communicator(Protocol):
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion: ...
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        """In place of a ``send`` or ``recv`` (``role``): let the peer's side end, if there is a way."""
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        """In place of a ``send``: let the ``recv`` of ``dst`` end, if there is a way."""
         ...
 
     def barrier(self) -> Completion: ...

@@ -8,7 +8,6 @@ ahead of each message, and what does not fit is taken in and refused by name.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -57,17 +56,13 @@ class Channels:
 
         return self._start(("recv", src, tag), src, take)
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        """In place of a send: tell the receiver so. In place of a recv: take the message and drop it."""
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        """In place of a send: tell the receiver so."""
 
         def tell(pair: object, index: int) -> None:
             _post(pair, index, tag, _REFUSED, torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8))
 
-        def drop(pair: object, index: int) -> None:
-            with contextlib.suppress(PeerRefusedError):
-                _take(pair, index, tag)
-
-        self._start((role, peer, tag), peer, tell if role == "send" else drop)
+        self._start(("send", dst, tag), dst, tell)
 
     def _start(
         self, stream: tuple[str, int, int], peer: int, exchange: Callable[[object, int], None]
@@ -121,14 +116,14 @@ def _post(pair: Any, peer: int, tag: int, code: int, body: torch.Tensor) -> None
         work.wait(NEVER)
 
 
-def _take(pair: Any, peer: int, tag: int, into: torch.Tensor | None = None) -> torch.Tensor:
+def _take(pair: Any, peer: int, tag: int, into: torch.Tensor) -> torch.Tensor:
     """The next message: in ``into`` if it fits there, else in a tensor of its own."""
     header = torch.empty(2, dtype=torch.int64, device="cpu")
     pair.recv([header], peer, tag).wait(NEVER)
     count, code = header.tolist()
     dtype = torch.uint8 if code == _REFUSED else _DTYPES[code]
-    fits = into is not None and code != _REFUSED and count == into.numel() and dtype is into.dtype
-    body = into if into is not None and fits else torch.empty(count, dtype=dtype, device="cpu")
+    fits = code != _REFUSED and count == into.numel() and dtype is into.dtype
+    body = into if fits else torch.empty(count, dtype=dtype, device="cpu")
     pair.recv([body], peer, tag).wait(NEVER)
     if code == _REFUSED:
         raise PeerRefusedError(bytes(body.numpy()).decode())

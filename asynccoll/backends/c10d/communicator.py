@@ -179,9 +179,9 @@ class C10dCommunicator:
         to = self._for(x)
         return to.complete(to.native.recv([x], src, tag))
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+    def refuse(self, dst: int, tag: int, why: str) -> None:
         if self._on_cpu:  # else the peer's tensor may be anywhere
-            self._channels.refuse(role, peer, tag, why)
+            self._channels.refuse(dst, tag, why)
 
     def barrier(self) -> Completion:
         to = self._transports.get("cpu") or next(iter(self._transports.values()))

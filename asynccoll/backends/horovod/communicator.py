@@ -299,7 +299,7 @@ class HorovodCommunicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         raise UnsupportedOpError("Horovod has no messages between two ranks")
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+    def refuse(self, dst: int, tag: int, why: str) -> None:
         """Horovod has no messages between two ranks."""
 
     def barrier(self) -> Completion:

@@ -63,7 +63,7 @@ class Beside:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         return self._for(x).recv(x, src, tag)
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+    def refuse(self, dst: int, tag: int, why: str) -> None:
         """Nothing: the tensor of the other side may be on either device."""
 
     def barrier(self) -> Completion:

@@ -139,8 +139,8 @@ class MemoryCommunicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         return self._messages.recv(_flat(x), src, tag)
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        self._messages.refuse(role, peer, tag, why)
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        self._messages.refuse(dst, tag, why)
 
     # Ends
 

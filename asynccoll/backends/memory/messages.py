@@ -65,9 +65,9 @@ class Messages:
         """Into the flat ``x`` what ``src`` sends."""
         return self._begin(src, lambda pair: pair.recv(x, tag))
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        """In place of a send or recv, tell its other side."""
-        self._begin(peer, lambda pair: pair.refuse(role, tag, why))
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        """In place of a send, tell its receiver."""
+        self._begin(dst, lambda pair: pair.refuse(tag, why))
 
     def _begin(self, peer: int, begin: Begin) -> Completion:
         pair = self._pairs.get(peer)

@@ -67,13 +67,13 @@ class Outgoing(InFlight):
 
 
 class Incoming(InFlight):
-    """A message that is received, into ``data``; None: it is dropped."""
+    """A message that is received, into ``data``."""
 
     __slots__ = ("code", "data", "number", "tag")
 
-    def __init__(self, pair: Pair, data: torch.Tensor | None, code: int, tag: int, number: int) -> None:
+    def __init__(self, pair: Pair, data: torch.Tensor, code: int, tag: int, number: int) -> None:
         super().__init__(pair)
-        self.data: torch.Tensor | None = data
+        self.data: torch.Tensor = data
         self.code: int = code
         self.tag: int = tag
         self.number: int = number
@@ -143,22 +143,17 @@ class Pair(Mover):
 
     def recv(self, x: torch.Tensor, tag: int) -> Completion:
         """Into ``x``, flat."""
-        return self._recv(_bytes_of(x), _CODES[x.dtype], tag)
+        message = Incoming(self, _bytes_of(x), _CODES[x.dtype], tag, next(self._numbers))
+        return self._begin(message, partial(self._ask, message))
 
-    def refuse(self, role: str, tag: int, why: str) -> Completion:
-        """In place of a send: tell the receiver so. In place of a recv: take the message and drop it."""
-        if role != "send":
-            return self._recv(None, _REFUSED, tag)
+    def refuse(self, tag: int, why: str) -> Completion:
+        """In place of a send: tell the receiver so."""
         text = bytearray(why.encode()[: self.region.layout.slot_bytes])
         return self._send(torch.frombuffer(text, dtype=torch.uint8), _REFUSED, tag)
 
     def _send(self, data: torch.Tensor, code: int, tag: int) -> Completion:
         message = Outgoing(self, data, code, tag, next(self._numbers))
         return self._begin(message, partial(self._line_up, message))
-
-    def _recv(self, data: torch.Tensor | None, code: int, tag: int) -> Completion:
-        message = Incoming(self, data, code, tag, next(self._numbers))
-        return self._begin(message, partial(self._ask, message))
 
     def _begin(self, message: InFlight, enter: Callable[[], object]) -> Completion:
         if not self._watched:  # the other rank may ring for this one from now on
@@ -359,8 +354,7 @@ class Pair(Mover):
 
     def _deliver(self, letter: _Letter, reader: Incoming) -> None:
         into = reader.data
-        fits = into is not None and letter.code == reader.code and letter.size == into.numel()
-        if into is None or not fits:
+        if letter.code != reader.code or letter.size != into.numel():
             self._done_with(letter.number, reader, self._misfit(letter, reader))
         elif letter.data is None:
             self._taking[letter.number] = reader
@@ -369,10 +363,8 @@ class Pair(Mover):
             into.copy_(letter.data)
             self._done_with(letter.number, reader, None)
 
-    def _misfit(self, letter: _Letter, reader: Incoming) -> CollectiveError | None:
-        """Why that message is none that the receive could take; None if it is dropped anyway."""
-        if reader.data is None:
-            return None
+    def _misfit(self, letter: _Letter, reader: Incoming) -> CollectiveError:
+        """Why that message is none that the receive could take."""
         if letter.code == _REFUSED:
             assert letter.data is not None
             return PeerRefusedError(bytes(letter.data.numpy()).decode(errors="replace"))
@@ -388,7 +380,7 @@ class Pair(Mover):
     def _more(self, number: int, start: int, data: torch.Tensor) -> None:
         """A part of a message that this rank wants."""
         reader = self._taking.get(number)
-        if reader is None or reader.data is None:
+        if reader is None:
             return  # it was done with when an interrupt came
         end = start + data.numel()
         reader.data.narrow(0, start, data.numel()).copy_(data)

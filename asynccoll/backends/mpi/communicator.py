@@ -61,7 +61,6 @@ class MpiCommunicator:
         self._common = Common(burst)
         self._rank = rank
         self._size = size
-        self._dropping: list[Any] = []  # in place of receives that were refused
         self._messages = native  # the same in every epoch of a lane
 
     def _start(
@@ -234,22 +233,16 @@ class MpiCommunicator:
             raise InvalidArgumentError(f"tag {tag} is above {highest}, the highest that this MPI library has")
         return tag
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
-        """In place of a send, an empty message; of a recv, one without room, which drops what comes."""
-        self._attempt(self._refuse_send if role == "send" else self._refuse_recv, peer, tag)
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        """In place of a send, an empty message."""
+        self._attempt(lambda: self._messages.Isend(NO_BYTES, dst, self._tag(tag)).Free())
 
-    def _refuse_send(self, peer: int, tag: int) -> None:
-        self._messages.Isend(NO_BYTES, peer, self._tag(tag)).Free()
-
-    def _refuse_recv(self, peer: int, tag: int) -> None:
-        self._dropping.append(self._messages.Irecv(NO_BYTES, peer, self._tag(tag)))
-
-    def _attempt(self, call: Callable[..., object], *arguments: object) -> None:
-        """``call(*arguments)``, which may fail."""
+    def _attempt(self, call: Callable[[], object]) -> None:
+        """``call()``, which may fail."""
 
         def attempt() -> None:
             with contextlib.suppress(MPI.Exception):
-                call(*arguments)
+                call()
 
         self._library.call(attempt)
 
@@ -268,13 +261,7 @@ class MpiCommunicator:
     def close(self) -> None:
         """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
         if not self._common.abandoned and not MPI.Is_finalized():
-            self._attempt(self._free)
-
-    def _free(self) -> None:
-        for request in self._dropping:
-            request.Cancel()
-            request.Free()
-        self.native.Free()
+            self._attempt(self.native.Free)
 
     def abort(self) -> None:
         """Give up what is in flight. MPI cannot take a collective back: its memory is kept for good."""

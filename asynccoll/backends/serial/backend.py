@@ -103,7 +103,7 @@ class SerialCommunicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         raise AssertionError("nobody else is there: refused before")
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+    def refuse(self, dst: int, tag: int, why: str) -> None:
         """Nobody else is there."""
 
     def barrier(self) -> Completion:

@@ -119,7 +119,7 @@ class XlaCommunicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         raise AssertionError("XLA has no messages between two ranks: refused before")
 
-    def refuse(self, role: str, peer: int, tag: int, why: str) -> None:
+    def refuse(self, dst: int, tag: int, why: str) -> None:
         """XLA has no messages between two ranks."""
 
     def barrier(self) -> Completion:
