@@ -321,13 +321,23 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
     report("closed")
 
 
+def begin(stacks: Path) -> None:
+    """What a process of ranks sets once: a thread for torch, and where its stacks go when it hangs.
+
+    Looking for garbage through all that torch brings takes a sixth of a second, and cases ask for it by the
+    hundred: what is there now is left out.
+    """
+    gc.freeze()
+    torch.set_num_threads(1)
+    file = stacks.open("w")  # held open by the signal's handler
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
 def main() -> None:
     """The program of one rank process: what it is to do comes over the wire."""
     child.die_with_launcher()  # also where it stands still, and would not see that the test is gone
     address, rank, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    stacks = Path(sys.argv[4]).open("w")  # noqa: SIM115  (held open for the signal handler)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    torch.set_num_threads(1)
+    begin(Path(sys.argv[4]))
     connection = Client(address, "AF_UNIX")
     report_to(connection)("hello", rank, os.getpid())
     size, options = pickle.loads(connection.recv_bytes())

@@ -52,18 +52,12 @@ def options() -> dict[str, Any]:
 
 def main(address: str, backend: str, directory: str) -> None:
     """The program of the process: a rank in each replica thread."""
-    import faulthandler
-    import signal
     from multiprocessing.connection import Client
-
-    import torch
 
     import ranks
     from asynccoll.backends.xla.threads import run_replicas
 
-    torch.set_num_threads(1)
-    stacks = Path(directory, "stacks-0").open("w")  # noqa: SIM115  (held open for the signal handler)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    ranks.begin(Path(directory, "stacks-0"))
 
     def rank_thread(rank: int) -> None:
         connection = Client(address, "AF_UNIX")
