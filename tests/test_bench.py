@@ -4,7 +4,9 @@ JSON."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll.bench import operations, picture, sizes, starting
+from asynccoll.bench.request import BenchRequest, Row
 from asynccoll.bench.sidebyside import Series
 from asynccoll.cli import main
 from asynccoll.trace import words
@@ -37,6 +40,12 @@ def test_sizes_as_people_write_them(written, size_bytes):
 def test_what_is_no_size(written):
     with pytest.raises(ac.InvalidArgumentError, match="expected a number of bytes"):
         sizes.parse(written)
+
+
+def test_no_bytes_are_no_size():
+    """One element would be measured in their place, and told as of its own size."""
+    with pytest.raises(ac.InvalidArgumentError, match="size '0K' is not possible; expected at least 1 byte"):
+        sizes.parse("0K")
 
 
 def test_the_sizes_of_a_run():
@@ -117,6 +126,12 @@ def test_wrong_elements_are_counted():
     assert operations.wrong_elements(right[:5], expected) == 21
     assert operations.wrong_elements(None, expected) == 21
     assert operations.wrong_elements(None, None) == 0
+
+
+def test_what_was_not_measured_is_null():
+    row = Row("all_reduce", 4, 1, "int32", "avg", -1, "torch", "in-place", error="RuntimeError: no").to_dict()
+    figures = ("median_us", "low_us", "algbw_gbs", "busbw_gbs", "over_torch", "wrong")
+    assert [row[name] for name in figures] == [None] * 6
 
 
 def test_ratios_are_those_of_the_same_round():
@@ -232,6 +247,15 @@ def test_the_same_rows_give_the_same_picture(tmp_path):
     assert "2 ranks on gloo (ours: memory)" in first
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_no_peer_can_do_is_an_empty_picture(tmp_path):
+    header = {"ranks": 1, "backend": "gloo", "memory": False}
+    rows = [
+        {"operation": "all_reduce", "size_bytes": 4, "peer": "torch", "way": "in-place", "error": "no avg"}
+    ]
+    assert "1 rank on gloo" in picture.draw(header, rows, tmp_path / "a.svg").read_text()
+
+
 def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
     row = {
         "operation": "all_reduce", "size_bytes": 4, "count": 1, "dtype": "float", "reduction": "sum",
@@ -257,6 +281,33 @@ def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
     assert shown[-1] == "# not all was measured: 2 of 9 rounds"
     assert main(["bench", "--json"]) == 130
     assert capsys.readouterr().out == ""
+
+
+def test_a_reader_who_has_seen_enough_ends_the_run(monkeypatch):
+    """As ``| head -1`` does. The first rank would else wait for room in a pipe that nobody reads."""
+    stopped = []
+
+    def ranks(request):
+        events = os.open(request.arguments[1], os.O_WRONLY)
+        try:
+            while not stopped:
+                os.write(events, b'["step", {}]\n')
+        finally:
+            os.close(events)
+        return 130
+
+    def nobody_reads(_kind, _what):
+        raise BrokenPipeError
+
+    before = signal.signal(signal.SIGINT, lambda number, _frame: stopped.append(number))  # as launchers do
+    monkeypatch.setattr(starting, "run", ranks)
+    request = BenchRequest(("all_reduce",), (4,), peers=("asynccoll",), backend="gloo")
+    try:
+        with pytest.raises(BrokenPipeError):
+            starting.bench(request, nobody_reads, ranks=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped
 
 
 def test_a_backend_that_is_not_there_is_told_before_ranks_are_started(capsys):

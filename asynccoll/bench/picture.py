@@ -48,12 +48,14 @@ def draw(header: dict[str, object], rows: Sequence[dict[str, object]], path: Pat
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     figure = figure_type(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
     pairs = figure.subplots(max(1, len(operations)), 2, squeeze=False)
-    where = f"{header['ranks']} ranks on {header['backend']}{' (ours: memory)' if header['memory'] else ''}"
+    how = f"{header['backend']}{' (ours: memory)' if header['memory'] else ''}"
+    where = f"{words.plural(header['ranks'], 'rank')} on {how}"
     for (left, right), operation in zip(pairs, operations, strict=False):
         _draw_lines(left, right, [row for row in rows if row["operation"] == operation and not row["error"]])
         _label(left, f"{operation}, {where}: microseconds")
         _label(right, f"{operation}, {where}: GB/s on the bus")
-        left.legend(frameon=False, fontsize=8)
+        if left.lines:  # none where no peer can do it
+            left.legend(frameon=False, fontsize=8)
     with mpl.rc_context({"svg.hashsalt": "asynccoll", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     return path

@@ -59,10 +59,10 @@ class Row:
     root: int
     peer: str
     way: str
-    median_us: float = 0.0
-    low_us: float = 0.0
-    algbw_gbs: float = 0.0
-    busbw_gbs: float = 0.0
+    median_us: float | None = None
+    low_us: float | None = None
+    algbw_gbs: float | None = None
+    busbw_gbs: float | None = None
     over_torch: float | None = None
     wrong: int | None = None
     error: str = ""

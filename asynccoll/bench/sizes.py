@@ -17,14 +17,17 @@ def parse(written: str) -> int:
     """Bytes: ``"4K"``, ``"4 KiB"`` and ``"4096"`` are 4096.
 
     Raises:
-        InvalidArgumentError: it is not of that form.
+        InvalidArgumentError: it is not of that form, or nothing at all.
     """
     found = _WRITTEN.fullmatch(written.strip())
     if found is None:
         raise InvalidArgumentError(
             f"size {written!r} cannot be read; expected a number of bytes such as 4K or 16M"
         )
-    return int(found[1]) * _UNITS[found[2].upper()]
+    size = int(found[1]) * _UNITS[found[2].upper()]
+    if not size:  # one element would be measured, under its own size
+        raise InvalidArgumentError(f"size {written!r} is not possible; expected at least 1 byte")
+    return size
 
 
 def ramp(first: int, last: int, factor: int) -> Iterator[int]:

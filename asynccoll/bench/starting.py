@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -70,12 +71,18 @@ def _wants_mpiexec(request: BenchRequest) -> bool:
 
 
 class _Listener:
-    """Reads what rank 0 writes, in a thread, and reports it."""
+    """Reads what rank 0 writes, in a thread, and reports it.
+
+    Where a report fails, as when nobody reads our output any more, it stops the ranks and reads on: rank 0
+    would wait for room in the pipe, and the others for rank 0.
+    """
 
     def __init__(self, pipe: Path, report: Report) -> None:
         # Opened for both, so that neither side waits for the other, and the end is what we write.
         self._descriptor = os.open(pipe, os.O_RDWR)
         self._report = report
+        self._failed: BaseException | None = None
+        self._running = True
         self._thread = threading.Thread(target=self._read, name="asynccoll bench", daemon=True)
         self._thread.start()
 
@@ -85,10 +92,31 @@ class _Listener:
                 kind, what = json.loads(line)
                 if kind == "end":
                     return
-                self._report(kind, what)
+                if self._failed is None:
+                    self._tell(kind, what)
+
+    def _tell(self, kind: str, what: dict[str, object]) -> None:
+        try:
+            self._report(kind, what)
+        except BaseException as error:  # raised by end(), in the thread that called bench
+            self._failed = error
+            if self._running:
+                signal.pthread_kill(_main_thread(), signal.SIGINT)
 
     def end(self) -> None:
-        """All has been written: see that all is reported."""
+        """All has been written: see that all is reported.
+
+        Raises:
+            BaseException: what a report raised.
+        """
+        self._running = False
         os.write(self._descriptor, b'["end", {}]\n')
         self._thread.join()
         os.close(self._descriptor)
+        if self._failed is not None:
+            raise self._failed
+
+
+def _main_thread() -> int:
+    """The one that waits for the launcher, and handles signals."""
+    return threading.main_thread().ident or 0

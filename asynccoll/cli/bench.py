@@ -206,11 +206,14 @@ class _Shown:
 
 
 def _heading(header: dict[str, Any]) -> Iterator[str]:
-    place = f"{header['ranks']} ranks on {header['nodes']} host{'s' * (header['nodes'] > 1)}"
+    from asynccoll.trace.words import plural
+
+    place = f"{plural(header['ranks'], 'rank')} on {plural(header['nodes'], 'host')}"
     how = f"{header['backend']}{', ours through memory' * header['memory']}"
+    where = f"{plural(header['cores'], 'core')}, {header['device']}"
     yield (
         f"# asynccoll {header['asynccoll']}, torch {header['torch']}, {how}, {place}, "
-        f"{header['cores']} cores, {header['device']}; medians of {header['rounds']} rounds"
+        f"{where}; medians of {plural(header['rounds'], 'round')}"
     )
     for name, why in header["absent"].items():
         yield f"# without {name}: {why}"
