@@ -36,7 +36,7 @@ def check_drawable(path: Path) -> None:
         raise InvalidArgumentError(f"{str(path)!r} has to end in one of .{', .'.join(sorted(kinds))}")
 
 
-def draw(header: dict[str, object], rows: Sequence[dict[str, object]], path: Path) -> Path:
+def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path) -> Path:
     """Draw what a run found into ``path``; the same rows give the same file.
 
     Raises:
