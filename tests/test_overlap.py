@@ -704,3 +704,37 @@ def test_a_gradient_that_was_written_to_is_named():
         assert f"the .grad of {name}" in str(refused.value)
         assert "await first, then clip" in str(refused.value)
         model.zero_grad()
+
+
+async def tied_twice(me: Rank) -> None:
+    model = alike(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    model[2].weight = model[0].weight
+    listed = [*model[0].parameters(), *model[2].parameters()]
+
+    def backward(twin: nn.Module, rank: int) -> None:
+        twin(rows(rank, 0)).square().mean().backward()
+
+    want = averages(model, me.size, backward)
+    with ac.overlap_gradients(listed, **SMALL) as gradients:
+        backward(model, me.rank)
+        await gradients
+        check_gradients(model, want)
+    await ac.overlap.average_parameters(listed, every=1)
+
+
+def test_a_parameter_that_is_listed_twice(pair: World) -> None:
+    """As in lists of the parameters of layers that are tied: it is one."""
+    pair.run(tied_twice)
+
+
+@pytest.mark.parametrize("outputs", [2, 5])
+def test_a_parameter_of_another_shape_than_before(outputs: int) -> None:
+    """Refused: the bucket was resized, which reduced a part of the gradient, in silence."""
+    model = nn.Linear(6, 3)
+    with ac.overlap_gradients(model, **SMALL) as gradients:
+        model(rows(0, 0)).sum().backward()
+        gradients.wait()
+        model.zero_grad()
+        model.weight.data, model.bias.data = torch.ones(outputs, 6), torch.ones(outputs)
+        with raising(ac.InvalidArgumentError, "'bias'", "was of shape [3] when its bucket was made"):
+            model(rows(0, 0)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -272,6 +273,23 @@ def test_a_parameter_that_is_read_before_its_bucket_is_waited_for(pair: World, r
     pair.run(waited_for_too_late, runner=runner)
 
 
+async def compared_at_once(me: Rank) -> None:
+    model = network()
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), **SMALL)
+    for turn in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(me.rank, turn)).backward()
+        await optimizer.step()
+        await ac.overlap.check_parameters(model if turn else model.parameters())
+        await ac.overlap.broadcast_parameters(model)
+    await optimizer.aclose()
+
+
+def test_parameters_that_are_compared_after_a_step(pair: World) -> None:
+    """They are waited for: as each rank had its own part of the step, they were said to have diverged."""
+    pair.run(compared_at_once)
+
+
 def transformer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = alike(nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.0, batch_first=True))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -308,9 +326,16 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def twice(model: nn.Module) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.optim.SGD([*model.parameters(), *model.parameters()], lr=0.1)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
     "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
+    "twice": (twice, "has a parameter twice"),
     "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor does not treat every"),
     "Adafactor, scheduled": (scheduled, "Adafactor does not treat every"),
     "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be shared out"),

@@ -33,6 +33,7 @@ __all__ = [
     "scaler_told",
     "share_out",
     "source_of",
+    "unique",
 ]
 
 
@@ -122,9 +123,14 @@ def source_of(
     if isinstance(model, torch.nn.Module):
         return model.parameters
     if callable(model):
-        return model
-    parameters = list(model)
+        return lambda: unique(model())
+    parameters = unique(model)
     return lambda: parameters
+
+
+def unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each once, as modules give them: where some are tied, lists of them may have one twice."""
+    return list({id(x): x for x in tensors}.values())
 
 
 def named_in(model: object) -> Callable[[torch.Tensor], str]:

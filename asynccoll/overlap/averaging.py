@@ -25,7 +25,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
-from asynccoll.overlap.accepted import check_unaliased, check_whole
+from asynccoll.overlap.accepted import check_unaliased, check_whole, unique
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
@@ -58,7 +58,7 @@ class ParameterAverager:
         lane: str = "averaging",
         timeout: float | None = None,
     ) -> None:
-        self._given = model if isinstance(model, torch.nn.Module) else list(model)
+        self._given = model if isinstance(model, torch.nn.Module) else unique(model)
         self._parameters = self._trained()
         _check(self._parameters, every, delay)
         check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))

@@ -71,7 +71,7 @@ class Bucket:
     def put(self, index: int, scale: float) -> None:
         """Take the gradient of the parameter at ``index``; from now on it lives here."""
         parameter = self.parameters[index]
-        gradient = _checked_gradient(parameter, self.dtype, self.named)
+        gradient = self.check(index)
         self.divide(index)
         if self.flat.dtype is self.dtype:
             gradient, view = self._laid_out(index, gradient)
@@ -84,9 +84,9 @@ class Bucket:
         self.has[index] = True
         self.waiting -= 1
 
-    def check(self, index: int) -> None:
-        """Refuse a gradient of the parameter at ``index`` that could not be sent."""
-        _checked_gradient(self.parameters[index], self.dtype, self.named)
+    def check(self, index: int) -> torch.Tensor:
+        """The gradient of the parameter at ``index``, if it can be sent."""
+        return _checked_gradient(self.parameters[index], self.views[index].shape, self.dtype, self.named)
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient, and its place, laid out as the parameter is now (``model.to(memory_format=...)``)."""
@@ -237,7 +237,7 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def _checked_gradient(
-    parameter: torch.Tensor, dtype: torch.dtype, named: Callable[[torch.Tensor], str]
+    parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype, named: Callable[[torch.Tensor], str]
 ) -> torch.Tensor:
     """The gradient of ``parameter``, if it can be sent."""
     gradient = parameter.grad
@@ -258,6 +258,11 @@ def _checked_gradient(
             f"the gradient of {named(parameter)} carries a graph (backward(create_graph=True)), "
             "which a reduction in place would cut off: take gradients that are to be differentiated again by "
             "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what comes of it"
+        )
+    if gradient.shape != shape:
+        raise InvalidArgumentError(
+            f"{named(parameter)} was of shape {list(shape)} when its bucket was made (was its .data "
+            "replaced?): change the model first, then make the reducer (or close() it, make another)"
         )
     if gradient.dtype is not dtype:
         raise InvalidArgumentError(

@@ -11,6 +11,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.ops.collectives import all_gather, broadcast
 from asynccoll.overlap.accepted import check_whole
+from asynccoll.overlap.arrivals import wait_for
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -66,6 +67,7 @@ def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list
     else:
         pairs = [(f"number {index}", x) for index, x in enumerate(model)]
     check_whole(x for _, x in pairs)
+    wait_for(x for _, x in pairs)
     return [name for name, _ in pairs], [x.detach() for _, x in pairs]
 
 

@@ -35,11 +35,13 @@ from asynccoll.overlap.accepted import (
     check_not_unscaled,
     check_unaliased,
     check_whole,
+    unique,
 )
+from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
-from asynccoll.overlap.shards import Arrival, ShardReducer, waiting_hooks
+from asynccoll.overlap.shards import ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
@@ -413,6 +415,11 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     check_not_ddp(model, model.parameters())
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, given in enumerate(optimizer.param_groups):
+        if len(unique(given["params"])) < len(given["params"]):
+            raise InvalidArgumentError(
+                f"parameter group {index} has a parameter twice, which would be updated twice a step (a tied "
+                "one?): pass model.parameters(), or leave it out of one of the lists"
+            )
         for parameter in given["params"]:
             if id(parameter) not in known:
                 raise InvalidArgumentError(

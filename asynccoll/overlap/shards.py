@@ -6,7 +6,7 @@ Knows nothing of optimizers; that is ``sharded``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
+from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.hooks import before_accumulation
@@ -23,47 +24,7 @@ from asynccoll.overlap.steps import Steps
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 
-__all__ = ["Arrival", "ShardBucket", "ShardReducer", "waiting_hooks"]
-
-
-class Arrival:
-    """The parameters of one bucket on their way from the last step.
-
-    What the hooks of a model hold on to: it outlives the optimizer that sent the parameters.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.work: Work[object] | None = None
-        #: indices of the parameters that nobody has waited for since they were sent
-        self.stale: set[int] = set()
-
-    def expect(self, work: Work[object]) -> None:
-        """``work`` fills the parameters."""
-        work.detach()  # after the last step nobody need wait
-        self.work = work
-        self.stale = set(range(len(self.parameters)))
-
-    def wait(self, indices: Iterable[int]) -> None:
-        """Wait without an event loop until they are there; those at ``indices`` may be read now."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        self._may_be_read(self.stale.intersection(indices))
-
-    def steps(self) -> Steps[None]:
-        """The same with or without a loop, of all of them."""
-        if self.work is not None:
-            yield self.work
-            self.work = None
-        self._may_be_read(set(self.stale))
-
-    def _may_be_read(self, indices: set[int]) -> None:
-        self.stale -= indices
-        # The native call wrote past autograd. What has read them before this, in a hook that ran too early,
-        # must not be differentiated as if it had read these values: torch refuses it by the version.
-        for index in indices:
-            torch.autograd.graph.increment_version(self.parameters[index])
+__all__ = ["ShardBucket", "ShardReducer", "waiting_hooks"]
 
 
 class ShardBucket(Bucket):
