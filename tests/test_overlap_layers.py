@@ -149,3 +149,26 @@ def test_an_optimizer_that_looks_at_whole_parameters(scheduled: bool) -> None:
     assert all(map(torch.equal, layers.parameters(), before))
     torch.optim.Adam(layers.parameters(), lr=torch.tensor(0.1), capturable=False).step()
     assert not any(map(torch.equal, layers.parameters(), before))
+
+
+def test_layers_that_are_frozen_and_unfrozen_in_the_model() -> None:
+    """Their parts follow: they were trained, or not, as before."""
+    blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)])
+    layers = ac.overlap.shard_layers(blocks)
+    first, second = layers.parameters()
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    for frozen in (blocks[1], blocks[0]):
+        for block in blocks:
+            block.requires_grad_(block is not frozen)
+        optimizer.zero_grad()
+        before = [first.clone(), second.clone()]
+        x = torch.ones(2, 3)
+        for layer in layers:
+            x = layer(x)
+        x.sum().backward()
+        optimizer.step()
+        same = [torch.equal(first, before[0]), torch.equal(second, before[1])]
+        assert same == [frozen is block for block in blocks]
+    blocks[0].weight.requires_grad_(True)
+    with raising(ac.InvalidArgumentError, "'weight' of layer 0 was unfrozen", "'bias'"):
+        iter(layers)

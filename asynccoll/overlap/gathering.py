@@ -49,8 +49,25 @@ class Shard:
         self.layout: Layout = Layout(
             [parameter.numel() for _, parameter in named], first.element_size(), size
         )
+        self._parameters = [parameter for _, parameter in named]
+        self._trained = first.requires_grad
         whole = self.join([parameter.detach() for _, parameter in named])
         self.own: nn.Parameter = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
+
+    def follow(self) -> None:
+        """Be frozen or unfrozen, if the layer's own parameters have been; refuse to be both."""
+        changed = [x.requires_grad is not self._trained for x in self._parameters]
+        if not any(changed):
+            return
+        if not all(changed):
+            name, how = self.names[changed.index(True)], "frozen" if self._trained else "unfrozen"
+            raise InvalidArgumentError(
+                f"the parameter {name!r} of layer {self.place[0]} was {how}, and others of that layer, which "
+                f"are in one part with it, were not ({self.names[changed.index(False)]!r}): change all of "
+                "them, or do so before shard_layers"
+            )
+        self._trained = not self._trained
+        self.own.requires_grad_(self._trained)
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The flat tensor of all ranks' parts that holds ``tensors``, one for each parameter."""

@@ -167,6 +167,8 @@ class ShardedLayers(nn.Module):
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._methods.check_complete("a loop over the layers")
+        for shard in (shard for layer in layers for shard in layer.shards):
+            shard.follow()
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
