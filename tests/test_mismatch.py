@@ -127,6 +127,39 @@ def test_a_block_with_more_calls_on_one_rank_is_told_of_on_all(world: World) -> 
     world.run(one_with_more, runner="asyncio", timeout=30)
 
 
+async def more_after_an_await(me: Rank, extra: int) -> None:
+    """The block of rank ``extra`` has one call more, behind an await; the others call nothing meanwhile."""
+    for turn in range(2):
+        with ac.coalescing():
+            works: list[Any] = [ac.all_reduce(X), ac.all_reduce(X)]
+            await me.get(works[0])
+            if me.rank == extra:
+                works.append(ac.all_reduce(X))
+        if me.rank == extra:
+            with raising(ac.CollectiveMismatchError, "all_reduce", "end of coalescing") as caught:
+                await me.get(works.pop())
+            assert str(caught.error).count("test_mismatch.py:") == 2, caught.error
+            me.show(f"parts {extra} {turn}")
+        else:
+            me.see(f"parts {extra} {turn}")
+        for work in works:
+            assert torch.equal(await me.get(work), X * me.size)
+        await in_step(me)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_with_one_more_after_an_await_is_told_while_others_call_nothing(
+    world: World, first: bool
+) -> None:
+    """Long before its deadline: on the others it is over."""
+    world.run(
+        more_after_an_await,
+        0 if first else world.size - 1,
+        runner="asyncio",
+        timeout=30,
+    )
+
+
 async def block_of_a_tree(me: Rank) -> None:
     """Calls of several parts inside a block are compared as a whole, too."""
     with ac.coalescing():

@@ -13,13 +13,14 @@ of another process of this host. Must not know what an operation does, nor who a
 from asynccoll.flight.comparing import Parting, partings
 from asynccoll.flight.hanging import Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
-from asynccoll.flight.layout import NAME, RECORDS, joined, lane_id
+from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
 from asynccoll.flight.messages import Unmet, is_answered, refused_side, unmet
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
 from asynccoll.flight.recorder import Recorder, mark_ended
 
 __all__ = [
+    "END",
     "NAME",
     "RECORDS",
     "Call",

@@ -128,4 +128,4 @@ def _kind(calls: Mapping[int, Call | None]) -> str:
 
 def _told(call: Call) -> str:
     why = f", refused there: {call.failure}" if call.was_refused else ""
-    return f"{call.operation} {call.of}".rstrip() + f" at {call.place}{why}"
+    return f"{call.told}{why}"

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "BEGUN",
+    "END",
     "ENDED",
     "ENDING",
     "ENDINGS",
@@ -86,6 +87,8 @@ RECORDS_AT = LANES_AT + LANES * LANE.size
 #: In words of eight bytes.
 WORDS = RECORD.size // 8
 BEGUN, ENDED, WAITED, OUTCOME = 6, 7, 8, 9
+#: In place of an operation, behind the last part of a call: there are no more.
+END = "end of coalescing"
 #: Since when it is waited for, of a call that its own rank has refused: never.
 REFUSED = -1.0
 

@@ -56,6 +56,11 @@ class Call:
         return "in flight" if self.begun else "queued"
 
     @property
+    def told(self) -> str:
+        """``all_reduce float32[4] sum at train.py:12``."""
+        return f"{self.operation} {self.of}".rstrip() + f" at {self.place}"
+
+    @property
     def was_refused(self) -> bool:
         """Whether its own rank has refused it, before anything of it was sent: ``failure`` says why."""
         return self.waited == layout.REFUSED

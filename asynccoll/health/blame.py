@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asynccoll.flight import Call, Flight, hang_of, is_answered, refused_side
+from asynccoll.flight import END, Call, Flight, hang_of, is_answered, refused_side
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
 from asynccoll.host.words import listed
 
-__all__ = ["Awaited", "Blame", "blame", "ending", "last_words"]
+__all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 
 #: More lines are for who asks for them (``asynccoll where``).
 _MOST_TOLD = 8
@@ -151,11 +151,27 @@ def _refused(awaited: Awaited, flight: Flight) -> Call | None:
 
 def _other(awaited: Awaited, flight: Flight) -> str:
     """What it has called in its place, if that is known to be something else."""
+    call = _in_its_place(awaited, flight)
+    if call is None or call.operation == awaited.operation:
+        return ""
+    return f"has called {f'{call.operation} {call.of}'.rstrip()} in its place, at {call.place}"
+
+
+def _in_its_place(awaited: Awaited, flight: Flight) -> Call | None:
     for call in flight.on_lane(awaited.group, awaited.lane_key):
-        same_place = call.sequence == awaited.sequence and call.part == awaited.part
-        if same_place and awaited.sequence and call.operation != awaited.operation:
-            return f"has called {call.operation} {call.of} in its place, at {call.place}"
-    return ""
+        if 0 < call.sequence == awaited.sequence and call.part == awaited.part:
+            return call
+    return None
+
+
+def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, str]:
+    """What each rank has called there, if one has no such part: its call was over before."""
+    found: dict[int, Call] = {}
+    for rank, account in sorted(accounts.items()):
+        if account.flight is not None and (call := _in_its_place(awaited, account.flight)) is not None:
+            found[rank] = call
+    over = any(call.operation == END for call in found.values())
+    return {rank: call.told for rank, call in found.items()} if over else {}
 
 
 def last_words(flight: Flight, now: float) -> str:

@@ -44,6 +44,9 @@ class Watched(Protocol):
     def ends_alone(self) -> bool:
         """Whether a call may be over on one rank before its peers have made theirs."""
 
+    def look_for_end(self, operation: Any) -> None:
+        """Refuse a part of a call that was over before on another rank."""
+
     def loss(self, lane: Any) -> PeerLostError | None:
         """The error that names the ranks that are gone and that ``lane`` waits for, if any is."""
 
@@ -64,6 +67,7 @@ class Watch:
         self._watched: dict[Operation, None] = {}
         self._lately: dict[Operation, None] = {}  # waited for since the last look, for however short a time
         self._told: dict[Operation, None] = {}  # of which somebody was told that they are stuck
+        self._looked: dict[Operation, int] = {}  # so often it was asked whether others have such a part
         self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # with nothing to look after; else it looks once a second by itself
@@ -117,10 +121,13 @@ class Watch:
                 self._watched = dict.fromkeys(op for op in self._watched if not op.done())
                 asked_for, self._lately = self._watched | self._lately, {}
                 stalled = self._stalled(asked_for)
-                lanes = dict.fromkeys(op.lane for op in asked_for if op.started <= late and not op.done())
+                overdue = [op for op in asked_for if op.started <= late and not op.done()]
+                lanes, parts = dict.fromkeys(op.lane for op in overdue), self._due(overdue)
             if lanes or idle:
                 try:
                     self._ask_after(lanes)
+                    for operation in parts:
+                        self._world.look_for_end(operation)
                 except OSError:  # of descriptors there may be none just now: it is asked again in a second
                     _log.debug("asking after %s failed", lanes, exc_info=True)
             for operation in stalled:
@@ -134,6 +141,13 @@ class Watch:
         stalled = [one for one in waited_for if limit and one.started <= late and one not in self._told]
         self._told = dict.fromkeys(one for one in (*self._told, *stalled) if not one.done())
         return stalled
+
+    def _due(self, overdue: Iterable[Operation]) -> list[Operation]:
+        """Parts of calls, of which other ranks may have fewer: asked after whenever their age has doubled."""
+        now = host.monotonic()
+        ages = {one: int(now - one.started).bit_length() for one in overdue if one.part > 1}
+        before, self._looked = self._looked, ages
+        return [one for one, age in ages.items() if age > before.get(one, 0)]
 
     def _sleep(self) -> bool:
         """Until something waits here, or it is time to look although nothing does: whether it is that."""

@@ -342,6 +342,12 @@ class _Batch:
         if first is not None:
             raise first
 
+    def end(self) -> None:
+        """Send what is left; there will be no more at its places."""
+        self.flush()
+        for lane, place in self._places.items():
+            lane.end_of_parts(place)
+
     def abandon(self, why: BaseException) -> None:
         """The block failed: nothing of it is sent."""
         waiting, self._parts = list(self._parts.values()), {}
@@ -420,7 +426,7 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
         _batch.set(self._before.pop())
         assert batch is not None
         if error is None:
-            batch.flush()
+            batch.end()
         else:
             batch.abandon(error)
 

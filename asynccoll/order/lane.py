@@ -28,6 +28,7 @@ from asynccoll.errors import (
     PeerLostError,
     collective_error,
 )
+from asynccoll.flight import END
 from asynccoll.host import profiling
 from asynccoll.host.call_number import ROUND, numbered
 from asynccoll.host.call_site import Spot, called_at, caller
@@ -746,6 +747,15 @@ class Lane:
             begun, lost = self._halt(Refusal(self.world.rank, place, why, stands), peak)
         self._fail_all([one for one in lost if one[0].completion is not spare])
         return begun
+
+    def end_of_parts(self, place: int) -> None:
+        """The call at ``place``, made in parts, has no more of them: for peers that wait for another."""
+        with self._lock:
+            if place == self.sequence and self._cut is None and self._given_up() is None:
+                text = self._describe(END, Estimate(END), caller(), None)
+                now = host.monotonic()
+                ticket = self._recorder.note(text, self.number, place, self._part + 1, -1, 0, now, now)
+                self._recorder.ended(ticket, now)
 
     def note_refused(self, name: str, peer: int, tag: int, why: str) -> None:
         """The caller has called for a message, which is refused, and nobody is told."""

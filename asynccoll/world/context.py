@@ -20,7 +20,8 @@ from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
 from asynccoll.flight import Recorder, dumps, joined, lane_id, read
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
-from asynccoll.health.blame import Awaited, Blame, blame
+from asynccoll.health.blame import Awaited, Blame, blame, ended_before
+from asynccoll.health.checks import mismatch
 from asynccoll.health.compared import Compared
 from asynccoll.health.confirming import Confirmations, Confirming
 from asynccoll.health.liveness import Liveness
@@ -452,11 +453,23 @@ class Context:
 
     def blame(self, operation: Operation) -> Blame:
         """Which ranks keep ``operation`` from ending, and what they do instead: asked now, within a bound."""
+        awaited = self._awaited(operation)
+        others = tuple(rank for rank in operation.lane.group.ranks if rank != self.rank)
+        if self.clients is None or not others or self.closed:
+            return blame(awaited, {}, (), self.liveness.describe)
+        lost: tuple[int, ...] = ()
+        accounts: dict[int, Account] = {}
+        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: what is known is told
+            accounts = self.liveness.accounts(others)
+            lost = self.liveness.lost(tuple(accounts), routine=True)
+        return blame(awaited, accounts, lost, self.liveness.describe, self._own_account())
+
+    def _awaited(self, operation: Operation) -> Awaited:
+        """What the other ranks have to call."""
         lane = operation.lane
-        ranks = lane.group.ranks
-        peer = ranks[operation.peer] if operation.peer >= 0 else -1
+        peer = lane.group.ranks[operation.peer] if operation.peer >= 0 else -1
         group, key = lane_id(lane.group.key, lane.key)
-        awaited = Awaited(
+        return Awaited(
             operation.name,
             group,
             key,
@@ -467,16 +480,18 @@ class Context:
             self.rank,
             operation.tag,
         )
-        others = tuple(rank for rank in ranks if rank != self.rank)
-        if self.clients is None or not others or self.closed:
-            return blame(awaited, {}, (), self.liveness.describe)
-        lost: tuple[int, ...] = ()
-        accounts: dict[int, Account] = {}
-        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: what is known is told
-            accounts = self.liveness.accounts(others)
-            lost = self.liveness.lost(tuple(accounts), routine=True)
-        own = Account(self.rank, read(self.recorder.buffer), host.monotonic())
-        return blame(awaited, accounts, lost, self.liveness.describe, own)
+
+    def _own_account(self) -> Account:
+        return Account(self.rank, read(self.recorder.buffer), host.monotonic())
+
+    def look_for_end(self, operation: Operation) -> None:
+        """Refuse a part of a call that was over before on another rank, which will never make it."""
+        lane: Any = operation.lane
+        accounts = self.liveness.accounts(tuple(rank for rank in lane.group.ranks if rank != self.rank))
+        texts = ended_before(self._awaited(operation), accounts | {self.rank: self._own_account()})
+        if texts:
+            error = mismatch(lane, list(texts), list(texts.values()))
+            self.refuse(lane, error, operation.sequence, part=operation.part)
 
     def tell_of_stall(self, operation: Operation) -> None:
         """Somebody has waited for it for ``stall_seconds``."""
