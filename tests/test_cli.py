@@ -240,6 +240,28 @@ def test_the_exit_code_is_the_failing_ranks(start, script, leave, code, said):
     assert "Traceback" not in errors
 
 
+@on_linux
+def test_a_killed_rank_is_shown_with_its_last_call(start, script):
+    """Nobody else may be left to tell: here its peer waits for nothing that it notices."""
+    script("""
+        import os, signal
+        import asynccoll as ac
+
+        ac.initialize("gloo")
+        ac.all_reduce(1).wait()
+        if ac.get_rank() == 1:
+            work = ac.all_gather(1, lane="mine")
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+    """)
+    code, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert code == 128 + signal.SIGKILL
+    told = (
+        r"rank 1: its last call was all_gather #1 on lane 'mine' at \S+:8, \d\.\d s before it ended, queued$"
+    )
+    assert re.search(told, errors, re.MULTILINE), errors
+
+
 def test_a_crash_in_native_code_shows_where_python_was(start, script):
     script("""
         import os

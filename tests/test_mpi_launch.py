@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,10 +165,11 @@ KILLED = """
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    """mpiexec kills the others; the report says which rank was first."""
+    """mpiexec kills the others; the report says which rank was first, and where it was."""
     ended = run(tmp_path, KILLED, ranks=3)
     assert ended.code in (9, 137), ended.said
     assert "rank 1 on " in ended.err, ended.said
+    assert re.search(r"its last call was all_reduce #1 on lane 'default' at \S+:5, ", ended.err), ended.said
 
 
 STUCK = """

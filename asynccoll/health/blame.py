@@ -174,12 +174,12 @@ def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int,
     return {rank: call.told for rank, call in found.items()} if over else {}
 
 
-def last_words(flight: Flight, now: float) -> str:
+def last_words(flight: Flight, now: float, since: str = "ago") -> str:
     """``its last call was broadcast #40 on lane 'eval' at train.py:88, 12.3 s ago, finished``."""
     if not flight.calls:
         return "it has made no call"
     last = flight.calls[-1]
-    ago = f", {max(0.0, now - last.called):.1f} s ago" if now else ""
+    ago = f", {max(0.0, now - last.called):.1f} s {since}" if now else ""
     why = f": {last.failure}" if last.was_refused else ""
     return f"its last call was {last.name} at {last.place}{ago}, {last.state}{why}"
 

@@ -19,7 +19,7 @@ from typing import Any
 from asynccoll.errors import InvalidArgumentError, SpawnError
 from asynccoll.flight import Flight
 from asynccoll.launch import child
-from asynccoll.launch.report import Failure, first_failure, read_failure, what_aborted
+from asynccoll.launch.report import Failure, first_failure, last_call, read_failure, what_aborted
 
 __all__ = ["Job", "failed", "portable"]
 
@@ -68,10 +68,11 @@ def failed(
     if not failures:
         return SpawnError(otherwise)
     first = first_failure(failures)
-    meant = what_aborted(first.code, flights or {})
-    text = (
-        f"rank {first.rank} failed on {first.host}: {first.message or first.how}" + "; " * bool(meant) + meant
-    )
+    flights = flights or {}
+    told = first.message or first.how
+    words = "" if first.time is not None else last_call(first.rank, flights)
+    meant = what_aborted(first.code, flights)
+    text = "; ".join(filter(None, (f"rank {first.rank} failed on {first.host}: {told}", words, meant)))
     return SpawnError(f"{text}\n\n{first.trace}" if first.trace else text, first.rank)
 
 

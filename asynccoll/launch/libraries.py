@@ -26,7 +26,7 @@ from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.naming import naming
-from asynccoll.launch.report import Failure, read_failure, report, what_aborted
+from asynccoll.launch.report import Failure, last_call, read_failure, report, what_aborted
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
@@ -127,13 +127,15 @@ def _ended(
         print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
         return 128 + stopped[0]
     if code:
-        print(_report(code, errors, ranks, first, launcher), file=sys.stderr, flush=True)
+        print(_report(code, errors, ranks, first, launcher, flights), file=sys.stderr, flush=True)
         if meant := what_aborted(code, flights):
             print(f"asynccoll run: {meant}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 
-def _report(code: int, errors: Path, ranks: int, first: list[int], launcher: str) -> str:
+def _report(
+    code: int, errors: Path, ranks: int, first: list[int], launcher: str, flights: Mapping[int, Flight]
+) -> str:
     """The first failure that a rank recorded; else which rank was the first to end."""
     failures = [found for rank in range(ranks) if (found := _failure(errors, rank)) is not None]
     if failures:
@@ -142,7 +144,12 @@ def _report(code: int, errors: Path, ranks: int, first: list[int], launcher: str
     if not first:
         return f"{text}; what {launcher} said is above"
     pid = _read(errors / f"{first[0]}.pid")
-    return f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
+    words = last_call(first[0], flights)
+    return (
+        f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
+        + "; " * bool(words)
+        + words
+    )
 
 
 def _failure(errors: Path, rank: int) -> Failure | None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll.flight import Flight, partings
+from asynccoll.health.blame import last_words
 from asynccoll.host.endings import in_words
 from asynccoll.host.words import listed
 from asynccoll.launch.folding import folded
 
-__all__ = ["Failure", "exit_code", "first_failure", "report", "what_aborted"]
+__all__ = ["Failure", "exit_code", "first_failure", "last_call", "report", "what_aborted"]
 
 #: As ``subprocess``, shells and MPI launchers have it.
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT, signal.SIGABRT)
@@ -132,6 +133,15 @@ def what_aborted(code: int, flights: Mapping[int, Flight]) -> str:
     )
 
 
+def last_call(rank: int, flights: Mapping[int, Flight]) -> str:
+    """The last thing that a rank called which could not say itself where it ended; "" if nobody knows.
+
+    Its memory outlives it. Its peers may have been stopped before they could tell.
+    """
+    flight = flights.get(rank)
+    return "" if flight is None else last_words(flight, flight.ended, "before it ended")
+
+
 def report(
     failures: Sequence[Failure],
     *,
@@ -140,14 +150,17 @@ def report(
 ) -> str:
     """The first failure with its traceback, then a line for all others that failed in the same way.
 
-    ``flights``: what the ranks had recorded, by which an abort is explained.
+    ``flights``: what the ranks had recorded, by which an abort is explained, and where a killed rank was.
     """
+    flights = flights or {}
     first = first_failure(failures)
     head = f"{program}: rank {first.rank} failed on {first.host} (pid {first.pid}): {first.how}"
     lines = [head]
     if first.trace and not first.shown:
         lines += ["", first.trace, ""]
-    if meant := what_aborted(first.code, flights or {}):
+    if first.time is None and (words := last_call(first.rank, flights)):
+        lines.append(f"{program}: rank {first.rank}: {words}")
+    if meant := what_aborted(first.code, flights):
         lines.append(f"{program}: {meant}")
     stopped: list[int] = []
     ways: dict[str, list[Failure]] = {_way(first): []}
