@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +195,39 @@ def test_import_loads_no_optional_package() -> None:
         [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=patient(60), check=False
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+PLAIN = """
+import sys
+
+for absent in ("sniffio", "trio", "outcome", "uvloop", "pytest", "hypothesis", "matplotlib", "opentelemetry"):
+    sys.modules[absent] = None  # importing it fails, as where it is not installed
+
+import anyio
+import torch
+
+import asynccoll as ac
+from asynccoll.testing import explore, simulate
+
+
+async def main(rank):
+    total = await ac.all_reduce(torch.ones(2) * rank)
+    return await anyio.to_thread.run_sync(total.tolist)
+
+
+if __name__ == "__main__":
+    report = simulate(main, world_size=3)
+    report.check()
+    explore(main, seeds=range(3), jobs=1).check()
+    print(sorted(report.results.items()))
+"""
+
+
+def test_the_simulated_world_needs_what_a_plain_install_brings(tmp_path: Path) -> None:
+    """Developers have trio, and with it sniffio; a user may have neither."""
+    program = tmp_path / "plain.py"
+    program.write_text(PLAIN)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=patient(60), check=False
+    )
+    assert done.stdout.strip() == str([(rank, [3.0, 3.0]) for rank in range(3)]), done.stdout + done.stderr

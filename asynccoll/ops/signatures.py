@@ -72,6 +72,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "average": ("op",),
     "reduce_op": ("op",),
 }
+#: Torch's calls by these names change the tensor that they are given.
+_IN_PLACE_IN_TORCH = ("all_reduce", "broadcast", "reduce", "recv")
 _NO_ASYNC_OP = "every call starts at once and returns a Work: drop async_op"
 _RETURNED = "the result is returned: pass only what this rank sends"
 
@@ -101,8 +103,19 @@ def misfit(
     right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
     text = "; ".join([str(said), *dict.fromkeys(advice)])
     if understood:  # else what was written here would mean something else
-        text += f": write {getattr(function, '__name__', function)}({right})"
+        text += _to_write(function, first, right)
     return Misfit(InvalidCallError(text), said_by_name.get("group"), said_by_name)
+
+
+def _to_write(function: Callable[..., object], first: Sequence[str], right: str) -> str:
+    """The call, and where its result is: who comes from torch looks for it in what was passed."""
+    name = getattr(function, "__name__", repr(function))
+    text = f": write {name}({right})"
+    if inspect.signature(function).return_annotation != "Work[None]":
+        text += " and use what awaiting it returns"
+    if name in _IN_PLACE_IN_TORCH and "out=" not in right:
+        text += f"; out={first[0]} as well changes {first[0]} itself, as in torch"
+    return text
 
 
 def _takes(meaning: _Meaning, x: object, named: Iterable[str], written: Mapping[str, str]) -> bool:

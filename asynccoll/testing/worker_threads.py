@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import anyio
-import sniffio
 
 from asynccoll.testing.scheduler import running
 
@@ -44,7 +43,8 @@ async def _on_asyncio(
         return await real(func, args, **options)
     await anyio.lowlevel.checkpoint()
     context = contextvars.copy_context()
-    context.run(sniffio.current_async_library_cvar.set, None)
+    if find_spec("sniffio") is not None:  # trio brings it, anyio does without
+        context.run(import_module("sniffio").current_async_library_cvar.set, None)
     with anyio.CancelScope(shield=not options.get("abandon_on_cancel", False)):
         return await asyncio.get_running_loop().run_in_executor(None, context.run, func, *args)
 
