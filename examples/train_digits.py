@@ -199,7 +199,7 @@ async def main(arguments: argparse.Namespace) -> None:
             await blocking.step(x, y)
     apart = (flat(overlapped.model) - flat(blocking.model)).abs().max().item()
     assert apart <= TOLERANCE, apart
-    say(f"so does a run that blocks, to within {apart:.1g}")
+    say(f"the parameters of a run that blocks differ from these by at most {apart:.1g}")
 
     overlapped.gradients.close()
     again = Overlapped(copy.deepcopy(start), in_thread=False)  # nobody else needs the loop now

@@ -76,7 +76,7 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     assert accuracy is not None
     assert float(accuracy[1]) >= (95.0 if launched else 50.0)
     assert f"the ranks ({ranks}) hold the same parameters, bit for bit" in said
-    apart = re.search(r"a run that blocks, to within (\S+)", said)
+    apart = re.search(r"differ from these by at most (\S+)", said)
     assert apart is not None
     assert float(apart[1]) <= 1e-6
     for way in ("blocking", *(["DDP"] if launched else []), "overlapped"):

@@ -279,8 +279,8 @@ def all_reduce(
     >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
     tensor([4, 6])                                    # both
 
-    ``op``: ``sum``, ``avg`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical: 0 or 1 in
-    the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or a torch ``ReduceOp``. Of bools
+    ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical: 0
+    or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or a torch ``ReduceOp``. Of bools
     a sum is an *or* and a product an *and*. Averages of half precision are made in float32 and rounded once.
     sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
