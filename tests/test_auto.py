@@ -261,6 +261,31 @@ def test_sync_leaves_samplers_alone_in_a_world_of_one():
     assert idist.auto_dataloader(DATA, sampler=order).sampler is order
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch", [2, 3])  # 13 samples are left: the last batch is a short one, with both
+def test_a_resumed_loop_knows_its_last_batch(batch, workers):
+    """Gradients accumulate over two batches, and no sample may be left in the sum when the epoch ends."""
+    data = TensorDataset(torch.arange(17))
+    state = {"epoch": 1, "seen": 4, "length": 17}
+    loader = ac.auto_dataloader(data, sampler=RandomSampler(data), batch_size=batch, num_workers=workers)
+    loader.sampler.load_state_dict(state)
+    for epoch, samples in ((1, 13), (2, 17)):
+        loader.sampler.set_epoch(epoch)
+        batches = -(-samples // batch)
+        steps, summed = [], []
+        for i, (x,) in enumerate(loader):
+            assert len(loader) == batches
+            summed += x.tolist()
+            if i % 2 == 1 or i == len(loader) - 1:
+                steps.append(summed)
+                summed = []
+        assert summed == []
+        assert len(steps) == -(-batches // 2)
+        assert len({one for step in steps for one in step}) == samples
+    list(loader)
+    assert len(loader.sampler) == 17
+
+
 def test_a_loader_that_draws_ahead_says_what_was_taken():
     sampler = ac.DistributedProxySampler(SequentialSampler(DATA), num_replicas=2, rank=1)
     batches = iter(DataLoader(DATA, batch_size=3, sampler=sampler, num_workers=1))

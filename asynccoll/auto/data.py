@@ -27,7 +27,8 @@ class DistributedProxySampler(DistributedSampler[object]):
     seed, as ignite's does: samplers draw from it.
 
     It resumes in the middle of an epoch, also on another number of ranks: ``state_dict`` says how far
-    all ranks are together, and after ``load_state_dict`` the next iteration gives what is left.
+    all ranks are together, and after ``load_state_dict`` the next iteration gives what is left. Until that
+    ends, its length is that of what is left; ``set_epoch`` of the next epoch makes it whole again.
 
     Args:
         sampler: any sampler of a constant length.
@@ -51,11 +52,12 @@ class DistributedProxySampler(DistributedSampler[object]):
         super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
         self.sampler = sampler
         self._next = 0  # samples of all ranks that the next iteration leaves out
-        self._began = 0  # those that the last one left out
+        self._began = 0  # those that this one leaves out; one that is resumed is this one before it begins
         self._drawn = 0  # samples of this rank since
 
     def __iter__(self) -> Iterator[Any]:
-        first, size = self._next, len(self) * self.num_replicas
+        self._next, self._began, self._drawn = 0, self._next, 0
+        first, size = self._began, len(self) * self.num_replicas
         torch.manual_seed(self.epoch)
         drawn: list[object] = []
         while len(drawn) < first + size:
@@ -66,7 +68,6 @@ class DistributedProxySampler(DistributedSampler[object]):
         mine = drawn[first + self.rank : first + size : self.num_replicas]
         if len(mine) != len(self):
             raise RuntimeError(f"{len(mine)} vs {len(self)}")
-        self._next, self._began, self._drawn = 0, first, 0
         return self._counted(mine)
 
     def _counted(self, mine: list[object]) -> Iterator[object]:
@@ -75,8 +76,12 @@ class DistributedProxySampler(DistributedSampler[object]):
             yield one
 
     def __len__(self) -> int:
-        """This rank's samples in the next iteration."""
-        return math.ceil((self._length - self._next) / self.num_replicas)
+        """This rank's samples in this iteration: the same from ``load_state_dict`` until another one begins.
+
+        It does not change where the samples are drawn, which workers do ahead of the loop: the loop asks
+        ``len(loader)`` in order to know its last batch.
+        """
+        return math.ceil((self._length - self._began) / self.num_replicas)
 
     @property
     def _length(self) -> int:
