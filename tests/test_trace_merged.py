@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import asynccoll as ac
 from asynccoll.runtime.process import current
-from asynccoll.trace.advice import advice, summary
+from asynccoll.trace import spooling
+from asynccoll.trace.advice import advice, breaks_off, summary
 from asynccoll.trace.clocks import Clock, align
 from asynccoll.trace.findings import find
 from asynccoll.trace.merged import Trace
@@ -70,10 +73,10 @@ def test_without_anything_in_common_the_wall_clocks_tell():
 # --- what a trace says ----------------------------------------------------------------------------
 
 
-def part(rank, spans, *, ranks=2, steps=(), seconds=10.0, clock="a", began=0.0, together=True):
+def part(rank, spans, *, ranks=2, steps=(), seconds=10.0, clock="a", began=0.0, together=True, whole=True):
     return Part(
         rank, ranks, "host", 1, clock, began, 0.0, "gloo", together,
-        seconds, tuple(sorted(spans, key=lambda span: span.start)), steps,
+        seconds, tuple(sorted(spans, key=lambda span: span.start)), steps, whole,
     )  # fmt: skip
 
 
@@ -260,6 +263,21 @@ def test_what_hangs_names_who_has_not_called():
     assert found[0].seconds == 8.0
 
 
+@pytest.mark.parametrize(("seconds", "missing"), [(2.9, ()), (3.5, (1,))])
+def test_of_what_a_killed_rank_did_last_nothing_is_claimed(seconds, missing):
+    """What it wrote goes to ``seconds``: it may have made a call that began on others later than that."""
+    found = find([part(0, [call(3.0, None, 7)]), part(1, [], seconds=seconds, whole=False)])
+    assert [one.missing for one in found.unfinished] == [missing]
+    assert (found.hang is not None) == bool(missing)
+    assert breaks_off(found).startswith("rank 1 ended abruptly: ")
+
+
+def test_that_nothing_was_sent_is_said_only_where_it_is_known():
+    assert summary(find([part(0, []), part(1, [])])) == "nothing was sent"
+    killed = find([part(0, []), part(1, [], whole=False)])
+    assert (summary(killed), killed.to_dict()["broken_off"]) == ("nothing was recorded", (1,))
+
+
 def test_parts_lie_on_one_clock():
     """Two hosts whose clocks are a thousand seconds apart; time begins with the first thing that happened."""
     parts = [
@@ -293,10 +311,44 @@ async def written(me: Rank) -> None:
     assert [(span.name, span.end is None) for span in read.spans] == [("forward", False)]
     assert (read.rank, read.world_size, len(read.steps)) == (me.rank, me.size, 1)
     assert read.spans == recorder.spans
+    assert not read.is_whole
+    path.write_text(whole)
+    Writer(recorder, context, path).end()
+    assert read_part(path).is_whole
 
 
 def test_a_file_can_be_read_at_any_moment(pair: World) -> None:
     pair.run(written)
+
+
+class Operation:
+    """One that is over at once."""
+
+    name, sequence, part, peer, place, started = "all_reduce", 3, 1, -1, "train.py:1", 0.0
+
+    def __init__(self, failure):
+        self.failure = failure
+        group = SimpleNamespace(is_world=True, ranks=(0,))
+        self.lane = SimpleNamespace(name="default", group=group)
+
+    def add_waker(self, wake):
+        wake()
+
+
+def test_a_failure_is_written_at_once(tmp_path, monkeypatch):
+    """The launcher may end this rank before the next interval."""
+    monkeypatch.setattr(spooling, "_EVERY_SECONDS", 3600.0)
+    context, path = current(), tmp_path / "rank-00000.jsonl"
+    os.mkfifo(path)
+    with os.fdopen(os.open(path, os.O_RDWR)) as written:
+        finish = spooling._record(context, path)
+        try:
+            (observe,) = context.observers
+            observe(Operation(ac.PeerLostError("rank 1 is gone")), 16)
+            _, operation = (json.loads(written.readline()) for _ in range(2))
+        finally:
+            finish()
+    assert (operation[1], operation[-1]) == ("all_reduce", True)
 
 
 def test_what_is_no_recording_is_told(tmp_path):

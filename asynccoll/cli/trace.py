@@ -232,7 +232,7 @@ def _tell_later(directory: Path, *, kept: bool) -> None:
 
 def _print(trace: Trace) -> None:
     from asynccoll.host.words import duration
-    from asynccoll.trace.advice import advice, summary
+    from asynccoll.trace.advice import advice, breaks_off, summary
     from asynccoll.trace.words import plural
 
     found = trace.findings
@@ -240,7 +240,7 @@ def _print(trace: Trace) -> None:
         f"{plural(found.ranks, 'rank')}, {duration(found.seconds)}, {plural(found.operations, 'operation')}"
     )
     show(f"{whole}: {summary(found)}")
-    if said := advice(found):
+    for said in filter(None, (advice(found), breaks_off(found))):
         show(said)
     for table in tables(found):
         if table.rows:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asynccoll.host.words import duration
+from asynccoll.host.words import duration, listed
 from asynccoll.trace.findings import Findings
 
-__all__ = ["advice", "summary", "was"]
+__all__ = ["advice", "breaks_off", "summary", "was"]
 
 #: Where ``ac.overlap_gradients`` sends, if nothing else is said.
 _BUCKETS = "gradients/backward"
@@ -16,7 +16,7 @@ _WELL_HIDDEN = 0.5
 def summary(found: Findings) -> str:
     """What is hidden, in a sentence."""
     if not found.operations:
-        return "nothing was sent"
+        return "nothing was recorded" if found.broken_off else "nothing was sent"
     if not found.marked:
         return (
             "no compute is marked, so nobody knows what was hidden; call an nn.Module, or mark blocks with "
@@ -27,6 +27,14 @@ def summary(found: Findings) -> str:
     times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
     without = ", without the first step" * found.left_out
     return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times}{without})"
+
+
+def breaks_off(found: Findings) -> str:
+    """Whose last moments are not known, or ""."""
+    if not found.broken_off:
+        return ""
+    who = listed(found.broken_off)
+    return f"{who} ended abruptly: what happened there in the last half second may be missing"
 
 
 def advice(found: Findings) -> str:

@@ -98,6 +98,8 @@ class Findings:
     unfinished: tuple[Unfinished, ...]
     hang: Hang | None
     left_out: int
+    #: ranks that were ended before they had written what they did last
+    broken_off: tuple[int, ...]
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -125,6 +127,7 @@ def find(parts: Sequence[Part]) -> Findings:
         unfinished=unfinished,
         hang=hang(unfinished),
         left_out=int(warm is not parts),
+        broken_off=tuple(part.rank for part in parts if not part.is_whole),
     )
 
 
@@ -319,7 +322,8 @@ def _unfinished(parts: Sequence[Part]) -> list[Unfinished]:
         for span in part.spans:
             if span.is_operation and (span.end is None or span.failed):
                 came = {whose.rank for whose, _ in calls.get(span.key, [])}
-                missing = tuple(sorted(_members(span, parts) - came)) if span.key else ()
+                known = {whose.rank for whose in parts if whose.is_whole or whose.seconds > span.start}
+                missing = tuple(sorted(_members(span, parts) & known - came)) if span.key else ()
                 found.append(
                     Unfinished(
                         part.rank, span.name, span.row, span.sequence, span.place,

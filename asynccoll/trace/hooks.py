@@ -41,6 +41,8 @@ class Finished:
 def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
     """Have ``finished`` told of every operation of this rank when it is over; what comes back ends that.
 
+    So does ``ac.finalize()``: add it again in the next world.
+
     It is called by the thread that sees the end, so it must neither wait nor call collectives; what it raises
     is logged, and changes nothing. Outside of hooks and recordings nothing is paid for them.
 
@@ -49,16 +51,11 @@ def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
     Raises:
         NotInitializedError: under a launcher, before ``ac.initialize()``.
     """
-    context = current()
 
     def observe(operation: Operation, size_bytes: int) -> None:
         operation.add_waker(lambda: _tell(finished, operation, size_bytes))
 
-    def remove() -> None:
-        context.observers = tuple(one for one in context.observers if one is not observe)
-
-    context.observers = (*context.observers, observe)
-    return remove
+    return current().observe(observe)
 
 
 def _tell(finished: Callable[[Finished], object], operation: Operation, size_bytes: int) -> None:

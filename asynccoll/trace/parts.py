@@ -1,8 +1,8 @@
 """What one rank recorded, as a value and as a file that can be read whatever became of the rank.
 
 A file is lines of JSON: what the rank is, then each span once it is over (and, at intervals, those that are
-not). Nothing in it has to be written last, so that of a rank that was killed everything is there but the last
-half second.
+not). Of a rank that was killed everything is there but the last half second, and the line that says that this
+is all.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Part:
     seconds: float = 0.0
     spans: tuple[Span, ...] = ()
     steps: tuple[float, ...] = ()
+    #: whether this is all of it: a rank that was killed has not written what it did last
+    is_whole: bool = True
 
     def as_clock(self) -> Clock:
         """What aligns it with others."""
@@ -111,6 +113,13 @@ class Writer:
         about = describe(recorder, context)
         self._line({"format": _FORMAT, **{name: getattr(about, name) for name in _ABOUT}})
         self._file.flush()
+
+    def end(self) -> None:
+        """What has happened since the last time, and that nothing follows."""
+        self.write()
+        with self._lock:
+            self._line({"is_whole": True})
+            self._file.flush()
 
     def write(self) -> None:
         """What has happened since the last time."""
@@ -182,4 +191,5 @@ def _part(lines: Sequence[str]) -> Part:
     spans = sorted((Span(*row) for row in rows.values()), key=lambda span: span.start)
     whose = {name: about[name] for name in _ABOUT}
     steps = tuple(about.get("steps", ()))
-    return Part(**whose, seconds=about.get("seconds", 0.0), spans=tuple(spans), steps=steps)
+    seconds, is_whole = about.get("seconds", 0.0), about.get("is_whole", False)
+    return Part(**whose, seconds=seconds, spans=tuple(spans), steps=steps, is_whole=is_whole)

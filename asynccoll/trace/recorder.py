@@ -51,11 +51,6 @@ class _Entry:
         if self.end is None:
             self.end = host.monotonic()
 
-    def over(self, operation: Operation) -> None:
-        """It has ended, well or not."""
-        self.failed = has_failed(operation)
-        self.finish()
-
     def span(self, origin: float) -> Span:
         return Span(
             self.name,
@@ -72,6 +67,10 @@ class _Entry:
         )
 
 
+def _nothing() -> None:
+    """Nobody asks for failures."""
+
+
 class Recorder:
     """Takes down what happens; any thread may add to it."""
 
@@ -82,6 +81,8 @@ class Recorder:
         #: when steps ended: as the program says, and as optimizers tell
         self.told_steps: list[float] = []
         self.seen_steps: list[float] = []
+        #: is called when an operation has failed, by the thread that sees it
+        self.when_failed: Callable[[], object] = _nothing
         #: by thread: how many spans that the program marks are open
         self._marking: dict[int, int] = {}
 
@@ -118,11 +119,14 @@ class Recorder:
         entry.peer = operation.peer
         entry.place = str(operation.place)
         self.entries.append(entry)
-        operation.add_waker(partial(entry.over, operation))
+        operation.add_waker(partial(self._over, entry, operation))
 
-    def observer(self) -> Callable[[Operation, int], object]:
-        """``observe`` as one object: a bound method is made anew each time."""
-        return self.observe
+    def _over(self, entry: _Entry, operation: Operation) -> None:
+        """It has ended, well or not."""
+        entry.failed = has_failed(operation)
+        entry.finish()
+        if entry.failed:
+            self.when_failed()
 
     @property
     def spans(self) -> tuple[Span, ...]:

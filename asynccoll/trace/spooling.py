@@ -1,6 +1,7 @@
 """``ASYNCCOLL_TRACE=DIR``: every rank of a program is recorded from ``initialize`` on, into a file there.
 
-The file is written at intervals and at the end, so that a rank that hangs or is killed has left its part.
+The file is written at intervals, after a failure and at the end, so that a rank that hangs or is killed has
+left its part.
 """
 
 from __future__ import annotations
@@ -74,19 +75,24 @@ def _record(context: Context, path: Path) -> Callable[[], None]:
     timeline = Timeline(context.rank, context.world_size)
     end = start(timeline, context, marks=True)
     writer = Writer(timeline.recorder, context, path)
-    over, process = host.Event(), host.getpid()
+    due, process = host.Event(), host.getpid()
+    timeline.recorder.when_failed = due.set  # the launcher may soon end this rank
 
     def write_at_intervals() -> None:
-        while not over.wait(_EVERY_SECONDS):
+        while timeline.recorder.ended is None:
+            due.wait(_EVERY_SECONDS)
+            due.clear()
             writer.write()
 
-    host.Thread(target=write_at_intervals, name="asynccoll trace", daemon=True).start()
+    thread = host.Thread(target=write_at_intervals, name="asynccoll trace", daemon=True)
+    thread.start()
 
     def finish() -> None:
         if host.getpid() != process:  # a forked child leaves: the file is its parent's, and so may be a lock
             return
-        over.set()
         end()
-        writer.write()
+        due.set()
+        thread.join()
+        writer.end()
 
     return finish

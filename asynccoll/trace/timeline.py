@@ -148,11 +148,10 @@ def start(timeline: Timeline, context: Context, *, marks: bool) -> Callable[[], 
 
 def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
     """Have ``timeline`` told of every operation of ``context``, until what comes back is called."""
-    observe = timeline.recorder.observer()  # one object: a bound method is made anew each time
-    context.observers = (*context.observers, observe)
+    unobserve = context.observe(timeline.recorder.observe)
 
     def end() -> None:
-        context.observers = tuple(one for one in context.observers if one is not observe)
+        unobserve()
         timeline.recorder.end()
 
     return end
@@ -168,7 +167,7 @@ def span(name: str, *, row: str | None = None) -> Iterator[None]:
     ...     validate(model)
     """
     with ExitStack() as spans:
-        for timeline in _open:
+        for timeline in tuple(_open):  # other threads begin and end theirs
             spans.enter_context(timeline.span(name, row=row))
         if not _open:
             spans.enter_context(annotation(name))
@@ -177,5 +176,5 @@ def span(name: str, *, row: str | None = None) -> Iterator[None]:
 
 def step() -> None:
     """A step of the program ends here, in every recording that is on."""
-    for timeline in _open:
+    for timeline in tuple(_open):
         timeline.step()

@@ -130,6 +130,17 @@ class Context:
         self.confirmations: Confirmations = Confirmations(self.rank, self.liveness.tell)
         self.liveness.hear_by(self.confirmations.hear)
 
+    def observe(self, accepted: Callable[[Operation, int], object]) -> Callable[[], None]:
+        """Have ``accepted`` called with each operation, until what comes back is called; from any threads."""
+        with self._lock:
+            self.observers = (*self.observers, accepted)
+
+        def end() -> None:
+            with self._lock:
+                self.observers = tuple(one for one in self.observers if one is not accepted)
+
+        return end
+
     def __repr__(self) -> str:
         return f"<asynccoll context: {self.backend.name}, rank {self.rank} of {self.world_size}>"
 
