@@ -32,6 +32,7 @@ In the examples two ranks call; ``r0``/``r1`` is what each gets.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -204,8 +205,16 @@ def refuse(
     raise AssertionError("start raises")
 
 
+_AS_EVERY_CALL = """
+As every collective it starts at once and returns a ``Work``: ``await`` it, or ``.wait()`` without a loop, and
+use what that gives. Inputs stay as they are (``out=x`` is in place) and must not be written to before.
+``help(asynccoll.ops.collectives)`` tells of ``group``, ``lane``, ``timeout`` and the errors.
+"""
+
+
 def _fitting(function: Function) -> Function:
     """``function``, and of arguments that do not fit it an error that says what does; its peers are told."""
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n{_AS_EVERY_CALL}"
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> object:
@@ -279,9 +288,10 @@ def all_reduce(
     >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
     tensor([4, 6])                                    # both
 
-    ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical: 0
-    or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or a torch ``ReduceOp``. Of bools
-    a sum is an *or* and a product an *and*. Averages of half precision are made in float32 and rounded once.
+    ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical:
+    0 or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or torch's
+    ``ReduceOp``. Of bools a sum is an *or* and a product an *and*. Averages of half precision are made in
+    float32 and rounded once.
     sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).

@@ -402,7 +402,8 @@ def overlap_gradients(
 
     Without a loop ``gradients.wait()`` ends the step. The order is ``zero_grad``, backward, ``await
     gradients``, clipping, ``optimizer.step()``. Of several backwards for one step all but the last go under
-    ``with gradients.no_sync():``. Unused parameters, accumulation, errors: ``help(ac.overlap.GradientReducer)``.
+    ``with gradients.no_sync():``. Of unused parameters, accumulation and errors tells
+    ``help(ac.overlap.GradientReducer)``.
 
     On the CPU backward runs in the caller and holds the event loop; where other tasks are to go on
     meanwhile, run it in a thread: ``await asyncio.to_thread(loss.backward)``.
