@@ -6,6 +6,7 @@ import itertools
 import sys
 import types
 import warnings
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from torch.utils.data.sampler import BatchSampler
 import asynccoll as ac
 import parity
 import worlds
+from asynccoll.auto.data import dataloader_for
 from asynccoll.auto.models import optim_for
 from asynccoll.auto.place import here
 from ranks import raising
@@ -149,16 +151,26 @@ def test_proxy_sampler_as_ignite(two):
     two.run(proxies)
 
 
-def _samplers(ranks, length):
-    data = range(length)
-    return [ac.DistributedProxySampler(RandomSampler(data), ranks, rank) for rank in range(ranks)]
+#: The samplers that ``auto_dataloader`` makes, by what it is given.
+MADE = {
+    "given": lambda data: {"sampler": RandomSampler(data)},
+    "shuffled": lambda _: {"shuffle": True},
+    "in order": lambda _: {"shuffle": False},
+}
 
 
+@pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("steps", [0, 1, 3, "all"])
 @pytest.mark.parametrize("length", [12, 13])
-def test_a_resumed_epoch_gives_what_was_left(before, after, steps, length):
+def test_a_resumed_epoch_gives_what_was_left(made, before, after, steps, length):
     """Of the order that one rank would draw, on another number of ranks, too."""
+
+    def _samplers(ranks, length):
+        data, place = range(length), here()
+        places = [replace(place, rank=rank, world_size=ranks) for rank in range(ranks)]
+        return [dataloader_for(one, data, MADE[made](data), shares_alone=True).sampler for one in places]
+
     (alone,) = _samplers(1, length)
     alone.set_epoch(5)
     whole = list(alone)
@@ -194,10 +206,10 @@ def test_a_resumed_epoch_gives_what_was_left(before, after, steps, length):
         assert list(sampler) == list(fresh)
 
 
-def trained(length, steps, state=None):
+def trained(made, length, steps, state=None):
     """The samples of ``steps`` batches (None: of all that are left), and the checkpoint after them."""
     data = TensorDataset(torch.arange(length))
-    loader = ac.auto_dataloader(data, sampler=RandomSampler(data), batch_size=2 * ac.get_world_size())
+    loader = ac.auto_dataloader(data, **MADE[made](data), batch_size=2 * ac.get_world_size())
     if state is not None:
         loader.sampler.load_state_dict(state)
     loader.sampler.set_epoch(5)
@@ -209,13 +221,16 @@ def trained_on_a_rank(me, *args):
     return trained(*args)
 
 
+@pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("length", [24, 25])
 @pytest.mark.parametrize("alone_first", [True, False])
-def test_one_script_resumes_with_and_without_a_launcher(two, alone_first, length):
+def test_one_script_resumes_with_and_without_a_launcher(two, alone_first, length, made):
     """A checkpoint of two ranks in a process of its own, and the other way round: what is left, once each."""
 
     def run(alone, *args):
-        return [trained(*args)] if alone else two.run(trained_on_a_rank, *args, runner="blocking")
+        if alone:
+            return [trained(made, *args)]
+        return two.run(trained_on_a_rank, made, *args, runner="blocking")
 
     def in_order(found):
         return [sample for turn in zip(*(seen for seen, _ in found), strict=True) for sample in turn]

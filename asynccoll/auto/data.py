@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, distributed
 from torch.utils.data.sampler import Sampler
 
 from asynccoll.auto.place import Place, here
@@ -19,58 +20,34 @@ from asynccoll.runtime.process import get_rank, get_world_size
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
 
-class DistributedProxySampler(DistributedSampler[object]):
-    """This rank's share of what another sampler draws, the same draw on every rank.
+class _Resumable(distributed.DistributedSampler[Any]):
+    """This rank's share of an order that all ranks draw alike; it can be left in the middle and resumed.
 
-    The order of an epoch is that of ``sampler`` under a seed which is the epoch's number
-    (``set_epoch``); what does not divide evenly is filled up from another draw. Sets torch's global
-    seed, as ignite's does: samplers draw from it.
-
-    It resumes in the middle of an epoch, also on another number of ranks: ``state_dict`` says how far
-    all ranks are together, and after ``load_state_dict`` the next iteration gives what is left. Until that
-    ends, its length is that of what is left; ``set_epoch`` of the next epoch makes it whole again.
-
-    Args:
-        sampler: any sampler of a constant length.
-        num_replicas, rank: the number of shares and which one; ``ac.get_world_size()`` and ``ac.get_rank()``
-            if not given, so that without a launcher it is the one share of a world of one.
+    A subclass draws the order. What it shares with torch's is its constructor and ``set_epoch``.
     """
 
-    def __init__(
-        self, sampler: Sampler[object], num_replicas: int | None = None, rank: int | None = None
-    ) -> None:
-        if not isinstance(sampler, Sampler):
-            raise TypeError(
-                f"Argument sampler should be instance of torch Sampler, but given: {type(sampler)}"
-            )
-        if isinstance(sampler, DistributedSampler):
-            raise TypeError("Argument sampler must not be a distributed sampler already")
-        if not hasattr(sampler, "__len__"):
-            raise TypeError("Argument sampler should have length")
-        num_replicas = get_world_size() if num_replicas is None else num_replicas
-        rank = get_rank() if rank is None else rank
-        super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
-        self.sampler = sampler
-        self._next = 0  # samples of all ranks that the next iteration leaves out
-        self._began = 0  # those that this one leaves out; one that is resumed is this one before it begins
-        self._drawn = 0  # samples of this rank since
+    _next = 0  # samples of all ranks that the next iteration leaves out
+    _began = 0  # those that this one leaves out; one that is resumed is this one before it begins
+    _drawn = 0  # samples of this rank since
+
+    @abstractmethod
+    def _order(self, size: int) -> list[Any]:
+        """The first ``size`` samples of the epoch, or more: of one draw after the other."""
+
+    @property
+    @abstractmethod
+    def _length(self) -> int:
+        """How many samples are in an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         self._next, self._began, self._drawn = 0, self._next, 0
         first, size = self._began, len(self) * self.num_replicas
-        torch.manual_seed(self.epoch)
-        drawn: list[object] = []
-        while len(drawn) < first + size:
-            before = len(drawn)
-            drawn += list(self.sampler)
-            if len(drawn) == before:
-                raise RuntimeError(f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}")
-        mine = drawn[first + self.rank : first + size : self.num_replicas]
+        mine = self._order(first + size)[first + self.rank : first + size : self.num_replicas]
         if len(mine) != len(self):
             raise RuntimeError(f"{len(mine)} vs {len(self)}")
         return self._counted(mine)
 
-    def _counted(self, mine: list[object]) -> Iterator[object]:
+    def _counted(self, mine: list[Any]) -> Iterator[Any]:
         for one in mine:
             self._drawn += 1
             yield one
@@ -82,10 +59,6 @@ class DistributedProxySampler(DistributedSampler[object]):
         ``len(loader)`` in order to know its last batch.
         """
         return math.ceil((self._length - self._began) / self.num_replicas)
-
-    @property
-    def _length(self) -> int:
-        return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch begins at its start; the one that is resumed, where it was left."""
@@ -124,13 +97,77 @@ class DistributedProxySampler(DistributedSampler[object]):
         self._next, self._began, self._drawn = state["seen"], state["seen"], 0
 
 
+class DistributedProxySampler(_Resumable):
+    """This rank's share of what another sampler draws, the same draw on every rank.
+
+    The order of an epoch is that of ``sampler`` under a seed which is the epoch's number
+    (``set_epoch``); what does not divide evenly is filled up from another draw. Sets torch's global
+    seed, as ignite's does: samplers draw from it.
+
+    It resumes in the middle of an epoch, also on another number of ranks: ``state_dict`` says how far
+    all ranks are together, and after ``load_state_dict`` the next iteration gives what is left. Until that
+    ends, its length is that of what is left; ``set_epoch`` of the next epoch makes it whole again.
+
+    Args:
+        sampler: any sampler of a constant length.
+        num_replicas, rank: the number of shares and which one; ``ac.get_world_size()`` and ``ac.get_rank()``
+            if not given, so that without a launcher it is the one share of a world of one.
+    """
+
+    def __init__(
+        self, sampler: Sampler[object], num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        if not isinstance(sampler, Sampler):
+            raise TypeError(
+                f"Argument sampler should be instance of torch Sampler, but given: {type(sampler)}"
+            )
+        if isinstance(sampler, distributed.DistributedSampler):
+            raise TypeError("Argument sampler must not be a distributed sampler already")
+        if not hasattr(sampler, "__len__"):
+            raise TypeError("Argument sampler should have length")
+        num_replicas = get_world_size() if num_replicas is None else num_replicas
+        rank = get_rank() if rank is None else rank
+        super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
+        self.sampler = sampler
+
+    @property
+    def _length(self) -> int:
+        return len(self.sampler)
+
+    def _order(self, size: int) -> list[Any]:
+        torch.manual_seed(self.epoch)
+        drawn: list[Any] = []
+        while len(drawn) < size:
+            before = len(drawn)
+            drawn += list(self.sampler)
+            if len(drawn) == before:
+                raise RuntimeError(f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}")
+        return drawn
+
+
+class DistributedSampler(_Resumable):
+    """torch's ``DistributedSampler``, with its order; it resumes as ``DistributedProxySampler`` does."""
+
+    @property
+    def _length(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # as torch's does
+
+    def _order(self, size: int) -> list[Any]:
+        order = list(range(self._length))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self._length, generator=generator).tolist()
+        return list(islice(cycle(order), size))
+
+
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
 
     - ``batch_size`` is divided by the number of ranks (where it is at least that), ``num_workers`` by the
       number of ranks on the node. A warning says what all ranks take together where that is another number.
-    - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise); one
-      that is given is used; any other is wrapped in a ``DistributedProxySampler``.
+    - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise), which has
+      ``state_dict`` and ``load_state_dict``, too; one of torch that is given is used as it is; any other
+      is wrapped in a ``DistributedProxySampler``.
     - In a world of one the same samplers are made, so that the program, and its checkpoint, are those of
       many ranks.
     - An iterable dataset is used as it is: it must produce other data on other ranks itself. So must a
@@ -205,7 +242,7 @@ def _sampler(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> 
     if sampler is None:
         shuffle = kwargs.pop("shuffle", True)  # the loader refuses it beside a sampler
         return DistributedSampler(dataset, num_replicas=place.world_size, rank=place.rank, shuffle=shuffle)
-    if not isinstance(sampler, DistributedSampler):
+    if not isinstance(sampler, distributed.DistributedSampler):
         return DistributedProxySampler(sampler, num_replicas=place.world_size, rank=place.rank)
     if sampler.rank != place.rank:
         warnings.warn(
