@@ -207,6 +207,26 @@ def test_in_a_simulated_world_who_began_a_circle_of_waits_is_named(loop: str, no
         assert "follow" not in heard[rank]
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_in_a_simulated_world_lanes_in_opposite_order_are_told_from_both_sides(nodes: int) -> None:
+    """On either rank: nobody is told of its own call as of another's."""
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        mine = "a" if rank == 0 else "b"
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await ac.all_reduce(torch.ones(2), lane=mine, timeout=5.0 + 5.0 * rank)
+        heard[rank] = str(caught.value)
+
+    simulate(main, world_size=2, seed=SEED, nodes=nodes, transport="gloo")
+    for rank in range(2):
+        assert "; ranks wait in a circle: rank " in heard[rank]
+        for lane, other in (("a", 1), ("b", 0)):
+            told = rf" in all_reduce #1 on lane '{lane}' \(\S+\) for rank {other}\b"
+            assert re.search(told, heard[rank]), heard[rank]
+        assert "follow" not in heard[rank]
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "trio", "none"])
 @pytest.mark.parametrize("transport", ["gloo", "mpi", "nccl"])
 def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, transport: str) -> None:

@@ -163,12 +163,58 @@ def hung(size: int = 3) -> dict[int, Flight]:
     return {rank: recorded(rank, *(mine if rank == 1 else others)) for rank in range(size)}
 
 
-@pytest.mark.parametrize(("size", "waiting"), [(2, "rank 0 has"), (3, "ranks 0, 2 have")])
-def test_of_a_circle_the_rank_is_named_that_left_a_call_out(size: int, waiting: str) -> None:
-    flights = hung(size)
-    verdict = f"rank 1 has not called all_reduce #6 on lane 'metrics', in which {waiting} waited"
-    assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == f"{verdict} 40.00 s (train.py:7)"
-    assert str(hang_of(flights)) == f"{verdict} 2.00 s (train.py:7)"  # until the last that is recorded
+SAME_ORDER = "await lanes in the same order on every rank, and leave no call out"
+
+
+def test_of_a_circle_the_rank_is_named_that_left_a_call_out() -> None:
+    flights = hung()
+    verdict = "rank 1 has not called all_reduce #6 on lane 'metrics', in which ranks 0, 2 have waited {} s "
+    verdict += (
+        "(train.py:7), but waits in all_reduce #9 on lane 'gradients/backward' (train.py:8) for ranks 0, 2"
+    )
+    verdict += f": {SAME_ORDER}"
+    assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == verdict.format("40.00")
+    assert str(hang_of(flights)) == verdict.format("2.00")  # until the last that is recorded
+
+
+def test_of_a_circle_in_which_nobody_stands_out_all_sides_are_told() -> None:
+    """Two ranks await two lanes in opposite order: neither has left out a call."""
+    two = {
+        0: recorded(0, call(1, lane="a", place="train.py:3", ended=0.0)),
+        1: recorded(1, call(1, lane="b", place="train.py:4", ended=0.0, called=12.0)),
+    }
+    found = hang_of(two, dict.fromkeys(two, 31.0))
+    assert str(found) == (
+        "ranks wait in a circle: rank 0 waits in all_reduce #1 on lane 'a' (train.py:3) for rank 1, and "
+        f"rank 1 in all_reduce #1 on lane 'b' (train.py:4) for rank 0, for 20.00 s: {SAME_ORDER}"
+    )
+    assert found is not None
+    assert (found.ranks, found.waiting) == ((), (0,))
+    four = {
+        **{rank: replace(two[0], rank=rank) for rank in (0, 2)},
+        **{rank: replace(two[1], rank=rank) for rank in (1, 3)},
+    }
+    assert "ranks 1, 3 in all_reduce #1 on lane 'b' (train.py:4) for ranks 0, 2" in str(hang_of(four))
+
+
+def test_a_circle_over_several_groups_is_told_all_around() -> None:
+    """The wait of rank 3 leads into it, and is no part of it."""
+    ring = {
+        rank: recorded(rank, call(1, lane="ring", group=group, ended=0.0, called=10.0 + rank))
+        for rank, group in enumerate(("0-1", "1-2", "0-2"))
+    }
+    later = recorded(3, call(1, lane="side", group="0-3", ended=0.0, called=1.0))
+    found = hang_of({**ring, 3: later}, dict.fromkeys(range(4), 31.0))
+    assert found is not None
+    assert [(turn.waiting, turn.ranks) for turn in found.circle] == [((0,), (1,)), ((1,), (2,)), ((2,), (0,))]
+
+
+def test_of_a_circle_the_rank_is_named_that_refused_a_call() -> None:
+    """Whoever has waited longer."""
+    zero = recorded(0, call(1), call(2, ended=0.0, called=20.0))
+    one = recorded(1, call(1), refused(2), call(1, lane="eval", ended=0.0, called=14.0))
+    found = hang_of({0: zero, 1: one}, dict.fromkeys(range(2), 60.0))
+    assert str(found).startswith("rank 1 refused all_reduce #2 on lane 'default', in which rank 0 has waited")
 
 
 def test_who_is_held_up_itself_is_not_named() -> None:
@@ -193,9 +239,12 @@ def test_nobody_is_waited_for_where_all_have_called_or_called_different_things()
 def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> None:
     flights = hung()
     verdict = "rank 1 has not called all_reduce #6 on lane 'metrics', in which ranks 0, 2 have waited"
+    others = "waits in all_reduce #9 on lane 'gradients/backward' (train.py:8) for ranks 0, 2"
     dumps.write_dumps(tmp_path / "job", flights)
     assert main(["trace", "diff", str(tmp_path / "job")]) == 1
-    assert capsys.readouterr().out.startswith(f"{verdict} 2.00 s (train.py:7)\n\nlane ")
+    assert capsys.readouterr().out.startswith(
+        f"{verdict} 2.00 s (train.py:7), but {others}: {SAME_ORDER}\n\nlane "
+    )
     assert main(["trace", "diff", str(tmp_path / "job"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["hang"]
     assert (found["ranks"], found["waiting"], found["sequence"]) == ([1], [0, 2], 6)
@@ -205,7 +254,7 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> 
     assert overview(jobs_of_this_host) == [
         "0 of 1 ranks",
         "3 of 3 ranks",
-        f"  {verdict} 40.00 s (train.py:7)",
+        f"  {verdict} 40.00 s (train.py:7), but {others}: {SAME_ORDER}",
     ]
 
 

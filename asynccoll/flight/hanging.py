@@ -2,8 +2,9 @@
 
 Pure. Where ranks wait for each other in a circle, each call alone blames somebody else: rank 1 has left out a
 call, in which ranks 0 and 2 wait; then it waits in its next call, which those two have not made. ``hang``
-tells the first of these from what follows from it. Flights or recordings of the ranks go in; the sentence is
-the same whoever asks.
+names the ranks that are fewer, for they have gone another way, and shows the circle. Where none are fewer
+(two ranks await two lanes in opposite order, or one of the two has left out a call: that looks alike), it
+names none. Flights or recordings of the ranks go in; the sentence is the same whoever asks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import call_name
 from asynccoll.host.words import duration, listed
 
-__all__ = ["Hang", "Unfinished", "hang", "hang_of"]
+__all__ = ["Hang", "Turn", "Unfinished", "hang", "hang_of"]
+
+_SAME_ORDER = "await lanes in the same order on every rank, and leave no call out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,30 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Of a circle of waits: the call in which ``waiting`` wait for ``ranks``."""
+
+    waiting: tuple[int, ...]
+    operation: str
+    lane: str
+    sequence: int
+    place: str
+    ranks: tuple[int, ...]
+
+    @property
+    def what(self) -> str:
+        """``in all_reduce #1 on lane 'a' (train.py:7) for rank 1``."""
+        call = call_name(self.operation, self.sequence)
+        return f"in {call} on lane {self.lane!r} ({self.place}) for {listed(self.ranks)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """``ranks`` have not made a call in which ``waiting`` wait, the first of them for ``seconds``.
 
-    ``refused``: how it was refused there, "" if they have not called it.
+    ``refused``: how it was refused there, "" if they have not called it. ``circle``: where ``ranks`` wait
+    themselves, whose turn it is after whose, from ``waiting`` on. Nobody is in ``ranks`` if none of those in
+    it stands out.
     """
 
     ranks: tuple[int, ...]
@@ -49,18 +72,35 @@ class Hang:
     seconds: float
     failed: bool
     refused: str = ""
+    circle: tuple[Turn, ...] = ()
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return self._around()
         waits = "waited" if self.failed else f"{_has(self.waiting)} waited"
         call = f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
         waiting = f"in which {listed(self.waiting)} {waits} {duration(self.seconds)} ({self.place})"
         if self.refused:
             return f"{listed(self.ranks)} refused {call}, {waiting}: {self.refused}"
-        return f"{listed(self.ranks)} {_has(self.ranks)} not called {call}, {waiting}"
+        verdict = f"{listed(self.ranks)} {_has(self.ranks)} not called {call}, {waiting}"
+        own = [turn for turn in self.circle if not set(self.ranks).isdisjoint(turn.waiting)]
+        if not own:
+            return verdict
+        return f"{verdict}, but {_waits(self.ranks)} {own[0].what}: {_SAME_ORDER}"
+
+    def _around(self) -> str:
+        first, *others = self.circle
+        turns = [f"{listed(first.waiting)} {_waits(first.waiting)} {first.what}"]
+        turns += [f"{listed(one.waiting)} {one.what}" for one in others]
+        return f"ranks wait in a circle: {', and '.join(turns)}, for {duration(self.seconds)}: {_SAME_ORDER}"
 
 
 def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
@@ -69,17 +109,43 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
     if not waits:
         return None
     waiting = {one.rank for one in waits}
-    # Who waits for another rank is held up itself. In a circle that is everybody: then those that are fewer
-    # have gone another way, and of two such the one for whom others have waited longer.
-    first = min(waits, key=lambda one: (not waiting.isdisjoint(one.missing), len(one.missing), -one.seconds))
-    same = [
-        one for one in waits
-        if (one.operation, one.lane, one.sequence) == (first.operation, first.lane, first.sequence)
-    ]  # fmt: skip
+    # Who waits for another rank is held up itself.
+    free = [one for one in waits if waiting.isdisjoint(one.missing)]
+    circle = [] if free else _circle(min(waits, key=_fewest), waits)
+    # In a circle everybody does: then those that are fewer have gone another way.
+    first = min(free or circle, key=_fewest)
+    stands_out = free or len({len(one.missing) for one in circle}) > 1
+    at = circle.index(first) if circle else 0
     return Hang(
-        first.missing, first.operation, first.lane, first.sequence, first.place,
-        tuple(sorted({one.rank for one in same})), first.seconds, first.failed,
+        first.missing if stands_out else (), first.operation, first.lane, first.sequence, first.place,
+        _waiting_in(first, waits), first.seconds, first.failed,
+        circle=tuple(_turn(one, waits) for one in circle[at:] + circle[:at]),
     )  # fmt: skip
+
+
+def _fewest(one: Unfinished) -> tuple[int, float]:
+    return len(one.missing), -one.seconds
+
+
+def _circle(start: Unfinished, waits: Sequence[Unfinished]) -> list[Unfinished]:
+    """From ``start`` along those that are waited for, each of whom waits, to the first that comes twice."""
+    chain = [start]
+    while True:
+        held_up = [one for one in waits if one.rank in chain[-1].missing]
+        latest = max(held_up, key=lambda one: one.seconds)
+        for at, one in enumerate(chain):
+            if one.rank in latest.missing:
+                return [*chain[at:], latest]
+        chain.append(latest)
+
+
+def _waiting_in(call: Unfinished, waits: Iterable[Unfinished]) -> tuple[int, ...]:
+    of = call.operation, call.lane, call.sequence
+    return tuple(sorted({one.rank for one in waits if (one.operation, one.lane, one.sequence) == of}))
+
+
+def _turn(one: Unfinished, waits: Iterable[Unfinished]) -> Turn:
+    return Turn(_waiting_in(one, waits), one.operation, one.lane, one.sequence, one.place, one.missing)
 
 
 def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = None) -> Hang | None:
@@ -94,18 +160,20 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
             return None
     unfinished = list(_unfinished(flights, _moments(flights) if now is None else now))
     found = hang(one for one, _ in unfinished)
-    return None if found is None else replace(found, refused=_refused(found, flights, unfinished))
+    if found is None:
+        return None
+    refused = {one: why for one, call in unfinished if (why := _refused(one, call, flights))}
+    if found.circle and refused:  # who has refused a call has gone another way
+        found = hang(refused) or found
+    at = found.ranks, found.lane, found.sequence
+    told = (why for one, why in refused.items() if (one.missing, one.lane, one.sequence) == at)
+    return replace(found, refused=next(told, ""))
 
 
-def _refused(
-    found: Hang, flights: Mapping[int, Flight], unfinished: Iterable[tuple[Unfinished, Call]]
-) -> str:
-    """How those that have not made the call in which others wait have refused it, if all of them have."""
-    for one, call in unfinished:
-        if (one.missing, one.place, one.sequence) == (found.ranks, found.place, found.sequence):
-            calls = [_refused_at(call, flights[rank]) for rank in found.ranks]
-            return calls[0].refusal(call.operation) if calls[0] is not None and all(calls) else ""
-    return ""
+def _refused(one: Unfinished, call: Call, flights: Mapping[int, Flight]) -> str:
+    """How those that have not made the call in which this one waits have refused it, if all of them have."""
+    calls = [_refused_at(call, flights[rank]) for rank in one.missing]
+    return calls[0].refusal(call.operation) if calls and calls[0] is not None and all(calls) else ""
 
 
 def _refused_at(call: Call, flight: Flight) -> Call | None:

@@ -98,12 +98,19 @@ def blame(
 
 
 def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
-    """Where ranks wait for each other in a circle: who began it; "" if those are ``ranks``, or unknown."""
+    """Whom all wait for, or the circle in which they wait; "" if those are ``ranks``, or unknown.
+
+    ``accounts``: first that of the rank that asks.
+    """
     flights = {one.rank: one.flight for one in accounts if one.flight is not None and one.now}
     if len(flights) < len(accounts):
         return ""
     found = hang_of(flights, {one.rank: one.now for one in accounts})
-    return "" if found is None or found.ranks == ranks else f"this may follow from another wait: {found}"
+    if found is None or found.ranks == ranks:
+        return ""
+    if not found.ranks and any(accounts[0].rank in turn.waiting for turn in found.circle):
+        return str(found)
+    return f"this may follow from another wait: {found}"
 
 
 def _why(awaited: Awaited, account: Account, lost: bool) -> str:
