@@ -46,6 +46,22 @@ MISFITS = {
     "object's root": (lambda: called.broadcast_object([1], 0), ["write broadcast_object(obj, src=0)"]),
     "send": (lambda: called.send(X, 1, ac.new_group([0]), 3), ["write send(x, dst=1, group=group, tag=3)"]),
     "recv": (lambda: called.recv(X, 1), ["write recv(like, src=1)"]),
+    "any source": (lambda: called.recv_any(X, 1), ["write recv_any(like, sources=[1])"]),
+    "any source by name": (lambda: called.recv_any(X, src=1), ["did you mean sources=?"]),
+    "any object": (lambda: called.recv_any_object([None]), ["write recv_any_object()"]),
+    "prepared": (
+        lambda: called.prepare("all_reduce", X, dist.ReduceOp.SUM),
+        ["write prepare(name, like, op='sum')"],
+    ),
+    "prepared by name": (
+        lambda: called.prepare("broadcast", like=X, root=0, async_op=True),
+        [DROPPED, "root= is src= here", "write prepare(name, like, src=0)"],
+    ),
+    "prepared for nobody": (lambda: called.prepare("all_reduce"), ["'like'", "write prepare(name, like)"]),
+    "batch": (
+        lambda: called.batch_isend_irecv([ac.P2POp(ac.send, X, 1)], async_op=True),
+        [DROPPED, "write batch_isend_irecv(p2p_op_list)"],
+    ),
     "barrier": (lambda: called.barrier(ac.new_group([0])), ["write barrier(group=group)"]),
     "nothing": (called.all_reduce, ["'x'", "write all_reduce(x)"]),
     "data by name": (
@@ -99,6 +115,11 @@ def test_the_error_says_where_the_result_is() -> None:
     with raising(ac.InvalidCallError, "write send(x, dst=0)") as caught:
         called.send(X, 0)
     assert "awaiting" not in str(caught.error)
+
+
+def test_one_message_is_no_list() -> None:
+    with raising(ac.PayloadTypeError, "takes a list of ac.P2POp, got a P2POp"):
+        called.batch_isend_irecv(ac.P2POp(ac.send, X, 1))
 
 
 def test_what_is_not_understood_is_not_left_out_of_the_right_call() -> None:

@@ -18,6 +18,7 @@ from asynccoll import host
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.ops.collectives import recv, recv_object
 from asynccoll.ops.scopes import current_lane
+from asynccoll.ops.signatures import fitting
 from asynccoll.payload.codecs import Codec
 from asynccoll.runtime.process import current
 from asynccoll.waiting.suspending import Signal
@@ -154,6 +155,7 @@ class _Arrivals:
             self._wake = None
 
 
+@fitting
 def recv_any(
     like: torch.Tensor,
     /,
@@ -192,6 +194,7 @@ def recv_any(
     return AnySource(post, _checked(sources, group))
 
 
+@fitting
 def recv_any_object(
     *,
     sources: Iterable[int] | None = None,

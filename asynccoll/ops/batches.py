@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.ops.collectives import recv, send
+from asynccoll.ops.signatures import fitting
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
@@ -51,6 +52,7 @@ class P2POp:
         return recv(self.tensor, src=self.peer, group_src=self.group_peer, out=self.tensor, **common)
 
 
+@fitting
 def batch_isend_irecv(
     p2p_op_list: Sequence[P2POp], /, *, lane: str | None = None, timeout: float | None = None
 ) -> list[Work[object]]:
@@ -66,10 +68,12 @@ def batch_isend_irecv(
 
     Source: ``torch.distributed.batch_isend_irecv``.
     """
-    for one in p2p_op_list:
-        if not isinstance(one, P2POp):
+    listed: Iterable[object] = p2p_op_list if isinstance(p2p_op_list, Iterable) else (p2p_op_list,)
+    for one in listed:
+        if not isinstance(one, P2POp) or listed is not p2p_op_list:
+            where = " in it" if listed is p2p_op_list else ""
             raise PayloadTypeError(
-                f"batch_isend_irecv takes a list of ac.P2POp, got a {type(one).__name__} in it"
+                f"batch_isend_irecv takes a list of ac.P2POp, got a {type(one).__name__}{where}"
             )
     works: list[Work[object]] = []
     try:

@@ -36,7 +36,6 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
@@ -50,7 +49,7 @@ from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import name_of, own_block
 from asynccoll.ops.scopes import checked_name, current_lane
-from asynccoll.ops.signatures import Misfit, misfit
+from asynccoll.ops.signatures import Misfit, fitting
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
@@ -213,22 +212,15 @@ use what that gives. Inputs stay as they are (``out=x`` is in place) and must no
 
 
 def _fitting(function: Function) -> Function:
-    """``function``, and of arguments that do not fit it an error that says what does; its peers are told."""
+    """``fitting``; if a call does not fit, the peers are told."""
     function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n{_AS_EVERY_CALL}"
+    return fitting(function, _refuse_misfit)
 
-    @wraps(function)
-    def call(*args: Any, **given: Any) -> object:
-        try:
-            return function(*args, **given)
-        except TypeError as error:
-            if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
-                raise
-            wrong = misfit(function, args, given, error)
-        if function.__name__ in _ROLES:
-            _refuse_message(function.__name__, wrong)
-        refuse(wrong.error, group=wrong.group, lane=given.get("lane"), name=function.__name__)
 
-    return call  # type: ignore[return-value]  # by its signature
+def _refuse_misfit(name: str, wrong: Misfit) -> NoReturn:
+    if name in _ROLES:
+        _refuse_message(name, wrong)
+    refuse(wrong.error, group=wrong.group, lane=wrong.meant.get("lane"), name=name)
 
 
 def _refuse_message(name: str, wrong: Misfit) -> NoReturn:

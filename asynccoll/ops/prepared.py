@@ -19,10 +19,11 @@ from asynccoll.memory.unwritten import counted_of
 from asynccoll.modes.captured import Modes
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.ops.signatures import fitting
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
 from asynccoll.payload.preparing import check_untracked, prepared_calls
-from asynccoll.plan.spec import Op
+from asynccoll.plan.spec import Op, ReduceOpLike
 from asynccoll.plan.trees import flatten
 from asynccoll.runtime.process import current
 from asynccoll.tensors import Call
@@ -139,15 +140,20 @@ class Prepared(Generic[T]):
         return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
 
 
+@fitting
 def prepare(
     name: str,
     /,
     like: object,
     *,
+    op: ReduceOpLike | None = None,
+    src: int | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    out: object = None,
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | None = None,
-    **call: object,
 ) -> Prepared[Any]:
     """An operation that is planned, checked and given its memory once, to be started every step.
 
@@ -164,9 +170,9 @@ def prepare(
             are sent packed; ``all_gather``, ``reduce_scatter`` (``op``), along dim 0; ``all_to_all``
             (``input_split_sizes`` and ``output_split_sizes``, or even).
         like: the contiguous tensor that is read at each start.
+        op, src, input_split_sizes, output_split_sizes, out: as of the call, if it takes them.
         group, lane, timeout: as of every operation; settled here, not at ``start``. Every rank prepares and
             starts alike, but preparing sends nothing.
-        call: what else the call takes, and ``out``.
 
     Raises:
         InvalidArgumentError, PayloadTypeError, UnsupportedOpError: as of the ordinary call; also for
@@ -174,17 +180,25 @@ def prepare(
 
     Source: persistent collectives of MPI 4 (``MPI_Allreduce_init``, ``MPI_Start``).
     """
-    op = Op.parse(name)
+    operation = Op.parse(name)
+    call = {
+        "op": op,
+        "src": src,
+        "input_split_sizes": input_split_sizes,
+        "output_split_sizes": output_split_sizes,
+        "out": out,
+    }
     name = current_lane() if lane is None else checked_name(lane)
     chosen = resolve_group(current(), group).lane(name)
     check_timeout(timeout)
-    out = call.get("out")
     fills = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
     # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.
     inferring = torch.is_inference_mode_enabled() and _any_inference(fills)
     modes = Modes(torch.is_grad_enabled(), inferring)
-    calls, finish = modes.run(prepared_calls, chosen, op, like, call)
-    return Prepared(op.value, chosen, like, calls, finish, timeout, fills)
+    calls, finish = modes.run(
+        prepared_calls, chosen, operation, like, {key: x for key, x in call.items() if x is not None}
+    )
+    return Prepared(operation.value, chosen, like, calls, finish, timeout, fills)
 
 
 def _any_inference(xs: list[torch.Tensor]) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.world.group import Group, GroupLike
 
-__all__ = ["Misfit", "misfit"]
+__all__ = ["Misfit", "fitting"]
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Misfit(NamedTuple):
@@ -53,12 +56,17 @@ def _is_rank(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
+def _are_ranks(x: object) -> bool:
+    return _is_rank(x) or (isinstance(x, (list, tuple)) and all(map(_is_rank, x)))
+
+
 #: An argument is meant for the first that it fits, if the function has it and it is not given yet.
 _MEANINGS = (
     _Meaning("op", _is_reduction, lambda op: repr(ReduceOp.parse(op).value)),
     _Meaning("group", _is_group, lambda _: "group"),
     _Meaning("src", _is_rank, repr),
     _Meaning("dst", _is_rank, repr),
+    _Meaning("sources", _are_ranks, lambda x: repr([x] if isinstance(x, int) else list(x))),
     _Meaning("tag", _is_rank, repr),
     _Meaning("codec", lambda x: isinstance(x, (str, Codec)), lambda x: repr(getattr(x, "name", x))),
 )
@@ -78,17 +86,44 @@ _NO_ASYNC_OP = "every call starts at once and returns a Work: drop async_op"
 _RETURNED = "the result is returned: pass only what this rank sends"
 
 
-def misfit(
-    function: Callable[..., object], args: Sequence[object], given: Mapping[str, object], said: TypeError
+def _raised(_: str, wrong: Misfit) -> NoReturn:
+    raise wrong.error
+
+
+def fitting(function: Function, refuse: Callable[[str, Misfit], NoReturn] = _raised) -> Function:
+    """``function``, and of arguments that do not fit it an error that says what does.
+
+    ``refuse`` raises it, for the function of that name, where others have to be told.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **given: Any) -> object:
+        try:
+            return function(*args, **given)
+        except TypeError as error:
+            if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
+                raise
+            wrong = _misfit(function, args, given, error)
+        return refuse(function.__name__, wrong)
+
+    return call  # type: ignore[return-value]  # by its signature
+
+
+def _misfit(
+    function: Callable[..., object],
+    args: Sequence[object],
+    given: Mapping[str, object],
+    said: TypeError,
 ) -> Misfit:
     """What is wrong with ``function(*args, **given)``, of which Python has ``said`` that it does not fit."""
     parameters = inspect.signature(function).parameters.values()
-    first = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
+    first = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    either = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     written = {name: "..." for name in given if name in named}
     said_by_name: dict[str, Any] = {name: x for name, x in given.items() if name in named}
     advice, understood = [], True
-    for name in sorted(set(given) - set(named)):
+    for name in sorted({*given} - {*named, *either}):
         text, meant_by_name = _on_name(name, given[name], named)
         advice.append(text)
         written |= meant_by_name or {}
@@ -111,7 +146,8 @@ def _to_write(function: Callable[..., object], first: Sequence[str], right: str)
     """The call, and where its result is: who comes from torch looks for it in what was passed."""
     name = getattr(function, "__name__", repr(function))
     text = f": write {name}({right})"
-    if inspect.signature(function).return_annotation != "Work[None]":
+    given_back = str(inspect.signature(function).return_annotation)
+    if given_back.startswith("Work[") and given_back != "Work[None]":
         text += " and use what awaiting it returns"
     if name in _IN_PLACE_IN_TORCH and "out=" not in right:
         text += f"; out={first[0]} as well changes {first[0]} itself, as in torch"
