@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,6 +257,28 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> 
         "3 of 3 ranks",
         f"  {verdict} 40.00 s (train.py:7), but {others}: {SAME_ORDER}",
     ]
+
+
+def test_the_calls_of_a_rank_are_gone_through_once_however_often_lanes_are_asked_for() -> None:
+    """Not once for each call that is not over, and each other rank."""
+
+    class Counted(tuple[Call, ...]):
+        __slots__ = ()
+        times = 0
+
+        def __iter__(self) -> Iterator[Call]:
+            type(self).times += 1
+            return super().__iter__()
+
+    def times(unfinished: int) -> int:
+        Counted.times = 0
+        waiting = [call(place, lane="a", ended=0.0) for place in range(1, 1 + unfinished)]
+        flights = {rank: recorded(rank, *waiting) for rank in range(3)}
+        flights[1] = recorded(1, call(1, lane="b"))
+        assert hang_of({rank: replace(one, calls=Counted(one.calls)) for rank, one in flights.items()})
+        return Counted.times
+
+    assert times(1) == times(50)
 
 
 # Dumps

@@ -16,7 +16,7 @@ _MOST_CALLS = 1024
 
 def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
     """With its last ``calls`` calls, each as a list in the order of the fields of ``Call``."""
-    plain = {field.name: getattr(flight, field.name) for field in fields(flight)}
+    plain = {field.name: getattr(flight, field.name) for field in fields(flight) if field.init}
     kept = flight.calls[-calls:] if calls else ()
     plain["calls"] = [[getattr(call, field.name) for field in fields(call)] for call in kept]
     plain["lanes"] = [asdict(one) for one in flight.lanes]

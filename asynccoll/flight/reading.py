@@ -126,6 +126,10 @@ class Flight:
     lanes: tuple[Progress, ...]
     said: dict[str, Any] = field(default_factory=dict)
     code: int | None = None
+    #: filled when it is asked for: who compares ranks asks for the same lanes for each of their calls
+    _on_lanes: dict[tuple[str, str], list[Call]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def was_killed(self) -> bool:
@@ -147,7 +151,12 @@ class Flight:
 
     def on_lane(self, group: str, lane_key: str) -> tuple[Call, ...]:
         """Its calls on that lane."""
-        return tuple(one for one in self.calls if (one.group, one.lane_key) == (group, lane_key))
+        if not self._on_lanes:
+            found: dict[tuple[str, str], list[Call]] = {}
+            for one in self.calls:
+                found.setdefault((one.group, one.lane_key), []).append(one)
+            self._on_lanes.update(found)
+        return tuple(self._on_lanes.get((group, lane_key), ()))
 
 
 def read(memory: memoryview | bytes) -> Flight | None:
