@@ -517,3 +517,22 @@ def lets_go(me: Rank, name: str) -> None:
 def test_what_a_loop_has_made_goes_with_its_loss(pair: World, name: str) -> None:
     """At once, backward or not: layers are shared out to save memory; and by that peers are told of it."""
     pair.run(lets_go, name, runner="blocking")
+
+
+async def normalized(me: Rank) -> None:
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)])
+    layers = ac.overlap.shard_layers(blocks)
+    x = rows(me.rank, 0)
+    async for layer in layers:
+        x = layer(x)
+    own = {name: value.clone() for name, value in blocks.named_buffers()}
+    state = await layers.full_state_dict()
+    first = await ac.broadcast_object(own, src=0)
+    for name, value in first.items():
+        oracle.same(state[name], value)
+        oracle.same(dict(blocks.named_buffers())[name], own[name])
+
+
+def test_a_state_has_the_buffers_of_the_first_rank(pair: World) -> None:
+    """Each rank has its own, so the state was another on each."""
+    pair.run(normalized)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -288,6 +289,27 @@ async def compared_at_once(me: Rank) -> None:
 def test_parameters_that_are_compared_after_a_step(pair: World) -> None:
     """They are waited for: as each rank had its own part of the step, they were said to have diverged."""
     pair.run(compared_at_once)
+
+
+async def written_too_early(me: Rank) -> None:
+    model = network()
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), **SMALL)
+    for turn in range(2):
+        loss_of(model, batch(me.rank, turn)).backward()
+        await optimizer.step()
+        if turn:
+            await optimizer.gathered()
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.3, 0.3)
+        refused = raising(ac.InvalidArgumentError, "[4, 1, 3] was written to before", "gathered()")
+        with contextlib.nullcontext() if turn else refused:
+            loss_of(model, batch(me.rank, turn))
+    await optimizer.aclose()
+
+
+def test_a_parameter_that_is_written_to_before_it_is_there(pair: World) -> None:
+    """Refused by the next forward: what came back overwrote it, or a part, in silence."""
+    pair.run(written_too_early)
 
 
 def transformer() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 import asynccoll as ac
 from asynccoll.testing import PCT, RandomWalk, simulate
+from ranks import raising
 
 Loop = Callable[[int], Any]
 
@@ -510,6 +511,9 @@ def test_layers_skip_a_step_together_when_one_rank_overflows() -> None:
         scaler.scale(x.sum()).backward()
         if rank == 0:
             next(iter(layers.parameters())).grad[0] = float("inf")
+        for forgetful in (scaler.step, scaler.unscale_):
+            with raising(ac.InvalidArgumentError, "`await layers.unscale_(scaler, optimizer)` before"):
+                forgetful(optimizer)
         await layers.unscale_(scaler, optimizer)
         await layers.clip_grad_norm_(1.0)
         scaler.step(optimizer)

@@ -418,6 +418,9 @@ class Layered(Helper):
             state = await waits(lambda: self.layers.full_optimizer_state(self.optimizer))
             self.layers.load_full_optimizer_state(self.optimizer, state)
 
+    async def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        await self.layers.unscale_(scaler, self.optimizer)
+
     async def clip(self, max_norm: float) -> None:
         await self.layers.clip_grad_norm_(max_norm)
 

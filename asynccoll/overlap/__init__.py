@@ -12,7 +12,9 @@ is a module, and the others are what several of these share:
 - ``parameters``: what the ranks start from (``broadcast_parameters``);
 - ``divergence``: whether they still have the same (``check_parameters``);
 - ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns;
-- ``asking``: for ``async_optim``, whose gradients are reduced once more where a rank has added some.
+- ``asking``: for ``async_optim``, whose gradients are reduced once more where a rank has added some;
+- ``arrivals``: parameters on their way from a sharded optimizer's step;
+- ``scaling``: what comes before a gradient scaler unscales, or steps.
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters

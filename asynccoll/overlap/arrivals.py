@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from asynccoll import host
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
 
@@ -29,12 +30,14 @@ class Arrival:
         self.work: Work[object] | None = None
         #: indices of the parameters that nobody has waited for since they were sent
         self.stale: set[int] = set()
+        self._versions: list[int] = []
 
     def expect(self, work: Work[object]) -> None:
         """``work`` fills the parameters."""
         work.detach()  # after the last step nobody need wait
         self.work = work
         self.stale = set(range(len(self.parameters)))
+        self._versions = [x._version for x in self.parameters]
 
     def wait(self, indices: Iterable[int]) -> None:
         """Wait without an event loop until they are there; those at ``indices`` may be read now."""
@@ -52,10 +55,17 @@ class Arrival:
 
     def _may_be_read(self, indices: set[int]) -> None:
         self.stale -= indices
+        written = [index for index in indices if self.parameters[index]._version != self._versions[index]]
         # The native call wrote past autograd. What has read them before this, in a hook that ran too early,
         # must not be differentiated as if it had read these values: torch refuses it by the version.
         for index in indices:
             torch.autograd.graph.increment_version(self.parameters[index])
+        if written:
+            shape = list(self.parameters[written[0]].shape)
+            raise InvalidArgumentError(
+                f"a parameter of shape {shape} was written to before it had come back from the last step, "
+                "which may have overwritten that: `await optimizer.gathered()` after the step, then write"
+            )
 
 
 def wait_for(tensors: Iterable[torch.Tensor]) -> None:

@@ -24,10 +24,9 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
@@ -49,14 +48,13 @@ from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
+from asynccoll.overlap.scaling import before_scaling
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work, wait_all
 from asynccoll.world.group import GroupLike
 
 __all__ = ["GradientReducer", "overlap_gradients"]
-
-T = TypeVar("T")
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
 BUCKET_BYTES = 25 << 20
@@ -454,28 +452,19 @@ def overlap_gradients(
 def _look_at_steps() -> None:
     """From now on a forgotten await is told by the first step, whichever optimizer makes it."""
     register_optimizer_step_pre_hook(_check_step)
-    # Torch has no hook there, and its kernel does not count as a write to the gradients.
-    GradScaler.unscale_ = _checked(GradScaler.unscale_)  # type: ignore[method-assign]
-    GradScaler.step = _checked(GradScaler.step)  # type: ignore[method-assign]
+    # Nor does torch count what a scaler writes to gradients as a write, which the await looks for.
+    before_scaling(lambda _, optimizer, __: _check_awaited(optimizer))
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _check_awaited(optimizer)
     for reducer in living():
-        reducer.check_awaited(optimizer)
         reducer.note_step(optimizer)
 
 
-def _checked(method: Callable[..., T]) -> Callable[..., T]:
-    """A scaler's method, which is refused where the gradients of the optimizer are under way."""
-
-    @functools.wraps(method)
-    def checked(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> T:
-        if issubclass(type(optimizer), torch.optim.Optimizer):  # else one of ours, which tell better
-            for reducer in living():
-                reducer.check_awaited(optimizer)
-        return method(scaler, optimizer, *args, **kwargs)
-
-    return checked
+def _check_awaited(optimizer: torch.optim.Optimizer) -> None:
+    for reducer in living():
+        reducer.check_awaited(optimizer)
 
 
 def living() -> list[GradientReducer]:

@@ -32,6 +32,7 @@ from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import check_ahead, prefetch
+from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
 from asynccoll.runtime.process import get_rank, get_world_size
@@ -105,7 +106,8 @@ class ShardedLayers(nn.Module):
         self.shards: nn.ParameterList = nn.ParameterList(
             [shard.own for layer in self._layers for shard in layer.shards]
         )
-        share_out(self.shards, emptied)
+        self._size = size
+        self._share_out(emptied)
         look_at_steps()
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
@@ -150,8 +152,14 @@ class ShardedLayers(nn.Module):
         for layer in self._layers:
             for shard in layer.shards:
                 shard.own = next(parts)
-        share_out(self.shards)
+        self._share_out()
         return self
+
+    def _share_out(self, emptied: Iterable[torch.Tensor] = ()) -> None:
+        """Have others know what must not be done with the parts."""
+        share_out(self.shards, emptied)
+        if self._size > 1:
+            scaled_together(self.shards)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -207,6 +215,7 @@ class ShardedLayers(nn.Module):
 
     def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
         yield from norms.agree_on_overflow(list(self.shards), **self._backward)
+        agreed(optimizer)
         scaler.unscale_(optimizer)
 
     # Checkpoints

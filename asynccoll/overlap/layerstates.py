@@ -9,10 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops.collectives import all_gather
+from asynccoll.ops.collectives import all_gather, broadcast
 from asynccoll.overlap.gathering import Layer, Shard
 from asynccoll.overlap.states import State, parts_of, whole_of
 from asynccoll.overlap.steps import Steps
+from asynccoll.runtime.process import get_rank
 
 __all__ = ["load_optimizer_state", "load_parameters", "optimizer_state", "parameters"]
 
@@ -30,13 +31,16 @@ def _buffers(layer: Layer) -> dict[str, torch.Tensor]:
 
 
 def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Tensor]]:
-    """Parameters and buffers of the whole layers."""
+    """Parameters of the whole layers, and the buffers of the first rank, of which each has its own."""
     found: dict[str, torch.Tensor] = {}
     for shard, names in _named(layers):
         flat = yield all_gather(shard.own.detach(), **call)
         found |= {name: x.clone() for name, x in zip(names, shard.cut(flat), strict=True)}
+    buffers = {f"{layer.name}.{name}": x for layer in layers for name, x in _buffers(layer).items()}
+    if buffers:
+        first = 0 if call.get("group") is None else (yield all_gather(get_rank(), **call))[0]
+        found |= yield broadcast(buffers, src=first, **call)
     for layer in layers:
-        found |= {f"{layer.name}.{name}": value.clone() for name, value in _buffers(layer).items()}
         found |= {f"{layer.name}.{name}": found[f"{layer.name}.{own}"] for name, own in layer.names.items()}
     return found
 
