@@ -210,7 +210,7 @@ _TRAINING = (
         """rows = numbers[:0].tolist() if""",
     ),
     (
-        "overlap/shards.py",
+        "overlap/arrivals.py",
         "        self.stale = set(range(len(self.parameters)))\n",
         "        self.stale = set()\n",
     ),

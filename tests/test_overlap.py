@@ -738,3 +738,23 @@ def test_a_parameter_of_another_shape_than_before(outputs: int) -> None:
         model.weight.data, model.bias.data = torch.ones(outputs, 6), torch.ones(outputs)
         with raising(ac.InvalidArgumentError, "'bias'", "was of shape [3] when its bucket was made"):
             model(rows(0, 0)).sum().backward()
+
+
+async def zeroed_too_early(me: Rank, dtype: torch.dtype | None) -> None:
+    model = network().double()
+    with ac.overlap_gradients(model, reduce_dtype=dtype, **SMALL) as gradients:
+        loss_of(model, batch(me.rank, 0).double()).backward()
+        here = me.rank == 0
+        if here:
+            model.zero_grad()
+        with raising(ac.InvalidArgumentError, "was set to None") if here else contextlib.nullcontext():
+            await gradients
+        model.zero_grad()
+        loss_of(model, batch(me.rank, 1).double()).backward()
+        await gradients
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_that_are_zeroed_before_the_await(pair: World, dtype: torch.dtype | None) -> None:
+    """Refused: this rank's step left them out, and the ranks went apart in silence."""
+    pair.run(zeroed_too_early, dtype)

@@ -44,6 +44,9 @@ class BackwardReducer(GradientReducer):
     backward reaches no parameter, takes part by ``synchronize()``, which an optimizer's step calls.
     """
 
+    #: After a backward that raised, before ``synchronize()``.
+    _may_be_gone = True
+
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], **options: Any) -> None:
         _take_over(parameters())
         self._steps = 0

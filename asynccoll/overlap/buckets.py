@@ -126,8 +126,11 @@ class Bucket:
         """That the gradient at ``index`` has changed while it was being sent is an error already."""
         self._sent.pop(index, None)
 
-    def check_unwritten(self) -> None:
-        """Refuse gradients, and parameters, that somebody wrote to meanwhile: ranks would differ in them."""
+    def check_unwritten(self, may_be_gone: bool = False) -> None:
+        """Refuse gradients, and parameters, that somebody wrote to meanwhile: ranks would differ in them.
+
+        ``may_be_gone``: whether gradients may have been set to None.
+        """
         for index, (gradient, version, of_parameter) in self._sent.items():
             parameter = self.parameters[index]
             if parameter._version != of_parameter:
@@ -137,6 +140,11 @@ class Bucket:
                     "then step (an optimizer that steps in hooks of backward always comes too early)"
                 )
             now = parameter.grad
+            if now is None and not may_be_gone:
+                raise InvalidArgumentError(
+                    f"the .grad of {self.named(parameter)} was set to None between backward and the await, "
+                    "while it was being sent, and this rank's step would leave it out: await first, then zero"
+                )
             if now is not None and (now is not gradient or now._version != version):
                 raise InvalidArgumentError(
                     f"the .grad of {self.named(parameter)} was changed between backward and "

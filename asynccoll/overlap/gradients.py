@@ -109,6 +109,9 @@ class GradientReducer:
     ``backward(create_graph=True)``, which is refused.
     """
 
+    #: whether gradients may be set to None while they are being sent
+    _may_be_gone = False
+
     def __init__(
         self,
         model: torch.nn.Module | Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
@@ -254,7 +257,7 @@ class GradientReducer:
         if isinstance(first, FlaggedBucket) and first.flat.device.type == "cpu":
             self._check_marks([int(x) for x in first.marks.real.tolist()])
         for bucket in self._buckets:
-            bucket.check_unwritten()
+            bucket.check_unwritten(self._may_be_gone)
         for bucket in self._buckets:
             bucket.adopt()
 

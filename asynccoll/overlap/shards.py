@@ -135,6 +135,9 @@ class ShardBucket(Bucket):
 class ShardReducer(GradientReducer):
     """Gradients reduced to each rank's part as backward makes them; ``groups`` of parameters stay apart."""
 
+    #: What has been sent is in the shard.
+    _may_be_gone = True
+
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], **options: Any) -> None:
         self._of = {id(x): index for index, group in enumerate(groups) for x in group}
         self.buckets: list[ShardBucket] = []
