@@ -23,7 +23,7 @@ from asynccoll.flight.layout import REFUSED
 from asynccoll.health.accounts import Account
 from asynccoll.health.blame import Awaited, blame
 from asynccoll.health.stalls import stall_seconds
-from asynccoll.testing import Kill, Stop, simulate
+from asynccoll.testing import Kill, Link, Stop, simulate
 from patience import patient
 from ranks import Rank
 
@@ -450,6 +450,45 @@ def test_who_calls_only_when_its_own_wait_has_ended_is_told_from_who_is_slow() -
     assert said(made)[1] == (
         "every rank has called it, rank 1 0.1 s ago: it is slow, or stuck in the network"
     )
+
+
+def test_who_calls_only_after_a_timeout_is_not_taken_for_the_network() -> None:
+    before = call(7, "barrier", "eval", waited=-102.1)
+    for waited, called, after in ((-102.1, 102.2, True), (-102.1, 103.0, False), (90.0, 102.2, False)):
+        recorded = flight(replace(before, waited=waited), call(41, lane="gradients", called=called))
+        text = said(near(recorded, now=called + 0.1))[1]
+        assert text == "every rank has called it, rank 1 0.1 s ago" + (
+            ", after its wait for barrier #7 on lane 'eval' at train.py:88 had timed out"
+            if after
+            else ": it is slow, or stuck in the network"
+        )
+    assert call(1, waited=REFUSED, failure="no").timed_out == 0.0
+
+
+def test_in_a_simulated_world_the_wait_that_is_the_cause_is_told_first() -> None:
+    """Rank 1 calls what rank 0 waits for once its own wait, for what rank 0 leaves out, has timed out."""
+
+    async def crossed(rank: int) -> None:
+        await ac.barrier()
+        if rank == 0:
+            await ac.all_reduce(1.0, lane="a", timeout=1.2)
+        try:
+            await ac.all_reduce(1.0, lane="b", timeout=1.0)
+        finally:
+            await ac.all_reduce(1.0, lane="a", timeout=4.0)
+            await anyio.sleep(2)  # so that rank 0 hears of it as it is
+
+    far = Link((0.1, 0.1), 1e9)  # so that it is still in flight when rank 0 asks
+    for seed in range(SEED, SEED + 5):
+        report = simulate(crossed, world_size=2, seed=seed, link=far)
+        with pytest.raises(AssertionError) as caught:
+            report.check()
+        cause, follows = str(caught.value).splitlines()
+        assert cause.startswith(f"seed {seed}: rank 1 raised CollectiveTimeoutError(")
+        assert "has not called all_reduce #1 on lane 'b'" in cause
+        assert follows.startswith("rank 0 raised CollectiveTimeoutError(")
+        assert "after its wait for all_reduce #1 on lane 'b' at" in follows
+        assert "this may follow from another wait: rank 0 has not called all_reduce #1 on lane 'b'" in follows
 
 
 def test_in_a_simulated_world_a_stopped_rank_is_told_from_one_that_is_late() -> None:

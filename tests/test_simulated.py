@@ -21,7 +21,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import PCT, Kill, Link, RandomWalk, explore, simulate
+from asynccoll.testing import PCT, Kill, Link, RandomWalk, Report, explore, simulate
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
 from determined import differing
@@ -181,6 +181,18 @@ def test_a_deadlock_is_told_with_everybodys_stack() -> None:
     assert "asynccoll-" not in report.deadlock, "threads of the library say nothing"
     with pytest.raises(AssertionError, match="seed 0"):
         report.check()
+
+
+def test_all_errors_are_told_the_cause_first() -> None:
+    errors = {3: ac.PeerLostError("rank 2 is gone"), 2: ValueError("cause"), 0: LookupError("later")}
+    with pytest.raises(AssertionError) as caught:
+        Report(7, errors=errors).check()
+    assert str(caught.value).splitlines() == [
+        "seed 7: rank 2 raised ValueError('cause')",
+        "rank 0 raised LookupError('later')",
+        "rank 3 raised PeerLostError('rank 2 is gone')",
+    ]
+    assert caught.value.__cause__ is errors[2]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi", "nccl"])

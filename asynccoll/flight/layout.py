@@ -80,8 +80,8 @@ LANE = struct.Struct("=QH246s")
 LANES_AT = HEADER_BYTES
 
 RECORDS = 1024
-#: ticket, text, place in the order, part, peer, bytes, called, begun, ended, waited for since, how it failed,
-#: ticket: a record with two different tickets is just being written.
+#: ticket, text, place in the order, part, peer, bytes, called, begun, ended, waited for since (negative:
+#: until then, when it timed out), how it failed, ticket: with two different tickets it is being written.
 RECORD = struct.Struct("=QQQIiQddddQQ")
 RECORDS_AT = LANES_AT + LANES * LANE.size
 #: In words of eight bytes.

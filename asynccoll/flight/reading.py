@@ -63,7 +63,12 @@ class Call:
     @property
     def was_refused(self) -> bool:
         """Whether its own rank has refused it, before anything of it was sent: ``failure`` says why."""
-        return self.waited == layout.REFUSED
+        return self.waited == layout.REFUSED and bool(self.failure)
+
+    @property
+    def timed_out(self) -> float:
+        """When a wait for it timed out, after which nobody has waited for it again; 0.0 if none has."""
+        return 0.0 if self.waited >= 0 or self.was_refused else -self.waited
 
     def refusal(self, of: str) -> str:
         """In place of ``of``: ``called it at train.py:12, and it was refused there: ValueError: ...``."""

@@ -157,6 +157,10 @@ class Recorder:
         """Somebody waits for it."""
         self._stamp(ticket, WAITED, now)
 
+    def timed_out(self, ticket: int, now: float) -> None:
+        """Who waited for it does not any more; it is still in flight."""
+        self._stamp(ticket, WAITED, -now)
+
     def failed(self, ticket: int, why: str, now: float) -> None:
         """It will not end well."""
         if self._newest - ticket < RECORDS:

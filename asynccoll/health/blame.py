@@ -91,7 +91,7 @@ def blame(
     if len(found) > _MOST_TOLD:
         sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
     if not found:
-        sentences = _nobody(awaited, accounts)
+        sentences = _nobody(awaited, accounts, own)
     elif own is not None and (origin := _origin(tuple(found), [own, *accounts.values()])):
         sentences.append(origin)
     return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences))
@@ -229,7 +229,7 @@ def _now(account: Account, gone: bool) -> str:
     return ""
 
 
-def _nobody(awaited: Awaited, accounts: Mapping[int, Account]) -> list[str]:
+def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | None) -> list[str]:
     """Every rank has called it."""
     if not accounts:
         return []
@@ -237,20 +237,42 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account]) -> list[str]:
     if over:
         return [f"every rank has called it, and on {listed(over)} it is over"]
     who = "every rank has" if awaited.peer < 0 else "both ranks have"
-    return [f"{who} called it{_lately(awaited, accounts)}: it is slow, or stuck in the network"]
+    late = _lately(awaited, accounts)
+    told = [f"rank {rank} {age}{_after(before)}" for rank, (age, before) in late.items()]
+    said = ", ".join([f"{who} called it", *told[:_MOST_TOLD]])
+    if not any(before for _, before in late.values()):
+        return [f"{said}: it is slow, or stuck in the network"]
+    origin = "" if own is None else _origin((), [own, *accounts.values()])
+    return [said, origin] if origin else [said]
 
 
-def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> str:
-    """Who has called it only now: ``, rank 1 0.1 s ago``; "" if nobody has."""
-    ages = {
-        rank: one.now - call.called
-        for rank, one in sorted(accounts.items())
-        if one.flight is not None and one.now
-        for call in one.flight.on_lane(awaited.group, awaited.lane_key)
-        if awaited.sequence and call.sequence == awaited.sequence
-    }
-    late = [f"rank {rank} {max(0.0, age):.1f} s ago" for rank, age in ages.items() if age < _LATELY_SECONDS]
-    return f", {', '.join(late[:_MOST_TOLD])}" if late else ""
+def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tuple[str, Call | None]]:
+    """Who has called it only now: how long ago, and what it had waited for in vain until then."""
+    late = {}
+    for rank, one in sorted(accounts.items()):
+        call = None if one.flight is None or not one.now else _call_of(awaited, one.flight)
+        if one.flight is not None and call is not None and one.now - call.called < _LATELY_SECONDS:
+            age = max(0.0, one.now - call.called)
+            late[rank] = f"{age:.1f} s ago", _timed_out_before(call, one.flight)
+    return late
+
+
+def _call_of(awaited: Awaited, flight: Flight) -> Call | None:
+    """Its call that ``awaited`` is, where calls are counted."""
+    calls = flight.on_lane(awaited.group, awaited.lane_key) if awaited.sequence else ()
+    return next((call for call in calls if call.sequence == awaited.sequence), None)
+
+
+def _timed_out_before(called: Call, flight: Flight) -> Call | None:
+    """A call that the rank waited for until just before it made this one."""
+    for call in flight.calls:
+        if call.timed_out and 0 <= called.called - call.timed_out < _LATELY_SECONDS:
+            return call
+    return None
+
+
+def _after(before: Call | None) -> str:
+    return "" if before is None else f", after its wait for {before.name} at {before.place} had timed out"
 
 
 def _is_over(awaited: Awaited, flight: Flight) -> bool:

@@ -179,6 +179,7 @@ class Operation:
     def extend(self) -> None:
         """A waiter was told that its deadline has passed: the next wait has as long again."""
         now = host.monotonic()
+        self.lane.world.recorder.timed_out(self.ticket, now)
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynccoll.errors import AbortedError, PeerLostError, PeerRefusedError
+from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError, PeerRefusedError
 from asynccoll.testing.threads import Event
 from asynccoll.trace import Timeline
 
 __all__ = ["Report", "leaves"]
 
-#: What a rank raises because of another one.
 _CONSEQUENCES = (AbortedError, PeerLostError, PeerRefusedError)
 
 
@@ -21,6 +20,12 @@ def leaves(error: BaseException) -> list[BaseException]:
     return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
 
 
+def _follows(error: BaseException) -> bool:
+    """Whether a rank raises it because of another one: also a timeout although all ranks have called."""
+    late = isinstance(error, CollectiveTimeoutError) and not error.ranks
+    return late or isinstance(error, _CONSEQUENCES)
+
+
 @dataclass
 class Report:
     """What became of a simulation."""
@@ -28,11 +33,12 @@ class Report:
     seed: int
     #: by rank: what ``main`` returned
     results: dict[int, Any] = field(default_factory=dict)
-    #: by rank: what it raised; of a killed rank nothing
+    #: by rank: what it raised, in the order in which they did; of a killed rank nothing
     errors: dict[int, BaseException] = field(default_factory=dict)
     #: the ranks that were killed
     killed: list[int] = field(default_factory=list)
-    #: why it stopped before all ranks had ended, and where everybody stood; None if they have
+    #: why it stopped before all ranks had ended, and where everybody stood; None if they have, also by errors
+    #: such as timeouts of calls
     deadlock: str | None = None
     #: calls of the transport that could not have worked: ranks that made different ones
     mismatches: list[str] = field(default_factory=list)
@@ -53,21 +59,26 @@ class Report:
     digest: str = ""
 
     def check(self) -> None:
-        """Raise AssertionError if a rank raised, nobody could go on, or calls did not match."""
+        """Raise AssertionError if a rank raised, nobody could go on, or calls did not match.
+
+        It tells what each rank raised, the cause first.
+        """
         if self.errors:
-            rank, error = self.first_cause()
-            said = "; ".join(f"{one!r}" for one in leaves(error))
-            raise AssertionError(f"seed {self.seed}: rank {rank} raised {said}") from error
+            told = [
+                f"rank {rank} raised {'; '.join(f'{one!r}' for one in leaves(self.errors[rank]))}"
+                for rank in self._from_the_cause()
+            ]
+            raise AssertionError(f"seed {self.seed}: " + "\n".join(told)) from self.first_cause()[1]
         if self.deadlock is not None:
             raise AssertionError(f"seed {self.seed}: {self.deadlock}")
         if self.mismatches:
             raise AssertionError(f"seed {self.seed}: {self.mismatches[0]}")
 
     def first_cause(self) -> tuple[int, BaseException]:
-        """The first rank that raised something of its own, and what; else the first that raised at all."""
-
-        def order(rank: int) -> tuple[bool, int]:
-            return all(isinstance(leaf, _CONSEQUENCES) for leaf in leaves(self.errors[rank])), rank
-
-        rank = min(self.errors, key=order)
+        """The rank that was first to raise something of its own, and what; else the first to raise at all."""
+        rank = self._from_the_cause()[0]
         return rank, self.errors[rank]
+
+    def _from_the_cause(self) -> list[int]:
+        """The ranks that raised, in that order; last those that did because of another one."""
+        return sorted(self.errors, key=lambda rank: all(map(_follows, leaves(self.errors[rank]))))
