@@ -227,6 +227,26 @@ def test_who_is_held_up_itself_is_not_named() -> None:
     assert (found.ranks, found.lane, found.waiting) == ((2,), "side of [1, 2]", (1,))
 
 
+def test_who_waits_for_a_message_is_not_named() -> None:
+    """Rank 1 waits for rank 2, which has left its send out; both have not called what rank 0 waits in."""
+    waits = replace(call(4, lane="metrics", ended=0.0), called=20.0)
+    flights = {0: recorded(0, waits), 1: recorded(1, message("recv", 2)), 2: recorded(2, call(3))}
+    assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == (
+        "rank 2 has not called send to rank 1 (tag 7) on lane 'default', for which rank 1 has waited 50.00 s "
+        "(ring.py:5)"
+    )
+
+
+def test_a_message_that_was_started_early_is_no_wait() -> None:
+    """Rank 0 takes one in advance and goes on; so does rank 1, and then computes."""
+    late = recorded(1, call(3), message("recv", 0))
+    for early in ([message("recv", 2), call(4, ended=0.0)], [call(4, ended=0.0)]):
+        flights = {0: recorded(0, *early), 1: late, 2: recorded(2, call(4, ended=0.0))}
+        found = hang_of(flights, dict.fromkeys(flights, 60.0))
+        assert found is not None
+        assert (found.ranks, found.operation, found.waiting) == ((1,), "all_reduce", (0, 2))
+
+
 def test_nobody_is_waited_for_where_all_have_called_or_called_different_things() -> None:
     over = recorded(0, call(1), call(2))
     assert hang_of({0: over, 1: recorded(1, call(1))}) is None

@@ -4,7 +4,8 @@ Pure. Where ranks wait for each other in a circle, each call alone blames somebo
 call, in which ranks 0 and 2 wait; then it waits in its next call, which those two have not made. ``hang``
 names the ranks that are fewer, for they have gone another way, and shows the circle. Where none are fewer
 (two ranks await two lanes in opposite order, or one of the two has left out a call: that looks alike), it
-names none. Flights or recordings of the ranks go in; the sentence is the same whoever asks.
+names none. Who waits in a message is held up by the rank that has not called its other side. Flights or
+recordings of the ranks go in; the sentence is the same whoever asks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asynccoll.flight.comparing import members, partings
+from asynccoll.flight.messages import refused_side, unmet
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import call_name
 from asynccoll.host.words import duration, listed
@@ -24,7 +26,10 @@ _SAME_ORDER = "await lanes in the same order on every rank, and leave no call ou
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An operation that was not over at the end, or failed; and who of its group had not called it."""
+    """An operation that was not over at the end, or failed; and who of its group had not called it.
+
+    Of a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``.
+    """
 
     rank: int
     operation: str
@@ -79,7 +84,8 @@ class Hang:
             return self._around()
         waits = "waited" if self.failed else f"{_has(self.waiting)} waited"
         call = f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
-        waiting = f"in which {listed(self.waiting)} {waits} {duration(self.seconds)} ({self.place})"
+        waiting = f"which {listed(self.waiting)} {waits} {duration(self.seconds)} ({self.place})"
+        waiting = f"{'in' if self.sequence else 'for'} {waiting}"
         if self.refused:
             return f"{listed(self.ranks)} refused {call}, {waiting}: {self.refused}"
         verdict = f"{listed(self.ranks)} {_has(self.ranks)} not called {call}, {waiting}"
@@ -111,6 +117,9 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
     waiting = {one.rank for one in waits}
     # Who waits for another rank is held up itself.
     free = [one for one in waits if waiting.isdisjoint(one.missing)]
+    if not free and not all(one.sequence for one in waits):
+        # A message may have been started early, and not be waited for: of a circle it is no part.
+        return hang(one for one in waits if one.sequence)
     circle = [] if free else _circle(min(waits, key=_fewest), waits)
     # In a circle everybody does: then those that are fewer have gone another way.
     first = min(free or circle, key=_fewest)
@@ -123,8 +132,9 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
     )  # fmt: skip
 
 
-def _fewest(one: Unfinished) -> tuple[int, float]:
-    return len(one.missing), -one.seconds
+def _fewest(one: Unfinished) -> tuple[bool, int, float]:
+    """Messages last: one that was started early may not be waited for."""
+    return not one.sequence, len(one.missing), -one.seconds
 
 
 def _circle(start: Unfinished, waits: Sequence[Unfinished]) -> list[Unfinished]:
@@ -158,8 +168,9 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
         made = [call for call in parting.calls.values() if call is not None and not call.was_refused]
         if parting.kind == "different" and any(call.state != "finished" for call in made):
             return None
-    unfinished = list(_unfinished(flights, _moments(flights) if now is None else now))
-    found = hang(one for one, _ in unfinished)
+    moments = _moments(flights) if now is None else now
+    unfinished = list(_unfinished(flights, moments))
+    found = hang([*(one for one, _ in unfinished), *_messages(flights, moments)])
     if found is None:
         return None
     refused = {one: why for one, call in unfinished if (why := _refused(one, call, flights))}
@@ -196,16 +207,25 @@ def _unfinished(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iter
         for call in one.calls:
             if call.sequence and call.state not in ("finished", "refused"):
                 end = call.ended if call.failure else now[rank]
-                lane = call.lane if call.group == "world" else f"{call.lane} of {_ranks(call.group)}"
                 told = Unfinished(
-                    rank, call.operation, lane, call.sequence, call.place, max(0.0, end - call.called),
+                    rank, call.operation, _lane(call), call.sequence, call.place, max(0.0, end - call.called),
                     bool(call.failure), _missing(call, flights),
                 )  # fmt: skip
                 yield told, call
 
 
-def _ranks(group: str) -> str:
-    return f"[{group.replace('-', ', ')}]"
+def _messages(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iterator[Unfinished]:
+    """Those that a rank has called last, and whose other side its peer has neither called nor refused."""
+    for one in unmet(flights):
+        rank, peer, call = one.rank, one.peer, one.call
+        about = (call.group, call.lane_key, call.operation, rank, call.part)
+        if call is flights[rank].calls[-1] and refused_side(flights[peer], *about) is None:
+            seconds = max(0.0, now[rank] - call.called)
+            yield Unfinished(rank, one.missing, _lane(call), 0, call.place, seconds, False, (peer,))
+
+
+def _lane(call: Call) -> str:
+    return call.lane if call.group == "world" else f"{call.lane} of [{call.group.replace('-', ', ')}]"
 
 
 def _missing(call: Call, flights: Mapping[int, Flight]) -> tuple[int, ...]:
