@@ -752,8 +752,9 @@ class Lane:
         """The call at ``place``, made in parts, has no more of them: for peers that wait for another."""
         with self._lock:
             if place == self.sequence and self._cut is None and self._given_up() is None:
-                text = self._describe(END, Estimate(END), caller(), None)
-                now = host.monotonic()
+                spot, now = called_at.get() or caller(), host.monotonic()
+                key = (END, self.number, id(spot[0]), spot[1])
+                text = self._recorder.texts.get(key) or self._describe(key, Estimate(END), spot, None)
                 ticket = self._recorder.note(text, self.number, place, self._part + 1, -1, 0, now, now)
                 self._recorder.ended(ticket, now)
 
