@@ -19,6 +19,7 @@ from asynccoll.cli.where import overview
 from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, unmet
 from asynccoll.flight.layout import REFUSED
 from asynccoll.health.accounts import Account, Peer
+from asynccoll.trace import whereabouts
 from asynccoll.trace.stragglers import by_line, load_arrivals
 from asynccoll.trace.whereabouts import Job, Whereabouts, find_jobs
 
@@ -274,7 +275,7 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> 
     jobs_of_this_host = [Job(1, "", ()), Job(3, "", tuple(ranks))]
     assert overview(jobs_of_this_host) == [
         "0 of 1 ranks",
-        "3 of 3 ranks",
+        f"3 of 3 ranks, pid {1 << 30}",
         f"  {verdict} 40.00 s (train.py:7), but {others}: {SAME_ORDER}",
     ]
 
@@ -299,6 +300,25 @@ def test_the_calls_of_a_rank_are_gone_through_once_however_often_lanes_are_asked
         return Counted.times
 
     assert times(1) == times(50)
+
+
+def test_without_a_name_several_jobs_are_listed(monkeypatch, capsys) -> None:
+    """Whose ranks stand where is shown of one: on a shared machine the others are somebody else's."""
+    peer = Peer("", 0, "n1", 1 << 30, "", -1, 0)
+    account = Account(0, recorded(0, call(1), size=1), 60.0, stacks={"": ("step (train.py:9)",)})
+    several = [Job(1, meets, (Whereabouts(0, peer, account),)) for meets in ("n1:5", "")]
+    monkeypatch.setattr(whereabouts, "find_jobs", lambda _what: several)
+    assert main(["where"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 1 ranks, met at n1:5",
+        f"1 of 1 ranks, pid {1 << 30}",
+        "",
+        "name one to see its calls and stacks: where its ranks met, or a process of it",
+    ]
+    assert main(["where", "77"]) == 0
+    assert capsys.readouterr().out.count("step (train.py:9)") == 2
+    assert main(["where", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
 
 
 # Dumps

@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
         "job",
         nargs="?",
         help="a process (a rank, or its launcher), host:port where the ranks have met, or the job's "
-        "directory; all jobs of this host if left out",
+        "directory; if left out, the only job of this host, or a line for each",
     )
     parser.add_argument(
         "-n", "--calls", type=int, default=3, metavar="N", help="so many last calls, default 3"
@@ -54,6 +54,9 @@ def _where(given: argparse.Namespace) -> int:
         show(nobody(given.job))
     else:
         show(*overview(jobs))
+        if given.job is None and len(jobs) > 1:  # whose they are, nobody has said
+            show("\nname one to see its calls and stacks: where its ranks met, or a process of it")
+            return 0
         for job in jobs:
             print()
             _print(job, given.calls, title=_title(job) if len(jobs) > 1 else "")
@@ -66,7 +69,8 @@ def overview(jobs: Sequence[Job]) -> list[str]:
 
 
 def _title(job: Job) -> str:
-    met = f", met at {job.meets}" if job.meets else ""
+    alone = f", pid {job.ranks[0].peer.pid}" if job.ranks else ""
+    met = f", met at {job.meets}" if job.meets else alone
     program = " ".join(job.command.split())[:_LONGEST]
     return f"{len(job.ranks)} of {job.world_size} ranks{' of ' * bool(program)}{program}{met}"
 
