@@ -222,6 +222,48 @@ def test_chance_makes_no_rank_late():
     assert found.late is None
 
 
+def uneven(*late):
+    """Findings of two ranks that are late by so much, one number a step."""
+    steps = tuple(float(k + 1) for k in range(len(late[0])))
+
+    def spans(by):
+        for k, seconds in enumerate(by):
+            yield call(k + 0.1 + seconds, k + 0.11 + max(rank[k] for rank in late), k)
+            yield compute("forward", k + 0.01, k + 0.02)
+
+    return find([part(rank, spans(by), steps=steps, seconds=steps[-1]) for rank, by in enumerate(late)])
+
+
+def test_a_rank_that_is_late_in_nearly_every_step_is_named_beside_spikes_of_others():
+    """Which come to a third of its own: chance makes a few long times, but not in every step."""
+    found = uneven([0.0] * 17 + [0.5] * 3, [0.3] * 17 + [0.0] * 3)
+    assert [one.total for one in found.lateness] == [pytest.approx(16 * 0.3), pytest.approx(3 * 0.5)]
+    assert [one.steady for one in found.lateness] == [pytest.approx(19 * 0.3), 0.0]
+    assert found.late is not None
+    assert found.late.rank == 1
+    assert advice(found).startswith("rank 1 is late: ")
+
+
+def test_a_few_long_times_make_no_rank_late_but_the_ranks_uneven():
+    """However much they come to: the rest is no more than the other is late by."""
+    found = uneven([0.02] * 16 + [0.0] * 30 + [0.8] * 4, [0.0] * 16 + [0.02] * 30 + [0.0] * 4)
+    assert found.lateness[0].total > 5 * found.lateness[1].total
+    assert found.late is None
+    assert advice(found).startswith("the ranks are uneven, with none by far the latest: they waited 4.10 s")
+
+
+def test_overlap_gradients_is_advised_for_what_may_be_gradients_alone():
+    """Not for a few bytes, as of a loss, nor where it is used."""
+
+    def told(size_bytes, *more):
+        spans = [call(0.1, 1.0, 0, "train.py:4", size_bytes=size_bytes), compute("x", 2, 3)]
+        return advice(find([part(rank, [*spans, *more]) for rank in range(2)]))
+
+    assert "overlap_gradients" in told(1 << 20)
+    assert told(8).endswith("at train.py:4: start it earlier, or compute before the await")
+    assert "overlap_gradients" not in told(1 << 20, call(4, 4.1, 1, row="gradients/backward"))
+
+
 def test_the_rank_that_holds_the_others_up_is_named_and_else_the_line():
     """And no advice where the others are late as well, or communication is hidden."""
 

@@ -7,10 +7,14 @@ from asynccoll.trace.findings import Findings
 
 __all__ = ["advice", "breaks_off", "summary", "was"]
 
-#: Where ``ac.overlap_gradients`` sends, if nothing else is said.
-_BUCKETS = "gradients/backward"
+#: Lanes of gradients that are sent from backward, if nothing else is said.
+_BUCKETS = "gradients/"
+#: Gradients are larger than that, a call.
+_GRADIENTS_BYTES = 4096
 #: With more than this share hidden nobody is told what to do about the rest.
 _WELL_HIDDEN = 0.5
+#: Where others are this share of what is waited for, an earlier start changes little.
+_MOSTLY = 0.5
 
 
 def summary(found: Findings) -> str:
@@ -39,7 +43,7 @@ def breaks_off(found: Findings) -> str:
 
 def advice(found: Findings) -> str:
     """What to look at first: who has not called, who holds the others up, or what is waited for; or ""."""
-    return str(found.hang or "") or _holding_up(found) or _waited_for(found)
+    return str(found.hang or "") or _holding_up(found) or _uneven(found) or _waited_for(found)
 
 
 def _holding_up(found: Findings) -> str:
@@ -63,14 +67,31 @@ def was(doing: str) -> str:
     return doing if doing.startswith(("after ", "before ")) else f"in {doing}"
 
 
+def _uneven(found: Findings) -> str:
+    """Where most of what is waited for is others, and none of them by far the most."""
+    late = sum(one.total for one in found.lateness)
+    if not _is_exposed(found) or late * (found.ranks - 1) <= _MOSTLY * found.waited * found.ranks:
+        return ""
+    return (
+        f"the ranks are uneven, with none by far the latest: they waited {duration(late)} for each other in "
+        "all, which no overlap hides; the table of who was late says where"
+    )
+
+
+def _is_exposed(found: Findings) -> bool:
+    """Whether much is waited for, as far as is known."""
+    return found.hidden is not None and found.hidden <= _WELL_HIDDEN
+
+
 def _waited_for(found: Findings) -> str:
-    if found.hidden is None or found.hidden > _WELL_HIDDEN or not found.waits:
+    if not _is_exposed(found) or not found.waits:
         return ""
     most = found.waits[0]
     said = f"most is waited for in {most.operation} at {most.place}"
-    if most.lane == _BUCKETS:
+    if most.lane.startswith(_BUCKETS):
         return f"{said}, which backward sends already: smaller buckets leave earlier (bucket_bytes=)"
-    return (
-        f"{said}: start it earlier, compute before the await, or let backward send gradients "
-        "(ac.overlap_gradients)"
-    )
+    told = f"{said}: start it earlier, or compute before the await"
+    has_buckets = any(one.lane.startswith(_BUCKETS) for one in found.waits)
+    if has_buckets or most.operation != "all_reduce" or most.size_bytes < _GRADIENTS_BYTES * most.calls:
+        return told
+    return f"{told}; if it sends gradients, let backward do it (ac.overlap_gradients)"

@@ -23,7 +23,12 @@ Interval = tuple[float, float]
 #: as long as for the middle one of the others: on a busy host chance makes it two or three times.
 _LATE_SHARE = 0.05
 _LATE_TIMES = 4.0
-#: Of so many steps the first says little about the others.
+#: A few long waits are chance as well, so this share of the times that a rank is late does not count.
+_CHANCE = 0.1
+#: But chance does not hit one rank in so many of the steps: then so many times as long is enough.
+_STEADILY = 0.8
+_STEADY_TIMES = 2.0
+#: Of so many steps the first says little about the others; fewer say nothing about what comes again.
 _STEPS = 3
 
 
@@ -72,6 +77,10 @@ class Lateness:
     longest_start: float
     #: what it did meanwhile; where that was not marked, ``after optimizer and before forward``
     doing: str
+    #: ``total`` without the longest tenth of the times
+    repeated: float = 0.0
+    #: what it is late by in four of five steps (or operations, if no steps are known), times their number
+    steady: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +154,19 @@ def _warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
 def _late(lateness: Sequence[Lateness], seconds: float) -> Lateness | None:
     if not lateness:
         return None
-    first, others = lateness[0], statistics.median(one.total for one in lateness[1:])
-    again_and_again = first.total - first.longest  # whatever happened once
-    held_up = again_and_again > _LATE_SHARE * seconds and first.total > _LATE_TIMES * others
-    return first if held_up else None
+    first, others = lateness[0], lateness[1:]
+    enough = _LATE_SHARE * seconds
+    again = first.repeated > enough and first.repeated > _LATE_TIMES * _middle(others, "total")
+    steadily = (
+        first.steady > enough
+        and first.steady > _LATE_TIMES * _middle(others, "steady")
+        and first.total > _STEADY_TIMES * _middle(others, "total")
+    )
+    return first if again or steadily else None
+
+
+def _middle(lateness: Sequence[Lateness], field: str) -> float:
+    return statistics.median(getattr(one, field) for one in lateness)
 
 
 def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:
@@ -274,13 +292,34 @@ def _lateness(parts: Sequence[Part]) -> list[Lateness]:
         if not times:
             found.append(Lateness(rank, 0, len(shared), 0.0, 0.0, "", "", 0.0, ""))
             continue
-        seconds, span, part = max(times, key=lambda one: one[0])
-        waited = covered((one.start - before, one.start) for before, one, _ in times)
-        total, doing = length(waited), _doing(part, waited)
+        times.sort(key=lambda one: -one[0])
+        seconds, span, part = times[0]
+        waited = _waited_for(times)
         found.append(
-            Lateness(rank, len(times), len(shared), total, seconds, span.name, span.place, span.start, doing)
-        )
+            Lateness(
+                rank, len(times), len(shared), length(waited), seconds, span.name, span.place, span.start,
+                _doing(part, waited), length(_waited_for(times[math.ceil(_CHANCE * len(times)) :])),
+                _steady(part, times, len(shared)),
+            )
+        )  # fmt: skip
     return sorted(found, key=lambda one: -one.total)
+
+
+def _waited_for(times: Iterable[tuple[float, Span, Part]]) -> list[Interval]:
+    """When others waited for a rank that was late so often."""
+    return covered((span.start - before, span.start) for before, span, _ in times)
+
+
+def _steady(part: Part, times: Sequence[tuple[float, Span, Part]], operations: int) -> float:
+    """What a rank is late by in nearly all steps, over all of them; of operations, if there are few steps."""
+    several = len(part.steps) >= _STEPS
+    units = len(part.steps) - 1 if several else operations
+    by_unit: dict[int, list[tuple[float, Span, Part]]] = {}
+    for number, one in enumerate(times):
+        by_unit.setdefault(bisect_right(part.steps, one[1].start) if several else number, []).append(one)
+    late = sorted((length(_waited_for(of_one)) for of_one in by_unit.values()), reverse=True)
+    reached = math.ceil(_STEADILY * units)
+    return late[reached - 1] * units if units >= _STEPS and reached <= len(late) else 0.0
 
 
 def _doing(part: Part, late: Sequence[Interval]) -> str:
