@@ -250,8 +250,8 @@ def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
     assert [(one.behind, one.behind_on) for one in ranks] == [(1, "default"), (1, "metrics")]
     (verdict,) = top.remarks(ranks, hangs(now))
     assert verdict.startswith(
-        "ranks wait in a circle: rank 0 waits in all_reduce #6 on lane 'metrics' (train.py:1) for rank 1, and "
-        "rank 1 in all_reduce #7 on lane 'default' (train.py:2) for rank 0, for 9.00 s: "
+        "ranks wait in a circle: rank 0 waits in all_reduce #6 on lane 'metrics' (train.py:1) for rank 1, "
+        "and rank 1 in all_reduce #7 on lane 'default' (train.py:2) for rank 0, for 9.00 s: "
     )
 
 
