@@ -156,17 +156,14 @@ def _late(lateness: Sequence[Lateness], seconds: float) -> Lateness | None:
         return None
     first, others = lateness[0], lateness[1:]
     enough = _LATE_SHARE * seconds
-    again = first.repeated > enough and first.repeated > _LATE_TIMES * _middle(others, "total")
+    of_others = statistics.median(one.total for one in others)
+    again = first.repeated > enough and first.repeated > _LATE_TIMES * of_others
     steadily = (
         first.steady > enough
-        and first.steady > _LATE_TIMES * _middle(others, "steady")
-        and first.total > _STEADY_TIMES * _middle(others, "total")
+        and first.steady > _LATE_TIMES * statistics.median(one.steady for one in others)
+        and first.total > _STEADY_TIMES * of_others
     )
     return first if again or steadily else None
-
-
-def _middle(lateness: Sequence[Lateness], field: str) -> float:
-    return statistics.median(getattr(one, field) for one in lateness)
 
 
 def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:
