@@ -6,6 +6,8 @@ import json
 import os
 import random
 import re
+import sys
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -361,6 +363,26 @@ async def written(me: Rank) -> None:
 
 def test_a_file_can_be_read_at_any_moment(pair: World) -> None:
     pair.run(written)
+
+
+def test_hooks_of_several_threads_all_end():
+    """Each adds and removes its own; what one thread does is not lost to another's."""
+    before, interval = current().observers, sys.getswitchinterval()
+
+    def come_and_go():
+        for _ in range(3000):
+            ac.trace.add_hook(print)()
+
+    threads = [Thread(target=come_and_go) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert current().observers == before
 
 
 class Operation:
