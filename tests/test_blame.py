@@ -539,6 +539,29 @@ def test_that_a_rank_has_left_is_said_once(transport: str) -> None:
         )
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_that_a_rank_has_skipped_one_of_equal_calls_is_told_with_its_line(transport: str) -> None:
+    """The calls after it agree, and nothing is wrong until the last one, which this rank does not make."""
+    lines = {}
+
+    def main(rank: int) -> None:
+        code = main.__code__
+        lines.update(first=code.co_firstlineno + 5, last=code.co_firstlineno + 6)
+        for i in range(4):
+            if rank != 1 or i != 2:
+                ac.all_reduce(torch.ones(2)).wait()
+        ac.all_reduce(torch.ones(2)).wait()
+
+    report = simulate(main, world_size=2, seed=SEED, loop="none", transport=transport)
+    text = str(report.errors[0])
+    assert "this rank is at #5 there, and rank 1 ended after #4: it skipped a call, here or before" in text
+    assert re.search(
+        r", likely at #4, the first that was called from different lines: "
+        rf"\S+test_blame.py:{lines['first']} on rank 0, \S+test_blame.py:{lines['last']} on rank 1",
+        text,
+    ), text
+
+
 # In processes
 
 

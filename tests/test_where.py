@@ -100,6 +100,21 @@ def test_a_group_is_compared_among_its_members() -> None:
     ]
 
 
+def test_the_first_call_from_different_lines_hints_at_a_skipped_one() -> None:
+    """Rank 1 has left out #2 or #3 of four equal calls in a loop, and goes on with the one after the loop."""
+    whole = recorded(0, *(call(place) for place in (1, 2, 3, 4)), call(5, place="train.py:9"))
+    less = recorded(1, *(call(place) for place in (1, 2, 3)), call(4, place="train.py:9"))
+    (parting,) = partings({0: whole, 1: less})
+    assert (parting.kind, parting.agreed, parting.missing) == ("absent", 4, (1,))
+    assert parting.hint == (
+        "a rank may have skipped a call before: likely at #4, the first that was called from different "
+        "lines: train.py:8 on rank 0, train.py:9 on rank 1"
+    )
+    assert parting.to_dict()["strayed"] == {"sequence": 4, "places": {0: "train.py:8", 1: "train.py:9"}}
+    (parting,) = partings({0: whole, 1: recorded(1, call(1), call(2))})
+    assert (parting.hint, parting.to_dict()["strayed"]) == ("", None)
+
+
 def test_a_call_of_several_parts_is_compared_part_by_part() -> None:
     zero, one = (
         recorded(rank, call(1), call(1, of=of, part=2)) for rank, of in enumerate(("int64[2]", "int64[3]"))

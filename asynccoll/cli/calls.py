@@ -71,3 +71,5 @@ def _print_partings(partings: Sequence[Parting]) -> None:
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
         table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
         show(table)
+        if one.hint:
+            show(one.hint)

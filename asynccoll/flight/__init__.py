@@ -10,7 +10,7 @@ of another process of this host. Must not know what an operation does, nor who a
             print(call.lane, call.sequence, call.operation, call.place, call.state)
 """
 
-from asynccoll.flight.comparing import Parting, partings
+from asynccoll.flight.comparing import Parting, Strayed, partings, strayed
 from asynccoll.flight.hanging import Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
@@ -30,6 +30,7 @@ __all__ = [
     "Parting",
     "Progress",
     "Recorder",
+    "Strayed",
     "Unfinished",
     "Unmet",
     "from_plain",
@@ -43,6 +44,7 @@ __all__ = [
     "read",
     "refused_side",
     "said",
+    "strayed",
     "to_plain",
     "unmet",
 ]

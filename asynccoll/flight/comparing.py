@@ -7,16 +7,35 @@ places that are still recorded on every rank that has used the lane can be compa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
 from asynccoll.host.words import listed
 
-__all__ = ["Parting", "members", "partings"]
+__all__ = ["Parting", "Strayed", "members", "partings", "strayed"]
 
 #: What is told first.
 _KINDS = ("different", "refused", "absent")
+
+
+@dataclass(frozen=True, slots=True)
+class Strayed:
+    """The first place of a lane at which ranks made the same call from different lines.
+
+    Where a rank has skipped one of several equal calls, that is here or just before: the calls behind it are
+    compared with the next ones of the others, and part only at the end.
+    """
+
+    sequence: int
+    places: Mapping[int, str]
+
+    def __str__(self) -> str:
+        sides: dict[str, list[int]] = {}
+        for rank, place in self.places.items():
+            sides.setdefault(place, []).append(rank)
+        told = ", ".join(f"{place} on {listed(ranks)}" for place, ranks in sides.items())
+        return f"likely at {numbered(self.sequence)}, the first that was called from different lines: {told}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +44,7 @@ class Parting:
 
     ``calls`` has None for a rank that has called nothing there. ``kind`` is ``"different"`` (in operation,
     shape, dtype, reduction or root), ``"refused"`` (some rank has refused its own call) or ``"absent"`` (some
-    have called, some have not).
+    have called, some have not). ``strayed``: where calls that agreed came from different lines, if some did.
     """
 
     kind: str
@@ -33,6 +52,7 @@ class Parting:
     lane: str
     agreed: int
     calls: Mapping[int, Call | None]
+    strayed: Strayed | None = None
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -54,11 +74,17 @@ class Parting:
             "lane": self.lane,
             "agreed": self.agreed,
             "sides": [{"ranks": list(ranks), "called": text} for ranks, text in self.sides()],
+            "strayed": None if self.strayed is None else asdict(self.strayed),
         }
 
     def __str__(self) -> str:
         sides = "; ".join(f"{listed(ranks)}: {text}" for ranks, text in self.sides())
         return f"{self.where}, {numbered(self.agreed + 1)}: {sides}"
+
+    @property
+    def hint(self) -> str:
+        """That a rank may have skipped a call earlier, where the lines that called say so; else ""."""
+        return "" if self.strayed is None else f"a rank may have skipped a call before: {self.strayed}"
 
     @property
     def where(self) -> str:
@@ -89,13 +115,27 @@ def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
     return {rank: one for rank, one in sorted(flights.items()) if group == "world" or str(rank) in ranks}
 
 
+def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | None:
+    """See ``Strayed``; None if all agreed calls that are recorded came from the same lines."""
+    made = {rank: _by_place(one, group, key) for rank, one in members(flights, group).items()}
+    common = set.intersection(*map(set, made.values())) if made else set()
+    return next(filter(None, (_strayed(made, place) for place in sorted(common))), None)
+
+
+def _strayed(made: Mapping[int, Mapping[int, list[Call]]], place: int) -> Strayed | None:
+    lines = {rank: places[place][0].place for rank, places in made.items()}
+    return Strayed(place, lines) if len(set(lines.values())) > 1 else None
+
+
 def _parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:
     made = {rank: _by_place(one, group, key) for rank, one in flights.items()}
     first = max((min(places) for places in made.values() if places), default=1)
     for place in sorted({place for places in made.values() for place in places if place >= first}):
         for calls in _parts({rank: places.get(place, []) for rank, places in made.items()}):
             if kind := _kind(calls):
-                return Parting(kind, group, lane, place - 1, calls)
+                before = strayed(flights, group, key)
+                agreed = before if before is not None and before.sequence < place else None
+                return Parting(kind, group, lane, place - 1, calls, agreed)
     return None
 
 

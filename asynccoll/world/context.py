@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, dumps, joined, lane_id, read
+from asynccoll.flight import Recorder, dumps, joined, lane_id, read, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
 from asynccoll.health.checks import mismatch
@@ -29,6 +29,7 @@ from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.unmet import Unmet
 from asynccoll.health.watchdog import Watch
+from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import caller
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients, is_of_store
@@ -441,7 +442,9 @@ class Context:
         words = [said for rank in lost if (said := self.liveness.last_words(rank))]
         last = f" ({words[0].removeprefix(_LEFT)})" if len(lost) == 1 and words else ""
         named = PeerLostError(
-            f"{who} {gone}{last}{heard}{self.dump()}", lost, left=tuple(rank for rank in lost if rank in left)
+            f"{who} {gone}{last}{heard}{self._skipped(lane, lost, left)}{self.dump()}",
+            lost,
+            left=tuple(rank for rank in lost if rank in left),
         )
         named.__cause__ = error.__cause__ if error is not None else None
         return named
@@ -454,13 +457,28 @@ class Context:
         error: CollectiveError | None,
     ) -> tuple[int, ...]:
         """Those of ``lost`` but for who did its part in what it had called here before it left."""
-        made = {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
+        made = _made(lane, left)
         if error is None:  # what is in flight may still end
             guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
         else:  # something has failed: because of who never made that call, if there is one
             guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
         # Where a rank was killed, those that have left in order have done so because they had heard of it.
         return self.liveness.killed(guilty) or guilty
+
+    def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
+        """That one of ``lost`` made fewer calls here than this rank, and where it may have skipped one."""
+        fewer = {rank: made for rank, made in _made(lane, left).items() if 0 < made < lane.sequence}
+        rank = next((rank for rank in lost if rank in fewer), None)
+        if rank is None:
+            return ""
+        recorded = self.liveness.recorded()
+        both = {one: recorded[one] for one in (self.rank, rank) if one in recorded}
+        where = strayed(both, *lane_id(lane.group.key, lane.key))
+        likely = "" if where is None else f", {where}"
+        return (
+            f"; this rank is at {numbered(lane.sequence)} there, and rank {rank} ended after "
+            f"{numbered(fewer[rank])}: it skipped a call, here or before{likely}"
+        )
 
     def blame(self, operation: Operation) -> Blame:
         """Which ranks keep ``operation`` from ending, and what they do instead: asked now, within a bound."""
@@ -553,3 +571,8 @@ def _farewell(rank: int) -> str:
 def _quietly(action: Any) -> None:
     with contextlib.suppress(Exception):
         action()
+
+
+def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
+    """How many calls those who have ``left`` had made on the lane."""
+    return {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
