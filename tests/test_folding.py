@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import traceback
 from pathlib import Path
 
@@ -49,16 +50,35 @@ def test_errors_of_ours_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     def program() -> None:
         ac.all_reduce(object()).wait()
 
-    with pytest.raises(ac.AsyncCollError) as refused:
-        program()
-    whole = "".join(traceback.format_exception(refused.value))
+    def raised() -> str:
+        with pytest.raises(ac.AsyncCollError) as refused:
+            program()
+        return "".join(traceback.format_exception(refused.value))
+
+    monkeypatch.setenv(folding.FULL_VARIABLE, "1")
+    whole = raised()
+    monkeypatch.delenv(folding.FULL_VARIABLE)
     told = folding.folded(whole)
     assert "in program" in told
     assert "in _start" not in told
     assert " frames in asynccoll]" in told
     assert told.splitlines()[-1] == whole.splitlines()[-1]
+    assert "in program" in raised()  # without a launcher, too
+    assert "in _start" in whole
+    assert "in _start" not in raised()
     monkeypatch.setenv(folding.FULL_VARIABLE, "1")
     assert folding.folded(whole) == whole
+
+
+def test_frames_of_a_program_stay() -> None:
+    """Those of a codec, which raises an error of ours."""
+
+    def encode(_: object) -> bytes:
+        raise ac.InvalidArgumentError("a codec's own")
+
+    with pytest.raises(ac.InvalidArgumentError, match="own") as refused:
+        ac.all_gather_object(1, codec=ac.Codec("own", encode, pickle.loads))
+    assert "in encode" in "".join(traceback.format_exception(refused.value))
 
 
 def test_groups_keep_their_margin() -> None:

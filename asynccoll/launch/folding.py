@@ -15,9 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FULL_VARIABLE", "folded"]
+from asynccoll.host.frames import FULL_VARIABLE, are_shown
 
-FULL_VARIABLE = "ASYNCCOLL_FULL_TRACEBACK"
+__all__ = ["FULL_VARIABLE", "folded"]
 
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
@@ -38,7 +38,7 @@ class _Frame(NamedTuple):
 
 def folded(text: str) -> str:
     """``text`` with its tracebacks folded, all of it where the variable says so."""
-    if os.environ.get(FULL_VARIABLE, "0") not in ("", "0"):
+    if are_shown():
         return text
     return "\n".join(_folded_lines(text.split("\n")))
 

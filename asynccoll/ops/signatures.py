@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, InvalidCallError
+from asynccoll.host.frames import without_ours
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.world.group import Group, GroupLike
@@ -100,6 +101,8 @@ def fitting(function: Function, refuse: Callable[[str, Misfit], NoReturn] = _rai
     def call(*args: Any, **given: Any) -> object:
         try:
             return function(*args, **given)
+        except AsyncCollError as error:
+            raise without_ours(error)  # noqa: B904  # it is the same one
         except TypeError as error:
             if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
                 raise

@@ -1,0 +1,26 @@
+"""Frames of this library in tracebacks: of an error of ours, whose text says what to do, they say nothing."""
+
+from __future__ import annotations
+
+import os
+from traceback import walk_tb
+from typing import TypeVar
+
+from asynccoll.host.call_site import is_users
+
+__all__ = ["FULL_VARIABLE", "are_shown", "without_ours"]
+
+FULL_VARIABLE = "ASYNCCOLL_FULL_TRACEBACK"
+
+Error = TypeVar("Error", bound=BaseException)
+
+
+def are_shown() -> bool:
+    """Whether the variable asks for all frames."""
+    return os.environ.get(FULL_VARIABLE, "0") not in ("", "0")
+
+
+def without_ours(error: Error) -> Error:
+    """``error`` without the frames that it has passed, if all are ours; a codec's, say, are the user's."""
+    passed = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+    return error if are_shown() or any(map(is_users, passed)) else error.with_traceback(None)
