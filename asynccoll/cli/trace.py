@@ -224,10 +224,13 @@ def _tell_later(directory: Path, *, kept: bool) -> None:
     """That the program has joined more worlds than the one that is shown, and how to see them."""
     from asynccoll.trace.spooling import later_worlds, recordings
 
-    later = next((one for one in later_worlds(directory) if recordings(one)), None)
-    if later is not None:
-        how = f"asynccoll trace merge {later}" if kept else "run it with -o DIR, which keeps the recordings"
-        show(f"this is the first world that the program joined; for the next: {how}")
+    later = [one for one in later_worlds(directory) if recordings(one)]
+    if later:
+        others = "the next" if len(later) == 1 else f"the next, up to {later[-1].name}"
+        how = (
+            f"asynccoll trace merge {later[0]}" if kept else "run it with -o DIR, which keeps the recordings"
+        )
+        show(f"this is the first world that the program joined; for {others}: {how}")
 
 
 def _print(trace: Trace) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from asynccoll.trace.advice import advice
+from asynccoll.trace.advice import advice, breaks_off
 from asynccoll.trace.findings import Findings
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, stack
@@ -34,6 +34,7 @@ def _data(parts: Sequence[Part], found: Findings, uncertain: float | None) -> di
         "texts": list(texts),
         "uncertain": uncertain,
         "advice": advice(found),
+        "breaks_off": breaks_off(found),
         "findings": found.to_dict(),
     }
 
