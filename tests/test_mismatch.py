@@ -31,7 +31,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "reduction": (lambda: ac.all_reduce(X), lambda: ac.all_reduce(X, op="max"), "sum", "max"),
     "root": (lambda: ac.broadcast(X, src=0), lambda: ac.broadcast(X, src=1), "src=0", "src=1"),
     "number": (lambda: ac.all_reduce(1), lambda: ac.all_reduce(1, op="max"), "sum", "max"),
-    "object": (lambda: ac.all_gather_object(1), ac.barrier, "object", "barrier"),
+    "object": (lambda: ac.all_gather_object(1), ac.barrier, "object", ": barrier at "),
     "tree": (
         lambda: ac.all_reduce({"a": X, "b": X}),
         lambda: ac.all_reduce({"a": X, "c": X}),

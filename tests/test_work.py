@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import inspect
@@ -601,6 +602,14 @@ def heard_by(function: Any) -> list[warnings.WarningMessage]:
     return [one for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
 
 
+def misused() -> None:
+    """An error says that it was not awaited."""
+    with contextlib.suppress(ac.PayloadTypeError):
+        float(ac.all_reduce(torch.ones(1)))
+    with contextlib.suppress(AttributeError):
+        _ = ac.all_reduce(torch.ones(1)).shape
+
+
 def lost(me: Rank) -> None:
     line = 0
 
@@ -620,6 +629,7 @@ def lost(me: Rank) -> None:
     assert not heard_by(lambda: ac.all_reduce(torch.ones(1)).detach())
     assert not heard_by(lambda: ac.all_reduce(torch.ones(1)).wait())
     assert not heard_by(lambda: [ac.all_reduce(torch.ones(1)).map(len).detach()])
+    assert not heard_by(misused)
     assert ac.all_reduce(1).wait() == 2
 
 

@@ -25,11 +25,11 @@ class Pending(NotItsResult, Generic[T]):
       next call on its object raises ``InvalidArgumentError``. Both name the line.
     """
 
-    __slots__ = ("__weakref__", "_begin", "_begun", "_called", "_methods", "_result", "_spot")
+    __slots__ = ("__weakref__", "_begin", "_begun", "_called", "_is_told", "_methods", "_result", "_spot")
 
     def __init__(self, methods: Methods, called: str, begin: Callable[[], Steps[T]]) -> None:
         """``called``: the method, as a user writes it."""
-        self._begun = False
+        self._begun = self._is_told = False
         self._methods = methods
         self._called = called
         self._begin = begin
@@ -56,12 +56,17 @@ class Pending(NotItsResult, Generic[T]):
             self._result = (run_blocking(self._begin()),)
         return self._result[0]
 
+    def _told(self) -> None:
+        self._is_told = True
+
     def __del__(self) -> None:
         if self._begun:
             return
         place = self._spot.place
         told = f"{self._called} at {place} was never awaited, and has done nothing: await it, or call wait()"
         self._methods.forgotten = told
+        if self._is_told:
+            return
         try:
             warnings.warn_explicit(told, UnawaitedWorkWarning, place.file, place.line)
         except BaseException:  # warnings turned into errors, or an interpreter that is shutting down

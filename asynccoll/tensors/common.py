@@ -158,7 +158,7 @@ class Call:
     def _run(self, lane: Lane, timeout: float | None, program: Program, called: float) -> Started[object]:
         name, wire = self.plan.name, self.wire
         if lane.compares_calls:
-            text = signature(name, dtype_name(wire.dtype), self.shape, self._detail())
+            text = signature(name, self._dtype(), self.shape, self._detail())
             program = checked(lane, text, program=program)
         what = self._what()
         operation = lane.run(name, program, wire.nbytes, timeout, what=what, of=self, called=called)
@@ -166,7 +166,12 @@ class Call:
 
     def _what(self) -> What:
         """What has to be the same on all ranks."""
-        return self.plan.name, self.detail, self.wire.dtype, self.shape
+        dtype = None if self.plan.op is Op.BARRIER else self.wire.dtype
+        return self.plan.name, self.detail, dtype, self.shape
+
+    def _dtype(self) -> str:
+        """By its name; "" of a barrier, which has none."""
+        return "" if self.plan.op is Op.BARRIER else dtype_name(self.wire.dtype)
 
     def _detail(self) -> str:
         return "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
@@ -174,7 +179,7 @@ class Call:
     def described(self) -> str:
         """What it is of: ``float32[4, 8] sum``."""
         shape = "" if self.shape is None else shown(list(self.shape))
-        return f"{dtype_name(self.wire.dtype)}{shape} {self._detail()}".rstrip()
+        return f"{self._dtype()}{shape} {self._detail()}".strip()
 
     def steps(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
         """It as a program, or as a part of a larger one."""

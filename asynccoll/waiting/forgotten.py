@@ -25,6 +25,8 @@ _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 
 
 def _refuse(work: object, what: str) -> PayloadTypeError:
+    if isinstance(work, NotItsResult):
+        work._told()
     return PayloadTypeError(
         f"{what} of {work!r}, which is the handle of a call, not its result: was an await forgotten? Use "
         "`await work`, or work.wait() where no event loop runs"
@@ -43,6 +45,9 @@ class NotItsResult:
     """The operators and attributes of results, each of which says that a result has to be waited for."""
 
     __slots__ = ()
+
+    def _told(self) -> None:
+        """An error says now that it was not awaited: a warning need not say it again when it is dropped."""
 
     if not TYPE_CHECKING:
 

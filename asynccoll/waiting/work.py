@@ -467,6 +467,9 @@ class Work(NotItsResult, Generic[T]):
     def _send(self) -> None:
         """Make sure that it has started: only works of a ``coalescing`` block may not have."""
 
+    def _told(self) -> None:
+        self._heard = True
+
     def __del__(self) -> None:
         if self.out is not None and self.claims:
             let_go(self.out, self._operations)
