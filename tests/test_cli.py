@@ -240,6 +240,15 @@ def test_the_exit_code_is_the_failing_ranks(start, script, leave, code, said):
     assert "Traceback" not in errors
 
 
+def test_a_rank_that_has_not_joined_is_told_who_started_it(start, script):
+    script("""
+        import asynccoll as ac
+        ac.all_reduce(1)
+    """)
+    _, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert "of 2 (by the variables of `asynccoll run`), but ac.initialize() was not called" in errors
+
+
 @on_linux
 def test_a_killed_rank_is_shown_with_its_last_call(start, script):
     """Nobody else may be left to tell: here its peer waits for nothing that it notices."""
@@ -640,6 +649,19 @@ def test_a_long_message_keeps_where_to_look():
     told = report.report(failures).splitlines()[-1]
     assert told.endswith(f"... {where}")
     assert len(told) < 600
+
+
+def test_a_long_message_of_a_group_ends_with_a_sentence_and_where_to_look():
+    """Not with the group that it was raised in, nor in the middle of a word."""
+    where = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
+    says = f"TimeoutError: {'word ' * 50}; {'more ' * 30}. This rank's {'call ' * 20}{where}"
+    group = "(in ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception))"
+    failures = [
+        Failure(0, code=1, time=1.0, message="OSError: gone", **A),
+        Failure(1, code=1, time=2.0, message=f"{says} {group}", **A),
+    ]
+    told = report.report(failures).splitlines()[-1]
+    assert told.endswith(f" word ; ... {where}")
 
 
 def test_an_unknown_signal_and_long_messages_are_told_all_the_same():

@@ -81,6 +81,14 @@ def test_frames_of_a_program_stay() -> None:
     assert "in encode" in "".join(traceback.format_exception(refused.value))
 
 
+@pytest.mark.parametrize("group", ["ExceptionGroup", "BaseExceptionGroup", "exceptiongroup.ExceptionGroup"])
+def test_frames_that_raise_a_group_are_folded(group: str) -> None:
+    """What is in it is shown below."""
+    said = f"  | {group}: unhandled errors in a TaskGroup (1 sub-exception)"
+    raised = "".join(f"  | {line}\n" for line in (USER + START + LEAVES).splitlines())
+    assert folding.folded(f"{raised}{said}").splitlines()[-2:] == ["  |   [... 2 frames in asynccoll]", said]
+
+
 def test_groups_keep_their_margin() -> None:
     inside = "".join(f"    | {line}\n" for line in (USER + START + LEAVES).splitlines())
     text = f"  + Exception Group Traceback:\n{inside}    | asynccoll.errors.PeerLostError: gone\n    +---"

@@ -1,7 +1,7 @@
 """Tracebacks as a user reads them: runs of frames of this library and of event loops are a line each.
 
 Text in, text out. A traceback keeps what tells where it comes from: the frames of the program, and those that
-raised, unless that is an error of ours, whose text says what to do.
+raised, unless that is an error of ours, whose text says what to do, or a group, which shows what is in it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from asynccoll.host.frames import FULL_VARIABLE, are_shown
 __all__ = ["FULL_VARIABLE", "folded"]
 
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line \d+')
+#: Behind frames that raised one of these there is nothing to be read: an error of ours says what to do, and
+#: of a group the errors in it do, which follow.
+_SPEAKS_FOR_ITSELF = re.compile(r"[ |]*(asynccoll\.errors\.|(exceptiongroup\.)?(Base)?ExceptionGroup: )")
 _INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
 _FOLDERS = {
     str(Path(__file__).parents[1]): "asynccoll",
@@ -72,7 +75,7 @@ def _shown(stack: Sequence[_Frame], error: str) -> Iterator[str]:
     whole = all(frame.library for frame in stack)  # nothing of the program: its origin is in them alone
     runs = [list(run) for _, run in groupby(stack, key=lambda frame: not frame.library)]
     for index, run in enumerate(runs):
-        raised_here = index == len(runs) - 1 and not error.lstrip(" |").startswith("asynccoll.errors.")
+        raised_here = index == len(runs) - 1 and not _SPEAKS_FOR_ITSELF.match(error)
         if whole or raised_here or len(run) == 1 or not run[0].library:
             yield from (line for frame in run for line in frame.lines)
         else:

@@ -27,6 +27,8 @@ _RUNNER = str(Path("asynccoll", "launch", "child.py"))
 _WIDTH = 480
 #: Room for where the dump is, at the end of such an error.
 _LAST = 240
+#: What stands behind the error that a group was raised with.
+_IN_A_GROUP = re.compile(r" \(in \w*ExceptionGroup: .*\)$")
 #: What differs between ranks that failed in one way: numbers (seconds, pids, addresses), who says it, how far
 #: its call was. Not which rank it speaks of.
 _OF_A_RANK = re.compile(
@@ -200,6 +202,9 @@ def _shortened(text: str) -> str:
     line = text.partition("\n")[0].strip()
     if len(line) <= _WIDTH:
         return line
+    line = _IN_A_GROUP.sub("", line)
     start = line.rfind(" (") if line.endswith(")") else -1
     last = line[start:] if start > 0 and len(line) - start <= _LAST else ""
-    return f"{line[: _WIDTH - len(last)]} ...{last}"
+    kept = line[: _WIDTH - len(last)]
+    whole = max(kept.rfind(end) for end in ("; ", ". "))
+    return f"{kept[: whole + 1] if whole > len(kept) // 2 else kept} ...{last}"

@@ -24,6 +24,7 @@ from asynccoll.errors import (
     InvalidArgumentError,
     NotInitializedError,
 )
+from asynccoll.flight import registry
 from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import exits as exiting
 from asynccoll.host.timeouts import check_timeout
@@ -107,8 +108,11 @@ def _implicit() -> Context:
         return process.embedded
     info = detect(os.environ)
     if info.world_size > 1:
+        # `asynccoll run` sets torchrun's variables, and one of ours.
+        ours = info.launcher == "torchrun" and registry.VARIABLE in os.environ
+        who = "`asynccoll run`" if ours else info.launcher
         raise NotInitializedError(
-            f"this is rank {info.rank} of {info.world_size} (by {info.launcher}'s variables), but "
+            f"this is rank {info.rank} of {info.world_size} (by the variables of {who}), but "
             "ac.initialize() was not called; call it at the start of the program"
         )
     with process.lock:
