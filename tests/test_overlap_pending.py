@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -75,6 +77,19 @@ def test_it_is_not_its_result() -> None:
     with pytest.raises(ac.PayloadTypeError, match=re.escape("<ShardedOptimizer.clip_grad_norm_() at ")):
         norm > 1.0  # noqa: B015  # what somebody writes who forgot to await
     assert norm.wait().item() == pytest.approx(3**0.5)
+    optimizer.close()
+
+
+def test_one_whose_misuse_has_raised_does_not_warn_as_well() -> None:
+    """It has done nothing all the same, which the next call says."""
+    _, optimizer = sharded()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with contextlib.suppress(ac.PayloadTypeError):
+            float(optimizer.clip_grad_norm_(1.0))
+    assert heard == []
+    with pytest.raises(ac.InvalidArgumentError, match="was never awaited"):
+        optimizer.step()
     optimizer.close()
 
 
