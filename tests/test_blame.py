@@ -88,19 +88,19 @@ SAID = {
     ),
     "has ended": (
         near(behind(ending="ended", ended=99.3)),
-        f"{LATE}{LAST}; its program ended, 3.0 s ago, without calling this",
+        f"{LATE}{LAST}; its program ended, 3.0 s ago",
     ),
     "has ended with a code": (
         near(behind(ending="exited", ended=99.3, code=0)),
-        f"{LATE}{LAST}; it ended with exit code 0, 3.0 s ago, without calling this",
+        f"{LATE}{LAST}; it ended with exit code 0, 3.0 s ago",
     ),
     "was killed": (
         near(behind(ending="exited", ended=99.3, code=-9), state=""),
-        f"{LATE}{LAST}; its process was killed by SIGKILL, 3.0 s ago, without calling this",
+        f"{LATE}{LAST}; its process was killed by SIGKILL, 3.0 s ago",
     ),
     "died of an error": (
         near(behind(ending="died", ended=99.3, code=1, said={"why": "LookupError: x"})),
-        f"{LATE}{LAST}; it ended with LookupError: x (exit code 1), 3.0 s ago, without calling this",
+        f"{LATE}{LAST}; it ended with LookupError: x (exit code 1), 3.0 s ago",
     ),
     "is gone": (
         near(behind(), state=""),
@@ -110,6 +110,18 @@ SAID = {
     "is stopped in it": (
         near(flight(call(41, lane="gradients")), state="T"),
         f"{WHO} has called it; {STOPPED}",
+    ),
+    "died of an error in it": (
+        near(
+            flight(
+                call(41, lane="gradients", ended=99.0, failure="LookupError: x"),
+                ending="died",
+                ended=99.3,
+                code=1,
+                said={"why": "LookupError: x"},
+            )
+        ),
+        f"{WHO} has called it; it ended with LookupError: x (exit code 1), 3.0 s ago",
     ),
     "has called something else": (
         near(flight(call(41, "broadcast", "gradients"))),

@@ -217,7 +217,7 @@ def _now(account: Account, gone: bool) -> str:
     """What it does now."""
     flight = account.flight
     if flight is not None and flight.ending != "running":
-        return f"{ending(flight, account.now)}, without calling this"
+        return ending(flight, account.now)
     if gone and account.state not in ("Z", ""):
         return "its process is gone"
     if account.near and account.state in _STATES:
