@@ -77,6 +77,15 @@ SAID = {
         near(behind(), stands="DataLoader.__next__ (data.py:17)"),
         f"{LATE}{LAST}; it is now in DataLoader.__next__ (data.py:17)",
     ),
+    "waits in an earlier call": (
+        near(
+            flight(
+                call(7, lane="metrics", waited=91.0),
+                call(40, "broadcast", "eval", ended=91.0),
+            )
+        ),
+        f"{LATE}{LAST}; waiting in all_reduce #7 on lane 'metrics' at train.py:88",
+    ),
     "is stopped": (near(behind(), state="T", answers=False), f"{LATE}{LAST}; {STOPPED}"),
     "swaps": (
         near(behind(), state="D"),

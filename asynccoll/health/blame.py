@@ -188,7 +188,9 @@ def last_words(flight: Flight, now: float, since: str = "ago") -> str:
     last = flight.calls[-1]
     ago = f", {max(0.0, now - last.called):.1f} s {since}" if now else ""
     why = f": {last.failure}" if last.was_refused else ""
-    return f"its last call was {last.name} at {last.place}{ago}, {last.state}{why}"
+    text = f"its last call was {last.name} at {last.place}{ago}, {last.state}{why}"
+    waits = next((call for call in flight.calls[:-1] if call.is_open and call.waited > 0), None)
+    return f"{text}; waiting in {waits.name} at {waits.place}" if waits is not None else text
 
 
 def _has_failed(flight: Flight) -> bool:
