@@ -615,6 +615,48 @@ def test_two_reducers_share_neither_lane_nor_parameters() -> None:
     ac.overlap_gradients(other).close()
 
 
+async def beside_another(me: Rank, kind: str) -> None:
+    other = ac.overlap_gradients(network(), init_sync=False) if me.rank == 0 else None
+    if kind == "in a circle":
+        circle: list[object] = [other]
+        circle.append(circle)
+        del other, circle
+        ac.overlap_gradients(network()).close()
+        return
+    with raising(ac.PeerRefusedError if me.rank else ac.InvalidArgumentError, "alive on this lane"):
+        ac.overlap_gradients(network())
+    if other is not None:
+        other.close()
+    ac.overlap_gradients(network()).close()
+
+
+@pytest.mark.parametrize("kind", ["in a circle", "alive"])
+def test_the_reducer_that_one_rank_has_yet_is_told_to_all(pair: World, kind: str) -> None:
+    """Memory is collected at other times on each rank; the peers would wait for the one that refuses."""
+    pair.run(beside_another, kind)
+
+
+async def through_the_other(me: Rank) -> None:
+    generator, discriminator = nn.Linear(3, 3), nn.Linear(3, 1)
+    ours = ac.overlap_gradients(generator, lane="generator")
+    with ours, ac.overlap_gradients(discriminator, lane="discriminator") as others:
+        for held_back in (True, False):
+            with others.no_sync() if held_back else contextlib.nullcontext():
+                discriminator(generator(rows(me.rank, 1)[:, :3])).sum().backward()
+            await ours
+            discriminator.zero_grad()
+            refused = raising(ac.InvalidArgumentError, "'discriminator/backward'", "another model's loss")
+            with contextlib.nullcontext() if held_back else refused:
+                discriminator(rows(me.rank, 2)[:, :3]).sum().backward()
+            if held_back:
+                await others
+
+
+def test_the_loss_of_another_model_goes_through_this_one(pair: World) -> None:
+    """A generator's goes through the discriminator: refused with which model it is, and what to do."""
+    pair.run(through_the_other)
+
+
 # ---------------------------------------------------------------- leaving
 
 

@@ -19,6 +19,7 @@ Built on the public operations alone.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.ops.collectives import all_reduce
+from asynccoll.ops.collectives import all_reduce, refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_arguments,
@@ -63,7 +64,9 @@ FIRST_BUCKET_BYTES = 1 << 20
 _SECOND_BACKWARD = (
     "backward ran a second time before the gradients of the first were awaited, and has "
     "added to what is being sent: `await gradients` (or gradients.wait()) after each "
-    "backward, or accumulate first, under `with gradients.no_sync():`, and send with the last backward"
+    "backward, or accumulate first, under `with gradients.no_sync():`, and send with the last backward. (The "
+    "backward of another model's loss that goes through this one, as a generator's goes through the "
+    "discriminator, counts: run it under this model's no_sync(), or with its parameters frozen)"
 )
 
 _NOT_AWAITED = (
@@ -144,7 +147,8 @@ class GradientReducer:
         self._scale = 1.0 / self._size if op == "avg" else 1.0
         self._parts = self._size if op == "sum" else 1
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
-        _check_unshared(*self._identity)
+        if (conflict := _conflict(*self._identity)) is not None:  # on this rank, perhaps not on its peers
+            refuse(conflict, group=group, lane=self._lane, name="overlap_gradients")
         self._buffers = module_with_buffers(model, broadcast_buffers)
         self._first_rank = first_rank(**self._tail()) if self._buffers is not None else 0
         if init_sync:
@@ -197,7 +201,9 @@ class GradientReducer:
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
             check_whole(new)
-            _check_unshared(self._identity[0], self._lane, {id(x) for x in new}, but=self)
+            conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
+            if conflict is not None:
+                raise conflict
             self._join(new)
             known.update(id(x) for x in new)
 
@@ -315,7 +321,7 @@ class GradientReducer:
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if self._begun and (again or not self._syncing):
                 bucket.told(index)
-                raise InvalidArgumentError(_SECOND_BACKWARD)
+                raise InvalidArgumentError(f"{self!r}: {_SECOND_BACKWARD}")
             if not self._syncing:
                 bucket.check(index)
                 self._gathered = True
@@ -475,20 +481,31 @@ def living() -> list[GradientReducer]:
     return list(_live)
 
 
-def _check_unshared(rank: int, lane: str, ids: set[int], but: GradientReducer | None = None) -> None:
+def _conflict(
+    rank: int, lane: str, ids: set[int], but: GradientReducer | None = None
+) -> InvalidArgumentError | None:
+    """Why a reducer cannot have this lane and these parameters: what of them another one has."""
+    if _shared(rank, lane, ids, but) is None:
+        return None
+    gc.collect()  # one that is dropped may be in a circle yet, on some ranks and not on others
+    return _shared(rank, lane, ids, but)
+
+
+def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) -> InvalidArgumentError | None:
     for other in living():
         if other is but:
             continue
         its_rank, its_lane, its_ids = other._identity
         if its_rank == rank and its_lane == lane:
-            raise InvalidArgumentError(
+            return InvalidArgumentError(
                 f"{other!r} is alive on this lane, where the buckets of two could cross between ranks: "
                 "close() it first, or pass another lane= here"
             )
         if its_ids & ids:
-            raise InvalidArgumentError(
+            return InvalidArgumentError(
                 f"{other!r} already reduces the gradients of some of these parameters: close() it first"
             )
+    return None
 
 
 def _hook(
