@@ -116,7 +116,7 @@ def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
     lane = SimpleNamespace(group=SimpleNamespace(ranks=(0, 1)))
 
     class InFlight:
-        started = 0.0
+        started, part = 0.0, 1
 
         def __init__(self) -> None:
             self.lane = cast("Any", _Named(lane))
@@ -141,7 +141,7 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
 
     class InFlight:
-        started = 0.0
+        started, part = 0.0, 1
 
         def __init__(self) -> None:
             self.lane = lane

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jobs
-from asynccoll import errors, flight
+from asynccoll import errors, flight, host
 from asynccoll.cli import main
 from asynccoll.cli.where import overview
 from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, unmet
@@ -273,14 +273,16 @@ def test_nobody_is_waited_for_where_all_have_called_or_called_different_things()
     assert hang_of({0: recorded(0, *zero.calls, later), 1: one}) is None
 
 
-def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys) -> None:
+def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Of a dump they have waited until it was written, whatever was recorded last."""
     flights = hung()
+    monkeypatch.setattr(host, "wall_clock", lambda: 28.0)
     verdict = "rank 1 has not called all_reduce #6 on lane 'metrics', in which ranks 0, 2 have waited"
     others = "waits in all_reduce #9 on lane 'gradients/backward' (train.py:8) for ranks 0, 2"
     dumps.write_dumps(tmp_path / "job", flights)
     assert main(["trace", "diff", str(tmp_path / "job")]) == 1
     assert capsys.readouterr().out.startswith(
-        f"{verdict} 2.00 s (train.py:7), but {others}: {SAME_ORDER}\n\nlane "
+        f"{verdict} 8.00 s (train.py:7), but {others}: {SAME_ORDER}\n\nlane "
     )
     assert main(["trace", "diff", str(tmp_path / "job"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["hang"]
@@ -345,10 +347,16 @@ def test_a_recording_is_no_dump_and_its_commands_are_named(tmp_path: Path, capsy
     assert "`asynccoll trace merge` shows" in capsys.readouterr().err
 
 
+def test_a_dump_is_no_job_that_can_be_asked(tmp_path: Path, capsys) -> None:
+    dumps.write_dumps(tmp_path / "job", {0: recorded(0, call(1))})
+    assert main(["where", str(tmp_path / "job")]) == 2
+    assert "for the dumps of a failure there is asynccoll trace diff" in capsys.readouterr().err
+
+
 def test_a_dump_is_what_was_recorded(tmp_path: Path) -> None:
     flights = {0: recorded(0, call(1), call(2)), 1: recorded(1, call(1))}
     assert dumps.write_dumps(tmp_path / "job", flights)
-    assert dumps.read_dumps(tmp_path / "job") == flights
+    assert dumps.read_dumps(tmp_path / "job").flights == flights
     assert (tmp_path / "job").stat().st_mode & 0o077 == 0
 
 
@@ -374,7 +382,7 @@ def test_no_secret_is_in_a_dump(tmp_path: Path) -> None:
     recorder.close()
     (file,) = (tmp_path / "job").iterdir()
     assert "of the job" not in file.read_text()
-    assert dumps.read_dumps(tmp_path / "job")[0].said == {"host": "n1"}
+    assert dumps.read_dumps(tmp_path / "job").flights[0].said == {"host": "n1"}
 
 
 # Stragglers

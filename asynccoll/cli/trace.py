@@ -151,8 +151,8 @@ def _diff(given: argparse.Namespace) -> int:
     from asynccoll.flight.dumps import read_dumps
 
     _check_no_recording(given.directory)
-    flights = read_dumps(given.directory)
-    found, hang = partings(flights), hang_of(flights)
+    flights, now = read_dumps(given.directory)
+    found, hang = partings(flights), hang_of(flights, now)
     if given.json:
         messages = [one.to_dict() for one in unmet(flights)]
         said = {"ranks": list(flights), "partings": [one.to_dict() for one in found], "messages": messages}

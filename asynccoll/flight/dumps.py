@@ -16,17 +16,28 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Flight
 
-__all__ = ["VARIABLE", "directory_for", "read_dumps", "write_dumps"]
+__all__ = ["VARIABLE", "Dumps", "directory_for", "read_dumps", "write_dumps"]
 
 #: Where the directories of jobs are; ``off`` writes nothing.
 VARIABLE = "ASYNCCOLL_DUMPS"
 _MOST_JOBS = 20
 _PREFIX, _SUFFIX = "rank-", ".json"
+#: Beside what a rank has recorded: the wall clock when it was written.
+_WRITTEN = "written"
+
+
+class Dumps(NamedTuple):
+    """What ranks had recorded, by rank, and when it was written, by each one's own monotonic clock."""
+
+    flights: dict[int, Flight]
+    now: dict[int, float]
 
 
 def directory_for(job: str) -> Path | None:
@@ -47,6 +58,7 @@ def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
         directory.mkdir(mode=0o700, exist_ok=True)
         for rank, flight in flights.items():
             plain = to_plain(flight)
+            plain[_WRITTEN] = host.wall_clock()
             plain["said"] = {key: value for key, value in flight.said.items() if key != "secret"}
             unfinished = directory / f"{_PREFIX}{rank}.{os.getpid()}"
             unfinished.write_text(json.dumps(plain))
@@ -65,20 +77,24 @@ def _forget_old(parent: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read_dumps(directory: Path) -> dict[int, Flight]:
-    """What is in ``directory``, by rank.
+def read_dumps(directory: Path) -> Dumps:
+    """What is in ``directory``.
 
     Raises:
         InvalidArgumentError: nothing that can be read.
     """
     found: dict[int, Flight] = {}
-    for file in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+    now: dict[int, float] = {}
+    for file in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):
-            flight = from_plain(json.loads(file.read_text()))
+            plain = json.loads(file.read_text())
+            written = plain.pop(_WRITTEN, 0.0)
+            flight = from_plain(plain)
             found[flight.rank] = flight
+            now[flight.rank] = written - flight.wall + flight.began
     if not found:
         raise InvalidArgumentError(
             f"there is no dump in {str(directory)!r}: expected files {_PREFIX}*{_SUFFIX}; an error names "
             "their directory"
         )
-    return dict(sorted(found.items()))
+    return Dumps(dict(sorted(found.items())), now)

@@ -73,7 +73,7 @@ def load_arrivals(directory: Path) -> list[Arrival]:
                     known: _Known = (span.name, span.row, span.sequence, span.key)
                     calls.setdefault(known, []).append((part.rank, span.start, span.place))
     else:
-        for rank, recorded in read_dumps(directory).items():
+        for rank, recorded in read_dumps(directory).flights.items():
             for call in recorded.calls:
                 if call.sequence:
                     known = (call.operation, call.lane, call.sequence, (call.group, call.lane_key, call.part))
