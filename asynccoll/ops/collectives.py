@@ -206,8 +206,14 @@ def refuse(
 
 _AS_EVERY_CALL = """
 As every collective it starts at once and returns a ``Work``: ``await`` it, or ``.wait()`` without a loop, and
-use what that gives. Inputs stay as they are (``out=x`` is in place) and must not be written to before.
-``help(asynccoll.ops.collectives)`` tells of ``group``, ``lane``, ``timeout`` and the errors.
+use what that gives. Inputs stay as they are, and must not be written to until then.
+
+- ``group``: the ranks that call, as ``ac.new_group`` or a list of ranks gives them; default: all.
+- ``lane``: the order that the call belongs to; tasks that run at the same time need one each.
+- ``timeout``: seconds, after which the await raises ``CollectiveTimeoutError``.
+- ``out``, where there is one: a tensor for the result; ``out=x`` reduces or receives in place.
+
+Errors, and more of these: ``help(asynccoll.ops.collectives)``.
 """
 
 

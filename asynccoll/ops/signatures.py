@@ -148,12 +148,12 @@ def _misfit(
 def _to_write(function: Callable[..., object], first: Sequence[str], right: str) -> str:
     """The call, and where its result is: who comes from torch looks for it in what was passed."""
     name = getattr(function, "__name__", repr(function))
-    text = f": write {name}({right})"
-    given_back = str(inspect.signature(function).return_annotation)
-    if given_back.startswith("Work[") and given_back != "Work[None]":
-        text += " and use what awaiting it returns"
+    gives = str(inspect.signature(function).return_annotation)
+    if not gives.startswith("Work["):
+        return f": write {name}({right})"
+    text = f": write {'' if gives == 'Work[None]' else 'y = '}await {name}({right})"
     if name in _IN_PLACE_IN_TORCH and "out=" not in right:
-        text += f"; out={first[0]} as well changes {first[0]} itself, as in torch"
+        text += f", or await {name}({right}, out={first[0]}) to change {first[0]} itself, as torch does"
     return text
 
 

@@ -406,11 +406,12 @@ def overlap_gradients(
     >>> gradients = ac.overlap_gradients(model)
     >>> loss.backward()                  # r0 has .grad 1.0, r1 has 3.0
     >>> await gradients                  # .grad is 2.0 on both, in the shape of its parameter
+    >>> optimizer.step()
 
     Without a loop ``gradients.wait()`` ends the step. The order is ``zero_grad``, backward, ``await
     gradients``, clipping, ``optimizer.step()``. Of several backwards for one step all but the last go under
-    ``with gradients.no_sync():``. Of unused parameters, accumulation and errors tells
-    ``help(ac.overlap.GradientReducer)``.
+    ``with gradients.no_sync():``. See ``help(ac.overlap.GradientReducer)`` for unused parameters,
+    accumulation and errors.
 
     On the CPU backward runs in the caller and holds the event loop; where other tasks are to go on
     meanwhile, run it in a thread: ``await asyncio.to_thread(loss.backward)``.

@@ -100,7 +100,7 @@ class ReduceOp(str, enum.Enum):
             )
         found = _REDUCE_OPS.get(name)
         if found is None:
-            known = ", ".join(member.value for member in cls)
+            known = ", ".join(_REDUCE_OPS)
             raise InvalidArgumentError(
                 f"unknown reduction {op!r}; expected one of {known} (in any case), "
                 "or a torch.distributed.ReduceOp"
