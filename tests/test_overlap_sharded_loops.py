@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -340,6 +341,33 @@ async def both(me: Rank, sharded: Any, whole: Any, ours: nn.Module, twin: nn.Mod
 def test_state_of_the_whole_optimizer(world: World, name: str) -> None:
     """Shared out, and put together again: the same as one process has, for any number of ranks to load."""
     world.run(taken_over, name, runner="asyncio")
+
+
+async def kept_in_memory(me: Rank, kind: str) -> None:
+    """Two rounds of training from one state, beside a scheduler that halves a rate in place."""
+    model = network()
+    if kind == "optimizer":
+        raw = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+        sharded = ac.overlap.shard_optimizer(model, raw, **SMALL)
+        state = await sharded.full_state_dict()
+        load = sharded.load_full_state_dict
+    else:
+        layers = ac.overlap.shard_layers([model[0], model[3], model[5]])
+        raw = torch.optim.AdamW(layers.parameters(), lr=torch.tensor(0.5))
+        state = await layers.full_optimizer_state(raw)
+        load = partial(layers.load_full_optimizer_state, raw)
+    for _ in range(2):
+        load(state)
+        assert raw.param_groups[0]["lr"].item() == 0.5
+        raw.param_groups[0]["lr"].mul_(0.5)  # as torch's schedulers do with a rate that is a tensor
+    if kind == "optimizer":
+        await sharded.aclose()
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "layers"])
+def test_a_state_in_memory_is_a_copy(pair: World, kind: str) -> None:
+    """A rate that is a tensor was one with the saved one: the best state so far had a later rate."""
+    pair.run(kept_in_memory, kind, runner="asyncio")
 
 
 async def of_other_groups(me: Rank) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.ops.collectives import all_gather, broadcast
 from asynccoll.overlap.gathering import Layer, Shard
-from asynccoll.overlap.states import State, parts_of, whole_of
+from asynccoll.overlap.states import State, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps
 from asynccoll.runtime.process import get_rank
 
@@ -69,8 +69,7 @@ def optimizer_state(
     states: dict[str, State] = {}
     groups: list[dict[str, Any]] = []
     for given in optimizer.param_groups:
-        options = {name: value for name, value in given.items() if name != "params"}
-        groups.append({**options, "params": []})
+        groups.append({**options_of(given), "params": []})
         for own in given["params"]:
             shard, names = _ours(of, own)
             groups[-1]["params"] += names
@@ -91,7 +90,7 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
             f"the state is of parameter groups of {saved}; expected {listed}, as the optimizer has them"
         )
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        given |= {name: value for name, value in kept.items() if name != "params"}
+        given.update(options_of(kept))
         for own in given["params"]:
             shard, names = _ours(of, own)
             whole = [state["state"].get(name, {}) for name in names]

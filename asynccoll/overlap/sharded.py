@@ -42,7 +42,7 @@ from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardReducer, waiting_hooks
-from asynccoll.overlap.states import State, parts_of, whole_of
+from asynccoll.overlap.states import State, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
 
@@ -278,7 +278,7 @@ class ShardedOptimizer(Wrapping):
                 whole = yield from whole_of(part, bucket.cut, bucket.values, **self._tail)
                 states |= {numbers[id(x)]: state for x, state in zip(bucket.parameters, whole, strict=True)}
         groups = [
-            {**{name: value for name, value in given.items() if name != "params"}, "params": listed}
+            {**options_of(given), "params": listed}
             for given, listed in zip(self.wrapped.param_groups, self._numbered(), strict=True)
         ]
         return {"state": dict(sorted(states.items())), "param_groups": groups}
@@ -315,7 +315,7 @@ class ShardedOptimizer(Wrapping):
             )
         self._take_over(states)
         for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
-            given |= {name: value for name, value in saved.items() if name != "params"}
+            given.update(options_of(saved))
 
     def state_dict(self) -> NoReturn:
         """Refused: here is the state of a part of each parameter.

@@ -6,6 +6,7 @@ ranks there are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,18 @@ import torch
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.steps import Steps
 
-__all__ = ["State", "parts_of", "whole_of"]
+__all__ = ["State", "options_of", "parts_of", "whole_of"]
 
 State = dict[str, object]
 #: States of these names are one number for all elements, also where the parameter itself is one number.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 #: The views of a flat tensor that are the parameters', in their shapes.
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def options_of(group: Mapping[str, Any]) -> State:
+    """A copy of what a group has besides parameters: schedulers write to a rate that is a tensor."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def parts_of(
