@@ -71,6 +71,53 @@ def test_a_forgotten_step_is_told(make: Any, name: str) -> None:
     assert model.weight.tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize(("make", "name"), [(sharded, "ShardedOptimizer"), (awaited, "AsyncOptimizer")])
+def test_a_forgotten_step_is_told_by_the_next_backward(make: Any, name: str, is_kept: bool) -> None:
+    """Which comes before the next call on the optimizer, in a training loop; also where the step was kept."""
+    model, optimizer = make()
+    cure = r"write `await optimizer\.step\(\)` \(or \.step\(\)\.wait\(\)\)"
+    said = rf"^{name}\.step\(\) at .*test_overlap_pending\.py:\d+ was never awaited.*: {cure}$"
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        step = optimizer.step()
+        if not is_kept:
+            del step
+        with pytest.raises(ac.InvalidArgumentError, match=said):
+            model(torch.ones(1, 2)).sum().backward()
+        if is_kept:
+            step.wait()
+        else:
+            optimizer.step().wait()
+    assert len(heard) == (not is_kept), "once an error has said it, no warning need"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("make", [sharded, awaited])
+def test_a_second_backward_names_the_calls_of_the_optimizer(make: Any) -> None:
+    model, optimizer = make()
+    with pytest.raises(ac.InvalidArgumentError) as refused:
+        model(torch.ones(1, 2)).sum().backward()
+    told = str(refused.value)
+    assert "`await optimizer.step()` (or .step().wait()) after each backward" in told
+    assert "`with optimizer.no_sync():`" in told
+    assert "gradients.wait()" not in told
+    optimizer.close()
+
+
+def test_a_step_of_the_wrapped_optimizer_names_the_awaited_one() -> None:
+    _, optimizer = awaited()
+    with pytest.raises(ac.InvalidArgumentError, match=r"`await optimizer\.step\(\)`.*\.reduced\(\)`"):
+        optimizer.wrapped.step()
+    optimizer.close()
+
+
+def test_what_takes_arguments_is_written_so() -> None:
+    _, optimizer = sharded()
+    with pytest.warns(ac.UnawaitedWorkWarning, match=r"write `await optimizer\.clip_grad_norm_\(\.\.\.\)`"):
+        optimizer.clip_grad_norm_(1.0)
+
+
 def test_it_is_not_its_result() -> None:
     _, optimizer = sharded()
     norm = optimizer.clip_grad_norm_(1.0)

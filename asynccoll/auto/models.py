@@ -228,7 +228,9 @@ class AsyncOptimizer(Wrapping):
         self.wrapped = optimizer
         self.gradients = gradients
         whose = f"this optimizer ({type(optimizer).__name__}, awaited)"
-        self._methods = Methods("AsyncOptimizer", whose, lambda: gradients.news)
+        self._methods = Methods(
+            "AsyncOptimizer", "optimizer", whose, lambda: gradients.news, gradients.forgotten
+        )
 
     def __repr__(self) -> str:
         return f"<AsyncOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
@@ -266,7 +268,7 @@ class AsyncOptimizer(Wrapping):
 
     def unscale_(self, scaler: Any) -> Pending[None]:
         """``scaler.unscale_`` of the averaged gradients, for clipping before ``step(scaler=scaler)``."""
-        return self._methods.resumed(("unscale_",), lambda: self._unscale(scaler))
+        return self._methods.resumed(("unscale_", scaler), lambda: self._unscale(scaler))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
         yield from self._reduce()

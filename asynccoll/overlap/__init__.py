@@ -14,6 +14,7 @@ is a module, and the others are what several of these share:
 - ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns;
 - ``asking``: for ``async_optim``, whose gradients are reduced once more where a rank has added some;
 - ``arrivals``: parameters on their way from a sharded optimizer's step;
+- ``unawaited``: what is told of gradients that were not awaited;
 - ``scaling``: what comes before a gradient scaler unscales, or steps.
 """
 

@@ -15,6 +15,7 @@ from asynccoll.errors import CollectiveMismatchError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.steps import Steps
+from asynccoll.overlap.unawaited import BY_OPTIMIZER
 from asynccoll.waiting.work import Work
 
 __all__ = ["AskingReducer"]
@@ -34,6 +35,8 @@ class AskingReducer(GradientReducer):
     buckets of a second reduction therefore leave when it is awaited: during backward they would come before
     the question.
     """
+
+    _calls = BY_OPTIMIZER
 
     @property
     def _held(self) -> bool:

@@ -64,7 +64,7 @@ class ParameterAverager:
         check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
         self._every, self._delay = every, delay
         self._tail: dict[str, Any] = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
-        self._methods = Methods("ParameterAverager", "this averager")
+        self._methods = Methods("ParameterAverager", "averager", "this averager")
         self._steps = 0
         self._midway = False
         self._begun = 0  # the step that the latest round began with

@@ -17,6 +17,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.overlap.buckets import Bucket
 from asynccoll.overlap.gradients import GradientReducer, living
+from asynccoll.overlap.unawaited import BY_BACKWARD
 
 __all__ = ["BackwardReducer"]
 
@@ -46,6 +47,7 @@ class BackwardReducer(GradientReducer):
 
     #: After a backward that raised, before ``synchronize()``.
     _may_be_gone = True
+    _calls = BY_BACKWARD
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], **options: Any) -> None:
         _take_over(parameters())

@@ -49,7 +49,9 @@ from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
+from asynccoll.overlap.pending import Forgotten
 from asynccoll.overlap.scaling import before_scaling
+from asynccoll.overlap.unawaited import BY_REDUCER, Calls
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work, wait_all
@@ -60,20 +62,6 @@ __all__ = ["GradientReducer", "overlap_gradients"]
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
-
-_SECOND_BACKWARD = (
-    "backward ran a second time before the gradients of the first were awaited, and has "
-    "added to what is being sent: `await gradients` (or gradients.wait()) after each "
-    "backward, or accumulate first, under `with gradients.no_sync():`, and send with the last backward. (The "
-    "backward of another model's loss that goes through this one, as a generator's goes through the "
-    "discriminator, counts: run it under this model's no_sync(), or with its parameters frozen)"
-)
-
-_NOT_AWAITED = (
-    "the optimizer steps, or a scaler unscales, before the gradients of the last backward were awaited, "
-    "which are being sent: `await gradients` (or gradients.wait()) between backward and step, and before "
-    "unscaling and clipping (an optimizer that steps in hooks of backward always comes too early)"
-)
 
 _OUT_OF_STEP = (
     "an optimizer has stepped since the last `await gradients` on the ranks {stepped} (of the group), and on "
@@ -114,6 +102,8 @@ class GradientReducer:
 
     #: whether gradients may be set to None while they are being sent
     _may_be_gone = False
+    #: what its user writes, who may know nothing of it but an optimizer
+    _calls: Calls = BY_REDUCER
 
     def __init__(
         self,
@@ -164,6 +154,8 @@ class GradientReducer:
         self._gathered = False  # whether backward has run under no_sync since the last reduction
         self._has_begun = False  # whether there was a reduction, since when steps count
         self._has_stepped = False  # whether an optimizer has, since the last reduction
+        #: the calls of methods of its optimizer that nobody waits for
+        self.forgotten: Forgotten = Forgotten()
         #: reductions since the last step, where somebody says ``stepped``; as many on every rank
         self.rounds: int = 0
         self._lock = host.Lock()  # with several devices, several threads run one backward
@@ -300,7 +292,7 @@ class GradientReducer:
         """Refuse to have the optimizer, or a scaler for it, use gradients that are under way."""
         mine = self._identity[2]
         if self._begun and any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
-            raise InvalidArgumentError(f"{self!r}: {_NOT_AWAITED}")
+            raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step with gradients that have been reduced; the last parameter of each group tells whose."""
@@ -321,7 +313,8 @@ class GradientReducer:
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if self._begun and (again or not self._syncing):
                 bucket.told(index)
-                raise InvalidArgumentError(f"{self!r}: {_SECOND_BACKWARD}")
+                told = self.forgotten.last() or f"{self!r}: {self._calls.second_backward}"
+                raise InvalidArgumentError(told)
             if not self._syncing:
                 bucket.check(index)
                 self._gathered = True

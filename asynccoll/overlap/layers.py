@@ -117,7 +117,7 @@ class ShardedLayers(nn.Module):
         self._turns = Turns(group, self._call["lane"], [backward_lane(of_backward), again["lane"]])
         self._scattering = Scattering(self._backward, self._turns)
         self._loop: Iterator[Callable[[], Work[object]]] = iter(())
-        self._methods = Methods("ShardedLayers", "these layers")
+        self._methods = Methods("ShardedLayers", "layers", "these layers")
         _live[self] = None
 
     def _check_lane(self, group: GroupLike) -> None:
@@ -211,7 +211,9 @@ class ShardedLayers(nn.Module):
 
         Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
         """
-        return self._methods.resumed(("unscale_",), lambda: self._unscale(scaler, optimizer))
+        return self._methods.resumed(
+            ("unscale_", scaler, optimizer), lambda: self._unscale(scaler, optimizer)
+        )
 
     def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
         yield from norms.agree_on_overflow(list(self.shards), **self._backward)

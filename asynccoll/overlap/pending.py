@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Generator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 from asynccoll.waiting.forgotten import NotItsResult
 
-__all__ = ["Methods", "Pending"]
+__all__ = ["Forgotten", "Methods", "Pending"]
 
 T = TypeVar("T")
 
@@ -22,16 +23,27 @@ class Pending(NotItsResult, Generic[T]):
     - ``await pending``, on asyncio or trio, or ``pending.wait()`` without an event loop. Later waits get the
       same result; one after a cancelled or timed-out wait goes on with what is left.
     - Never waited for, it has done nothing: it warns (``UnawaitedWorkWarning``) when it is dropped, and the
-      next call on its object raises ``InvalidArgumentError``. Both name the line.
+      next call on its object, or the next backward, raises ``InvalidArgumentError``. Both name the line.
     """
 
-    __slots__ = ("__weakref__", "_begin", "_begun", "_called", "_is_told", "_methods", "_result", "_spot")
+    __slots__ = (
+        "__weakref__",
+        "_begin",
+        "_begun",
+        "_called",
+        "_cure",
+        "_forgotten",
+        "_is_told",
+        "_result",
+        "_spot",
+    )
 
-    def __init__(self, methods: Methods, called: str, begin: Callable[[], Steps[T]]) -> None:
-        """``called``: the method, as a user writes it."""
+    def __init__(self, forgotten: Forgotten, called: str, cure: str, begin: Callable[[], Steps[T]]) -> None:
+        """``called``: the method, as a user writes it; ``cure``: how it is waited for."""
         self._begun = self._is_told = False
-        self._methods = methods
+        self._forgotten = forgotten
         self._called = called
+        self._cure = cure
         self._begin = begin
         self._result: tuple[T] | None = None
         self._spot: Spot = caller()
@@ -56,17 +68,23 @@ class Pending(NotItsResult, Generic[T]):
             self._result = (run_blocking(self._begin()),)
         return self._result[0]
 
+    def unawaited(self) -> str:
+        """That nobody has waited for it, if so, and how to."""
+        if self._begun:
+            return ""
+        place = self._spot.place
+        return f"{self._called} at {place} was never awaited, and has done nothing: write {self._cure}"
+
     def _told(self) -> None:
         self._is_told = True
 
     def __del__(self) -> None:
         if self._begun:
             return
-        place = self._spot.place
-        told = f"{self._called} at {place} was never awaited, and has done nothing: await it, or call wait()"
-        self._methods.forgotten = told
+        told = self._forgotten.told = self.unawaited()
         if self._is_told:
             return
+        place = self._spot.place
         try:
             warnings.warn_explicit(told, UnawaitedWorkWarning, place.file, place.line)
         except BaseException:  # warnings turned into errors, or an interpreter that is shutting down
@@ -76,23 +94,71 @@ class Pending(NotItsResult, Generic[T]):
                 raise
 
 
+class Forgotten:
+    """The calls of one object's methods that nobody has waited for."""
+
+    __slots__ = ("_latest", "told")
+
+    def __init__(self) -> None:
+        #: what to tell of one that was dropped
+        self.told: str = ""
+        self._latest: Callable[[], Pending[Any] | None] = _none
+
+    def made(self, pending: Pending[Any]) -> None:
+        """This one may come to be forgotten."""
+        self._latest = weakref.ref(pending)
+
+    def dropped(self) -> str:
+        """What to tell of one that was dropped, once; empty if there is none."""
+        told, self.told = self.told, ""
+        return told
+
+    def last(self) -> str:
+        """The same also of the latest, which somebody may have kept."""
+        told = self.dropped()
+        latest = self._latest()
+        if told or latest is None:
+            return told
+        latest._told()
+        return latest.unawaited()
+
+
+def _none() -> None:
+    """Before there is a call."""
+
+
 class Methods(Resumable):
     """The methods of one object that return a ``Pending``."""
 
-    def __init__(self, of: str, whose: str, news: Callable[[], object] = lambda: None) -> None:
-        """``of``: the object's class."""
+    def __init__(
+        self,
+        of: str,
+        name: str,
+        whose: str,
+        news: Callable[[], object] = lambda: None,
+        forgotten: Forgotten | None = None,
+    ) -> None:
+        """``of``: the object's class; ``name``: what users call it; ``forgotten``: where others look, too."""
         super().__init__(whose, news)
         self._of = of
-        #: of a call that nobody waited for, what to tell
-        self.forgotten: str = ""
+        self._name = name
+        self._forgotten = forgotten or Forgotten()
 
     def resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Pending[T]:
         """The waits of the method with these arguments, or what was left of them."""
-        return self.pending(name[0], lambda: self.steps(name, begin))
+        takes = any(given is not None for given in name[1:])
+        return self._pending(name[0], takes, lambda: self.steps(name, begin))
 
     def pending(self, name: object, begin: Callable[[], Steps[T]]) -> Pending[T]:
         """The waits of the method, which goes on by itself where it was left."""
-        told, self.forgotten = self.forgotten, ""
+        return self._pending(name, False, begin)
+
+    def _pending(self, name: object, takes_arguments: bool, begin: Callable[[], Steps[T]]) -> Pending[T]:
+        told = self._forgotten.dropped()
         if told:  # the other ranks are a step ahead, or all of them have left it out
             raise InvalidArgumentError(told)
-        return Pending(self, f"{self._of}.{name}()", begin)
+        call = f".{name}({'...' if takes_arguments else ''})"
+        cure = f"`await {self._name}{call}` (or {call}.wait())"
+        pending = Pending(self._forgotten, f"{self._of}.{name}()", cure, begin)
+        self._forgotten.made(pending)
+        return pending

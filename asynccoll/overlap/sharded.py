@@ -91,8 +91,10 @@ class ShardedOptimizer(Wrapping):
         gradients = self.gradients
         self._methods = Methods(
             "ShardedOptimizer",
+            "optimizer",
             f"this optimizer ({type(optimizer).__name__}, sharded)",
             lambda: gradients.news,
+            gradients.forgotten,
         )
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._agreed = False  # on whether a gradient overflowed
@@ -244,7 +246,7 @@ class ShardedOptimizer(Wrapping):
 
     def unscale_(self, scaler: object) -> Pending[None]:
         """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
-        return self._methods.resumed(("unscale_",), lambda: self._unscale(scaler))
+        return self._methods.resumed(("unscale_", scaler), lambda: self._unscale(scaler))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
         check_not_unscaled(self, scaler)

@@ -21,6 +21,7 @@ from asynccoll.overlap.buckets import Bucket, assign
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.hooks import before_accumulation
 from asynccoll.overlap.steps import Steps
+from asynccoll.overlap.unawaited import BY_OPTIMIZER
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 
@@ -137,6 +138,7 @@ class ShardReducer(GradientReducer):
 
     #: What has been sent is in the shard.
     _may_be_gone = True
+    _calls = BY_OPTIMIZER
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], **options: Any) -> None:
         self._of = {id(x): index for index, group in enumerate(groups) for x in group}
