@@ -212,7 +212,84 @@ def test_where_a_slow_rank_was_that_marks_nothing_there():
     found = find([rank(0, [0.1] * 4), slow])
     assert found.late is not None
     assert (found.late.rank, found.late.doing) == (1, "after optimizer and before forward")
-    assert "it was after optimizer and before forward" in advice(found)
+    assert "it takes longer after optimizer and before forward" in advice(found)
+
+
+def steps_of(rank, *, marked=False, within=0.0, ranks=3):
+    """Rank 2 loads for 30 ms more; all are for 60 ms in backward, or ``within`` it, when they call."""
+    spans, steps = [], []
+    now = 0.0
+    for k in range(10):
+        late = 0.03 if rank == 2 else 0.0
+        loaded = now + 0.001 + late
+        spans += [compute("load", now + 0.001, loaded + 0.0001)] if marked else []
+        forward = loaded + 0.001
+        called = forward + 0.07 - within
+        done = now + 0.11 - within
+        spans += [
+            compute("forward", forward, forward + 0.005),
+            compute("backward", forward + 0.01, max(done, called) if within else called + 0.001),
+            call(called, done, k),
+            compute("optimizer", now + 0.115, now + 0.118),
+        ]
+        now += 0.12
+        steps.append(now)
+    return part(rank, spans, ranks=ranks, steps=tuple(steps), seconds=now)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ({}, "after optimizer and before forward"),
+        ({"marked": True}, "load"),
+        ({"within": 0.055}, "after optimizer and before forward"),
+    ],
+)
+def test_what_makes_a_rank_late_is_what_takes_longer_there(how, where):
+    """Not what it does while the others wait: in that all ranks are for as long."""
+    found = find([steps_of(rank, **how) for rank in range(3)])
+    assert found.late is not None
+    assert (found.late.rank, found.late.doing) == (2, where)
+
+
+def test_of_marks_within_each_other_the_inner_one_is_told():
+    def rank(number, late):
+        for k in range(10):
+            yield compute("epoch", k + 0.1, k + 0.4 + late)
+            yield compute("load", k + 0.1, k + 0.2 + late)
+            yield call(k + 0.3 + late, k + 0.9, k)
+
+    found = find([part(number, rank(number, late)) for number, late in enumerate((0.0, 0.3))])
+    assert found.lateness[0].doing == "load"
+
+
+def test_a_phase_in_which_the_others_wait_counts_by_what_is_computed_before_the_call():
+    """All are in it for as long: the late rank computes, and the others wait there for it."""
+    parts = [
+        part(
+            rank,
+            [one for k in range(10) for one in (compute("forward", k, k + 0.9), call(k + late, k + 0.9, k))],
+        )
+        for rank, late in enumerate((0.1, 0.8, 0.1))
+    ]
+    assert find(parts).lateness[0].doing == "forward"
+
+
+def test_between_marks_that_the_others_do_not_have_nobody_knows_what_is_usual():
+    """Rank 1 marks less: the time between its marks is no excess, though others have none by that name."""
+
+    def rank(late, *names):
+        for k in range(10):
+            yield call(k + late, k + 0.9, k)
+            for n, name in enumerate(names):
+                yield compute(name, k + 0.91 + n / 50, k + 0.92 + n / 50)
+
+    found = find([part(0, rank(0.1, "x", "y")), part(1, rank(0.8, "x"))])
+    assert found.late is not None
+    assert (found.late.rank, found.late.doing) == (1, "")
+    assert advice(found).endswith(
+        "no mark takes longer there: put ac.trace.span(name) around more of the loop"
+    )
 
 
 def test_chance_makes_no_rank_late():

@@ -60,7 +60,7 @@ def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     cards = text(browser, "#cards")
     assert "20 % hidden" in cards  # 0.4 s of 1.8 on one rank, none of 0.2 on the other
     assert "rank 1 is late" in cards
-    assert "it was in load" in cards
+    assert "it takes longer in load" in cards
     assert "1 operation not over" in cards
     assert "backward" in text(browser, "#keys") and "end of a step" in text(browser, "#keys")
     hang = text(browser, "#hangs")

@@ -280,20 +280,20 @@ def _unfinished(found: Findings) -> Table:
 
 def _lateness(found: Findings) -> Table:
     from asynccoll.host.words import duration
-    from asynccoll.trace.advice import was
+    from asynccoll.trace.advice import longer
 
-    columns = ("rank", "last in", "others waited", "longest", "for", "it was", "line")
+    columns = ("rank", "last in", "others waited", "longest", "for", "takes longer", "line")
     table = Table(
         columns,
         title=_titled("who was late", len(found.lateness), 10),
-        left=frozenset({"for", "it was", "line"}),
+        left=frozenset({"for", "takes longer", "line"}),
     )
     if found.ranks < 2:
         return table
     for one in found.lateness[:10]:
         last, total, longest = f"{one.last} of {one.of}", duration(one.total), duration(one.longest)
         table.rows.append(
-            (str(one.rank), last, total, longest, one.longest_operation, was(one.doing), one.longest_place)
+            (str(one.rank), last, total, longest, one.longest_operation, longer(one.doing), one.longest_place)
         )
     return table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynccoll.host.words import duration, listed
 from asynccoll.trace.findings import Findings
 
-__all__ = ["advice", "breaks_off", "summary", "was"]
+__all__ = ["advice", "breaks_off", "longer", "summary"]
 
 #: Lanes of gradients that are sent from backward, if nothing else is said.
 _BUCKETS = "gradients/"
@@ -50,18 +50,22 @@ def _holding_up(found: Findings) -> str:
     late = found.late
     if late is None:
         return ""
-    doing = (
-        f"it was {was(late.doing)}" if late.doing
-        else "what it did meanwhile is not marked: put ac.trace.span(name) around parts of the loop"
-    )  # fmt: skip
     return (
         f"rank {late.rank} is late: last in {late.last} of {late.of} operations, the others waited "
-        f"{duration(late.total)} for it, which no overlap hides; {doing}"
+        f"{duration(late.total)} for it, which no overlap hides; {_why(found, late.doing)}"
     )
 
 
-def was(doing: str) -> str:
-    """What a late rank did meanwhile, behind "it was"."""
+def _why(found: Findings, doing: str) -> str:
+    if doing:
+        return f"it takes longer {longer(doing)}"
+    if found.marked:
+        return "no mark takes longer there: put ac.trace.span(name) around more of the loop"
+    return "what it does meanwhile is not marked: put ac.trace.span(name) around parts of the loop"
+
+
+def longer(doing: str) -> str:
+    """What makes a rank late, behind "it takes longer"."""
     if not doing:
         return "-"
     return doing if doing.startswith(("after ", "before ")) else f"in {doing}"

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from asynccoll.flight.hanging import Hang, Unfinished, hang
-from asynccoll.trace.parts import Part
-from asynccoll.trace.spans import Span, covered, intersection, length, within
+from asynccoll.trace.lateness import Lateness, late, lateness
+from asynccoll.trace.parts import Part, calls, members
+from asynccoll.trace.spans import Interval, Span, covered, gaps, intersection, length, within
 
 __all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction"]
 
-Interval = tuple[float, float]
-#: A rank is late if the others wait for it again and again, for such a share of the time, and so many times
-#: as long as for the middle one of the others: on a busy host chance makes it two or three times.
-_LATE_SHARE = 0.05
-_LATE_TIMES = 4.0
-#: A few long waits are chance as well, so this share of the times that a rank is late does not count.
-_CHANCE = 0.1
-#: But chance does not hit one rank in so many of the steps: then so many times as long is enough.
-_STEADILY = 0.8
-_STEADY_TIMES = 2.0
 #: Of so many steps the first says little about the others; fewer say nothing about what comes again.
 _STEPS = 3
 
@@ -61,26 +51,6 @@ class Wait:
     longest: float
     longest_rank: int
     longest_start: float
-
-
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """How often a rank was the last to call an operation, and how long others waited for it."""
-
-    rank: int
-    last: int
-    of: int
-    total: float
-    longest: float
-    longest_operation: str
-    longest_place: str
-    longest_start: float
-    #: what it did meanwhile; where that was not marked, ``after optimizer and before forward``
-    doing: str
-    #: ``total`` without the longest tenth of the times
-    repeated: float = 0.0
-    #: what it is late by in four of five steps (or operations, if no steps are known), times their number
-    steady: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +90,7 @@ def find(parts: Sequence[Part]) -> Findings:
     marked = any(not span.is_operation for part in parts for span in part.spans)
     warm, began = _warm(parts)
     whole = _share(_times(warm, seconds), 0.0, seconds)
-    lateness, unfinished = tuple(_lateness(warm)), tuple(_unfinished(parts))
+    ranks, unfinished = tuple(lateness(parts, warm)), tuple(_unfinished(parts))
     return Findings(
         ranks=len(parts),
         seconds=seconds,
@@ -131,8 +101,8 @@ def find(parts: Sequence[Part]) -> Findings:
         waited=whole[1],
         steps=tuple(_steps(parts, seconds)),
         waits=tuple(_waits(warm)),
-        lateness=lateness,
-        late=_late(lateness, seconds - began) if len(parts) > 1 else None,
+        lateness=ranks,
+        late=late(ranks, seconds - began) if len(parts) > 1 else None,
         unfinished=unfinished,
         hang=hang(unfinished),
         left_out=int(warm is not parts),
@@ -149,21 +119,6 @@ def _warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
         for part in parts
     ]
     return later, min(part.steps[0] for part in parts)
-
-
-def _late(lateness: Sequence[Lateness], seconds: float) -> Lateness | None:
-    if not lateness:
-        return None
-    first, others = lateness[0], lateness[1:]
-    enough = _LATE_SHARE * seconds
-    of_others = statistics.median(one.total for one in others)
-    again = first.repeated > enough and first.repeated > _LATE_TIMES * of_others
-    steadily = (
-        first.steady > enough
-        and first.steady > _LATE_TIMES * statistics.median(one.steady for one in others)
-        and first.total > _STEADY_TIMES * of_others
-    )
-    return first if again or steadily else None
 
 
 def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:
@@ -234,18 +189,10 @@ def _first(part: Part) -> float:
 
 def _exposed(part: Part) -> Iterable[tuple[Span, list[Interval]]]:
     """Each operation, and when it was in flight without compute beside it."""
-    idle = _gaps(_busy(part.spans, 0.0, part.seconds, operations=False), part.seconds)
+    idle = gaps(_busy(part.spans, 0.0, part.seconds, operations=False), part.seconds)
     for span in part.spans:
         if span.is_operation:
-            end = part.seconds if span.end is None else span.end
-            yield span, within(idle, span.start, end)
-
-
-def _gaps(busy: Sequence[Interval], end: float) -> list[Interval]:
-    """What lies between, before ``end``."""
-    starts = [0.0, *(stop for _, stop in busy)]
-    stops = [*(start for start, _ in busy), end]
-    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+            yield span, within(idle, span.start, part.end_of(span))
 
 
 def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
@@ -255,123 +202,31 @@ def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
         for span, idle in _exposed(part):
             lines.setdefault((span.name, span.row, span.place), []).append((span, idle, part.rank))
     found = []
-    for (name, lane, place), calls in lines.items():
-        span, idle, rank = max(calls, key=lambda call: length(call[1]))
+    for (name, lane, place), made in lines.items():
+        span, idle, rank = max(made, key=lambda call: length(call[1]))
         by_rank: dict[int, list[Interval]] = {}
-        for _, intervals, whose in calls:
+        for _, intervals, whose in made:
             by_rank.setdefault(whose, []).extend(intervals)
         total = sum(length(covered(intervals)) for intervals in by_rank.values())
-        size_bytes = sum(call[0].size_bytes for call in calls)
-        found.append(Wait(name, lane, place, len(calls), size_bytes, total, length(idle), rank, span.start))
+        size_bytes = sum(call[0].size_bytes for call in made)
+        found.append(Wait(name, lane, place, len(made), size_bytes, total, length(idle), rank, span.start))
     return sorted(found, key=lambda wait: -wait.total)[:most]
-
-
-def _calls(parts: Sequence[Part]) -> dict[object, list[tuple[Part, Span]]]:
-    """Each operation that several ranks have called."""
-    found: dict[object, list[tuple[Part, Span]]] = {}
-    for part in parts:
-        for span in part.spans:
-            if span.key is not None:
-                found.setdefault(span.key, []).append((part, span))
-    return found
-
-
-def _lateness(parts: Sequence[Part]) -> list[Lateness]:
-    """Ranks by how long others have waited for them to come."""
-    late: dict[int, list[tuple[float, Span, Part]]] = {part.rank: [] for part in parts}
-    shared = [calls for calls in _calls(parts).values() if len(calls) > 1]
-    for calls in shared:
-        part, span = max(calls, key=lambda call: call[1].start)
-        others = statistics.median(other.start for whose, other in calls if whose is not part)
-        late[part.rank].append((span.start - others, span, part))
-    found = []
-    for rank, times in late.items() if shared else ():
-        if not times:
-            found.append(Lateness(rank, 0, len(shared), 0.0, 0.0, "", "", 0.0, ""))
-            continue
-        times.sort(key=lambda one: -one[0])
-        seconds, span, part = times[0]
-        waited = _waited_for(times)
-        found.append(
-            Lateness(
-                rank, len(times), len(shared), length(waited), seconds, span.name, span.place, span.start,
-                _doing(part, waited), length(_waited_for(times[math.ceil(_CHANCE * len(times)) :])),
-                _steady(part, times, len(shared)),
-            )
-        )  # fmt: skip
-    return sorted(found, key=lambda one: -one.total)
-
-
-def _waited_for(times: Iterable[tuple[float, Span, Part]]) -> list[Interval]:
-    """When others waited for a rank that was late so often."""
-    return covered((span.start - before, span.start) for before, span, _ in times)
-
-
-def _steady(part: Part, times: Sequence[tuple[float, Span, Part]], operations: int) -> float:
-    """What a rank is late by in nearly all steps, over all of them; of operations, if there are few steps."""
-    several = len(part.steps) >= _STEPS
-    units = len(part.steps) - 1 if several else operations
-    by_unit: dict[int, list[tuple[float, Span, Part]]] = {}
-    for number, one in enumerate(times):
-        by_unit.setdefault(bisect_right(part.steps, one[1].start) if several else number, []).append(one)
-    late = sorted((length(_waited_for(of_one)) for of_one in by_unit.values()), reverse=True)
-    reached = math.ceil(_STEADILY * units)
-    return late[reached - 1] * units if units >= _STEPS and reached <= len(late) else 0.0
-
-
-def _doing(part: Part, late: Sequence[Interval]) -> str:
-    """The compute in which most of ``late`` lies; where most is not marked, between which it lies."""
-    compute = [span for span in part.spans if not span.is_operation]
-    by_name: dict[str, list[Interval]] = {}
-    for span in compute:
-        by_name.setdefault(span.name, []).append((span.start, _end(span, part)))
-    spent = {name: length(intersection(covered(times), late)) for name, times in by_name.items()}
-    busy = covered((span.start, _end(span, part)) for span in compute)
-    unmarked = intersection(_gaps(busy, part.seconds), late)
-    best = max(spent, key=lambda name: spent[name], default="")
-    return best if best and spent[best] >= length(unmarked) else _between(compute, unmarked, part)
-
-
-def _between(compute: Sequence[Span], unmarked: Sequence[Interval], part: Part) -> str:
-    """The compute that ends before most of ``unmarked``, and that which begins behind it."""
-    ended = sorted(compute, key=lambda span: _end(span, part))
-    ends, starts = [_end(span, part) for span in ended], [span.start for span in compute]
-    spent: dict[str, float] = {}
-    for start, end in unmarked:
-        before, behind = bisect_right(ends, start), bisect_left(starts, end)
-        names = [*(f"after {ended[before - 1].name}" for _ in range(before > 0))]
-        names += [f"before {compute[behind].name}" for _ in range(behind < len(compute))]
-        where = " and ".join(names)
-        spent[where] = spent.get(where, 0.0) + end - start
-    return max(spent, key=lambda where: spent[where], default="")
-
-
-def _end(span: Span, part: Part) -> float:
-    return part.seconds if span.end is None else span.end
 
 
 def _unfinished(parts: Sequence[Part]) -> list[Unfinished]:
     """What was not over at the end, or failed, the longest first."""
-    calls = _calls(parts)
+    made = calls(parts)
     found = []
     for part in parts:
         for span in part.spans:
             if span.is_operation and (span.end is None or span.failed):
-                came = {whose.rank for whose, _ in calls.get(span.key, [])}
+                came = {whose.rank for whose, _ in made.get(span.key, [])}
                 known = {whose.rank for whose in parts if whose.is_whole or whose.seconds > span.start}
-                missing = tuple(sorted(_members(span, parts) & known - came)) if span.key else ()
+                missing = tuple(sorted(members(span, parts) & known - came)) if span.key else ()
                 found.append(
                     Unfinished(
                         part.rank, span.name, span.row, span.sequence, span.place,
-                        (part.seconds if span.end is None else span.end) - span.start, span.failed, missing,
+                        part.end_of(span) - span.start, span.failed, missing,
                     )
                 )  # fmt: skip
     return sorted(found, key=lambda one: -one.seconds)
-
-
-def _members(span: Span, parts: Sequence[Part]) -> set[int]:
-    """The ranks of the group, which a lane's row names if it is not the world."""
-    _, of, ranks = span.row.rpartition(" of [")
-    if of:
-        return {int(rank) for rank in ranks.rstrip("]").split(",")}
-    return {part.rank for part in parts}

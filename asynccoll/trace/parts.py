@@ -8,7 +8,7 @@ is all.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asynccoll.trace.recorder import Recorder
     from asynccoll.world.context import Context
 
-__all__ = ["Part", "Writer", "part_of", "read_part"]
+__all__ = ["Part", "Writer", "calls", "members", "part_of", "read_part"]
 
 _FORMAT = 1
 
@@ -51,6 +51,10 @@ class Part:
     #: whether this is all of it: a rank that was killed has not written what it did last
     is_whole: bool = True
 
+    def end_of(self, span: Span) -> float:
+        """When it was over, or the end of the recording."""
+        return self.seconds if span.end is None else span.end
+
     def as_clock(self) -> Clock:
         """What aligns it with others."""
         operations: dict[Hashable, tuple[float, float]] = {
@@ -74,6 +78,24 @@ def _tells(span: Span) -> bool:
     """Whether its end says that it has begun everywhere. What is empty need not be sent."""
     ended = span.end is not None and not span.failed
     return ended and span.name in SYNCHRONIZING and (span.size_bytes > 0 or span.name == "barrier")
+
+
+def calls(parts: Iterable[Part]) -> dict[Hashable, list[tuple[Part, Span]]]:
+    """By operation, which is no message: who has called it."""
+    found: dict[Hashable, list[tuple[Part, Span]]] = {}
+    for part in parts:
+        for span in part.spans:
+            if span.key is not None:
+                found.setdefault(span.key, []).append((part, span))
+    return found
+
+
+def members(span: Span, parts: Iterable[Part]) -> set[int]:
+    """The ranks of the group, which a lane's row names if it is not the world."""
+    _, of, ranks = span.row.rpartition(" of [")
+    if of:
+        return {int(rank) for rank in ranks.rstrip("]").split(",")}
+    return {part.rank for part in parts}
 
 
 def part_of(recorder: Recorder, context: Context) -> Part:

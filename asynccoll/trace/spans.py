@@ -6,7 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Span", "covered", "intersection", "length", "stack", "within"]
+__all__ = ["Interval", "Span", "covered", "gaps", "intersection", "length", "stack", "within"]
+
+#: When something begins and when it ends.
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ def stack(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:
     return [(row, tracks) for (_, row), tracks in sorted(rows.items(), key=lambda item: item[0][0])]
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def covered(intervals: Iterable[Interval]) -> list[Interval]:
     """The union of ``intervals``, as disjoint ones in order."""
-    union: list[tuple[float, float]] = []
+    union: list[Interval] = []
     for start, end in sorted(intervals):
         if union and start <= union[-1][1]:
             union[-1] = (union[-1][0], max(end, union[-1][1]))
@@ -66,9 +69,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float
     return union
 
 
-def intersection(
-    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
+def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Where both are, each disjoint and in order."""
     both = []
     i = j = 0
@@ -83,7 +84,7 @@ def intersection(
     return both
 
 
-def within(intervals: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
     """What of disjoint ``intervals`` in order lies between; without a look at those that lie far off."""
     found = []
     for at in range(bisect_right(intervals, start, key=lambda one: one[1]), len(intervals)):
@@ -93,5 +94,12 @@ def within(intervals: Sequence[tuple[float, float]], start: float, end: float) -
     return found
 
 
-def length(intervals: Iterable[tuple[float, float]]) -> float:
+def gaps(busy: Sequence[Interval], end: float) -> list[Interval]:
+    """What lies between disjoint ones in order, and before and behind them, from 0 to ``end``."""
+    starts = [0.0, *(stop for _, stop in busy)]
+    stops = [*(start for start, _ in busy), end]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)

@@ -1,0 +1,145 @@
+"""Who calls last: of each operation, of each rank, and whether one of them holds the others up.
+
+Pure, over parts whose times lie on one clock.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from asynccoll.trace.parts import Part, calls
+from asynccoll.trace.phases import Phases
+from asynccoll.trace.spans import Interval, covered, length
+
+__all__ = ["Arrival", "Called", "Lateness", "arrival", "arrivals", "late", "lateness", "waited_for"]
+
+#: A rank is late if the others wait for it again and again, for such a share of the time, and so many times
+#: as long as for the middle one of the others: on a busy host chance makes it two or three times.
+_LATE_SHARE = 0.05
+_LATE_TIMES = 4.0
+#: A few long waits are chance as well, so this share of the times that a rank is late does not count.
+_CHANCE = 0.1
+#: But chance does not hit one rank in so many of the steps: then so many times as long is enough.
+_STEADILY = 0.8
+_STEADY_TIMES = 2.0
+#: Fewer say nothing about what comes again.
+_STEPS = 3
+
+#: A rank, when it called, and on which line.
+Called = tuple[int, float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One operation: the rank that called it last, on which line, and when.
+
+    ``others`` is when the middle one of the others had called it.
+    """
+
+    operation: str
+    lane: str
+    rank: int
+    place: str
+    called: float
+    others: float
+
+    @property
+    def late(self) -> float:
+        return self.called - self.others
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How often a rank was the last to call an operation, and how long others waited for it."""
+
+    rank: int
+    last: int
+    of: int
+    total: float
+    longest: float
+    longest_operation: str
+    longest_place: str
+    longest_start: float
+    #: what takes longer than on the others, in the steps in which it is late: a mark, or what lies between
+    #: two: ``after optimizer and before forward``
+    doing: str
+    #: ``total`` without the longest tenth of the times
+    repeated: float = 0.0
+    #: what it is late by in four of five steps (or operations, if no steps are known), times their number
+    steady: float = 0.0
+
+
+def arrival(operation: str, lane: str, made: Sequence[Called]) -> Arrival:
+    """Of an operation that several ranks have called."""
+    rank, called, place = max(made, key=lambda call: call[1])
+    others = statistics.median(when for who, when, _ in made if who != rank)
+    return Arrival(operation, lane, rank, place, called, others)
+
+
+def arrivals(parts: Sequence[Part]) -> Iterator[Arrival]:
+    """Of each operation that several ranks have called."""
+    for made in calls(parts).values():
+        if len(made) > 1:
+            _, span = made[0]
+            yield arrival(span.name, span.row, [(part.rank, one.start, one.place) for part, one in made])
+
+
+def waited_for(times: Iterable[Arrival]) -> list[Interval]:
+    """When others waited for a rank that was late so often."""
+    return covered((one.others, one.called) for one in times)
+
+
+def lateness(parts: Sequence[Part], counted: Sequence[Part]) -> list[Lateness]:
+    """Ranks by how long others have waited for them in what is ``counted`` of ``parts``."""
+    found = list(arrivals(counted))
+    by_rank: dict[int, list[Arrival]] = {part.rank: [] for part in parts}
+    for one in found:
+        by_rank[one.rank].append(one)
+    phases = Phases(parts)
+    ranks = [_of_rank(part, by_rank[part.rank], len(found), phases) for part in parts if found]
+    return sorted(ranks, key=lambda one: -one.total)
+
+
+def _of_rank(part: Part, times: list[Arrival], of: int, phases: Phases) -> Lateness:
+    if not times:
+        return Lateness(part.rank, 0, of, 0.0, 0.0, "", "", 0.0, "")
+    times.sort(key=lambda one: -one.late)
+    first, total = times[0], length(waited_for(times))
+    steps = {bisect_right(part.steps, one.called) for one in times}
+    return Lateness(
+        part.rank, len(times), of, total, first.late, first.operation, first.place, first.called,
+        phases.longer(part.rank, steps, total), length(waited_for(times[math.ceil(_CHANCE * len(times)) :])),
+        _steady(part, times, of),
+    )  # fmt: skip
+
+
+def _steady(part: Part, times: Sequence[Arrival], operations: int) -> float:
+    """What a rank is late by in nearly all steps, over all of them; of operations, if there are few steps."""
+    several = len(part.steps) >= _STEPS
+    units = len(part.steps) - 1 if several else operations
+    by_unit: dict[int, list[Arrival]] = {}
+    for number, one in enumerate(times):
+        by_unit.setdefault(bisect_right(part.steps, one.called) if several else number, []).append(one)
+    late = sorted((length(waited_for(of_one)) for of_one in by_unit.values()), reverse=True)
+    reached = math.ceil(_STEADILY * units)
+    return late[reached - 1] * units if units >= _STEPS and reached <= len(late) else 0.0
+
+
+def late(ranks: Sequence[Lateness], seconds: float) -> Lateness | None:
+    """The one that holds the others up, of a recording that counts for so long."""
+    if not ranks:
+        return None
+    first, others = ranks[0], ranks[1:]
+    enough = _LATE_SHARE * seconds
+    of_others = statistics.median(one.total for one in others)
+    again = first.repeated > enough and first.repeated > _LATE_TIMES * of_others
+    steadily = (
+        first.steady > enough
+        and first.steady > _LATE_TIMES * statistics.median(one.steady for one in others)
+        and first.total > _STEADY_TIMES * of_others
+    )
+    return first if again or steadily else None
