@@ -188,11 +188,20 @@ def test_all_errors_are_told_the_cause_first() -> None:
     with pytest.raises(AssertionError) as caught:
         Report(7, errors=errors).check()
     assert str(caught.value).splitlines() == [
-        "seed 7: rank 2 raised ValueError('cause')",
-        "rank 0 raised LookupError('later')",
-        "rank 3 raised PeerLostError('rank 2 is gone')",
+        "seed 7: rank 2 raised ValueError: cause",
+        "rank 0 raised LookupError: later",
+        "rank 3 raised PeerLostError: rank 2 is gone",
     ]
     assert caught.value.__cause__ is errors[2]
+
+
+def test_of_many_ranks_some_errors_are_told_a_clause_a_line() -> None:
+    errors: dict[int, BaseException] = {rank: ValueError("one; another") for rank in range(64)}
+    with pytest.raises(AssertionError) as caught:
+        Report(7, errors=errors).check()
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == ["seed 7: rank 0 raised ValueError: one;", "    another"]
+    assert lines[-1] == "and 56 more ranks raised: see report.errors"
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi", "nccl"])

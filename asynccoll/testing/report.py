@@ -12,6 +12,8 @@ from asynccoll.trace import Timeline
 __all__ = ["Report", "leaves"]
 
 _CONSEQUENCES = (AbortedError, PeerLostError, PeerRefusedError)
+#: Ranks whose errors are told; the others' say the same.
+_MOST_TOLD = 8
 
 
 def leaves(error: BaseException) -> list[BaseException]:
@@ -24,6 +26,12 @@ def _follows(error: BaseException) -> bool:
     """Whether a rank raises it because of another one: also a timeout although all ranks have called."""
     late = isinstance(error, CollectiveTimeoutError) and not error.ranks
     return late or isinstance(error, _CONSEQUENCES)
+
+
+def _raised(rank: int, error: BaseException) -> str:
+    """What a rank raised; a clause of a long text is a line."""
+    told = str(error).replace("; ", ";\n    ")
+    return f"rank {rank} raised {type(error).__name__}: {told}"
 
 
 @dataclass
@@ -61,13 +69,13 @@ class Report:
     def check(self) -> None:
         """Raise AssertionError if a rank raised, nobody could go on, or calls did not match.
 
-        It tells what each rank raised, the cause first.
+        It tells what each rank raised, the cause first; of many ranks the first of them.
         """
         if self.errors:
-            told = [
-                f"rank {rank} raised {'; '.join(f'{one!r}' for one in leaves(self.errors[rank]))}"
-                for rank in self._from_the_cause()
-            ]
+            ranks = self._from_the_cause()
+            told = [_raised(rank, one) for rank in ranks[:_MOST_TOLD] for one in leaves(self.errors[rank])]
+            if len(ranks) > _MOST_TOLD:
+                told.append(f"and {len(ranks) - _MOST_TOLD} more ranks raised: see report.errors")
             raise AssertionError(f"seed {self.seed}: " + "\n".join(told)) from self.first_cause()[1]
         if self.deadlock is not None:
             raise AssertionError(f"seed {self.seed}: {self.deadlock}")
