@@ -292,6 +292,14 @@ def test_between_marks_that_the_others_do_not_have_nobody_knows_what_is_usual():
     )
 
 
+def test_a_call_that_a_rank_has_not_made_says_nothing_of_who_was_last():
+    """In a hang the last of those that wait is not late. A call of a smaller group counts by its members."""
+    side = [call(0.3, 0.4, row="side of [0, 2]")]
+    parts = [part(rank, [call(0.1, 0.2, 0), call(0.5 + rank, None, 1), *side], ranks=3) for rank in (0, 2)]
+    found = find([*parts, part(1, [call(0.15, 0.2, 0)], ranks=3)])
+    assert [(one.rank, one.last, one.of) for one in found.lateness] == [(1, 1, 2), (0, 1, 2), (2, 0, 2)]
+
+
 def test_chance_makes_no_rank_late():
     """On a busy host one is late two or three times as long as another."""
     spans = [

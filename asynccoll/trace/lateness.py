@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from asynccoll.trace.parts import Part, calls
+from asynccoll.trace.parts import Part, calls, members
 from asynccoll.trace.phases import Phases
 from asynccoll.trace.spans import Interval, covered, length
 
@@ -81,10 +81,11 @@ def arrival(operation: str, lane: str, made: Sequence[Called]) -> Arrival:
 
 
 def arrivals(parts: Sequence[Part]) -> Iterator[Arrival]:
-    """Of each operation that several ranks have called."""
+    """Of each operation that all recorded ranks of its group have called."""
+    everyone = {part.rank for part in parts}
     for made in calls(parts).values():
-        if len(made) > 1:
-            _, span = made[0]
+        span = made[0][1]
+        if len(made) > 1 and members(span, parts) & everyone <= {part.rank for part, _ in made}:
             yield arrival(span.name, span.row, [(part.rank, one.start, one.place) for part, one in made])
 
 
