@@ -331,6 +331,17 @@ def test_a_rank_that_is_late_in_nearly_every_step_is_named_beside_spikes_of_othe
     assert advice(found).startswith("rank 1 is late: ")
 
 
+def test_four_of_five_steps_are_chance_where_there_are_only_five():
+    """With one more for the first, which does not count; with eight they are not."""
+
+    def found(count):
+        return uneven([0.0] * (count - 1) + [0.5], [0.3] * (count - 1) + [0.0])
+
+    assert found(6).lateness[0].total == pytest.approx(4 * 0.3)
+    assert (found(6).lateness[0].steady, found(6).late) == (0.0, None)
+    assert found(9).late is not None
+
+
 def test_a_few_long_times_make_no_rank_late_but_the_ranks_uneven():
     """However much they come to: the rest is no more than the other is late by."""
     found = uneven([0.02] * 16 + [0.0] * 30 + [0.8] * 4, [0.0] * 16 + [0.02] * 30 + [0.0] * 4)

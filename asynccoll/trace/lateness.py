@@ -26,7 +26,9 @@ _CHANCE = 0.1
 #: But chance does not hit one rank in so many of the steps: then so many times as long is enough.
 _STEADILY = 0.8
 _STEADY_TIMES = 2.0
-#: Fewer say nothing about what comes again.
+#: Of fewer steps chance hits one rank in four of five every now and then.
+_STEADY_STEPS = 8
+#: Fewer steps than that are not told from the operations in them.
 _STEPS = 3
 
 #: A rank, when it called, and on which line.
@@ -69,7 +71,8 @@ class Lateness:
     doing: str
     #: ``total`` without the longest tenth of the times
     repeated: float = 0.0
-    #: what it is late by in four of five steps (or operations, if no steps are known), times their number
+    #: what it is late by in four of five steps (or operations, if no steps are known), times their number;
+    #: 0 if these are fewer than eight
     steady: float = 0.0
 
 
@@ -127,7 +130,7 @@ def _steady(part: Part, times: Sequence[Arrival], operations: int) -> float:
         by_unit.setdefault(bisect_right(part.steps, one.called) if several else number, []).append(one)
     late = sorted((length(waited_for(of_one)) for of_one in by_unit.values()), reverse=True)
     reached = math.ceil(_STEADILY * units)
-    return late[reached - 1] * units if units >= _STEPS and reached <= len(late) else 0.0
+    return late[reached - 1] * units if units >= _STEADY_STEPS and reached <= len(late) else 0.0
 
 
 def late(ranks: Sequence[Lateness], seconds: float) -> Lateness | None:
