@@ -19,7 +19,7 @@ __all__ = ["add"]
 _TEXT = """\
 Measure collectives beside the same of torch, functional collectives, ignite, Horovod and mpi4py, in one run.
 
-  asynccoll bench                                       all_reduce from 4 B to 16 MiB, on two ranks
+  asynccoll bench                                       all_reduce from 4 B to 8 MiB, on two ranks
   asynccoll bench all_gather broadcast -b 1K -e 1M -f 4 --ranks 4
   asynccoll bench all --json > bench.json
   mpiexec -n 4 asynccoll bench --backend mpi            in ranks that a launcher has started

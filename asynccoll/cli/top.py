@@ -115,7 +115,7 @@ def _table(ranks: list[RankNow]) -> Table:
     from asynccoll.trace.words import size
 
     one_job = len({one.job for one in ranks}) == 1
-    table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "lane", "calls/s"))
+    table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "calls/s", "lane"))
     for one in ranks:
         call = call_name(one.operation, one.sequence) or "-"
         since = duration(one.seconds if one.in_flight else one.idle)
