@@ -7,6 +7,7 @@ import os
 import random
 import re
 import sys
+from dataclasses import replace
 from threading import Thread
 from types import SimpleNamespace
 
@@ -103,6 +104,18 @@ def test_the_hidden_share_of_each_step():
     assert [step.waited for step in found.steps] == [pytest.approx(0.5), pytest.approx(1.5)]
     assert found.hidden == pytest.approx(0.5)
     assert (found.in_flight, found.waited) == (pytest.approx(4.0), pytest.approx(2.0))
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_is_not_over_does_not_count_in_the_hidden_share(failed):
+    """Ten seconds of a hang say nothing of the step before, nor are they the line to look at."""
+    stuck = replace(call(1.5, 9.5 if failed else None, 1, "hang.py:1"), failed=failed)
+    found = find([part(0, [call(0, 1), compute("backward", 0, 0.5), stuck], steps=(1.0, 2.0))])
+    assert (found.hidden, found.in_flight, found.waited) == (0.5, 1.0, 0.5)
+    assert [step.in_flight for step in found.steps] == [1.0, 0.0]
+    assert [one.place for one in found.waits] == ["train.py:1"]
+    assert "(on average a rank waited for 500.0 ms of 1.00 s in flight)" in summary(found)
+    assert "nothing that was sent is over" in summary(find([part(0, [stuck, compute("backward", 0, 0.5)])]))
 
 
 def test_the_first_of_several_steps_does_not_count():

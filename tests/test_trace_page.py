@@ -58,7 +58,7 @@ def text(browser, selector):
 def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     browser.open(html)
     cards = text(browser, "#cards")
-    assert "20 % hidden" in cards  # 0.4 s of 1.8 on one rank, none of 0.2 on the other
+    assert "27 % hidden" in cards  # of what is over, 0.4 s of 1.3 on one rank, none of 0.2 on the other
     assert "rank 1 is late" in cards
     assert "it takes longer in load" in cards
     assert "1 operation not over" in cards
@@ -132,6 +132,14 @@ def test_ranks_that_wait_in_one_call_are_named_together(browser, tmp_path):
     assert hang.endswith("rank 1 has not called it")
     assert advised.startswith("rank 1 has not called all_reduce on lane 'a lane with a long name', for which")
     assert browser.run("GUTTER - RANK > pen.measureText('lane a lane with a long name').width")
+
+
+def test_where_nothing_is_over_no_share_is_shown(browser, tmp_path):
+    stuck = [part(rank, [call(0.1, None), compute("forward", 0.0, 0.1)]) for rank in range(2)]
+    browser.open(Trace(stuck).to_html(tmp_path / "stuck.html"))
+    cards = text(browser, "#cards")
+    assert "nothing is over" in cards and "% hidden" not in cards
+    assert browser.errors == []
 
 
 def test_an_empty_trace_is_a_page_too(browser, tmp_path):

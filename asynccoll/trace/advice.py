@@ -27,10 +27,12 @@ def summary(found: Findings) -> str:
             "ac.trace.span"
         )
     if not found.in_flight:
-        return "nothing was sent after the first step"
-    times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight waited for, per rank"
+        after = " after the first step" * found.left_out
+        return f"nothing that was sent{after} is over" if found.unfinished else f"nothing was sent{after}"
+    times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight"
     without = ", without the first step" * found.left_out
-    return f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute ({times}{without})"
+    share = f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute"
+    return f"{share} (on average a rank waited for {times}{without})"
 
 
 def breaks_off(found: Findings) -> str:

@@ -60,7 +60,8 @@ class Findings:
     ``hang`` is the call that keeps all others of ``unfinished`` from their end, and who has not made it.
     ``late`` is the rank that holds the others up, if one does. ``left_out`` is 1 if there are three steps or
     more: the first, which sets up and warms up, then does not count in ``hidden``, ``in_flight``, ``waited``,
-    ``waits``, ``lateness`` and ``late``. Else it is 0.
+    ``waits``, ``lateness`` and ``late``. Else it is 0. What is ``unfinished`` does not count in ``hidden``,
+    ``in_flight``, ``waited``, ``steps`` and ``waits``.
     """
 
     ranks: int
@@ -89,7 +90,8 @@ def find(parts: Sequence[Part]) -> Findings:
     seconds = max((part.seconds for part in parts), default=0.0)
     marked = any(not span.is_operation for part in parts for span in part.spans)
     warm, began = _warm(parts)
-    whole = _share(_times(warm, seconds), 0.0, seconds)
+    over = [_over(part) for part in warm]
+    whole = _share(_times(over, seconds), 0.0, seconds)
     ranks, unfinished = tuple(lateness(parts, warm)), tuple(_unfinished(parts))
     return Findings(
         ranks=len(parts),
@@ -99,8 +101,8 @@ def find(parts: Sequence[Part]) -> Findings:
         hidden=whole[2],
         in_flight=whole[0],
         waited=whole[1],
-        steps=tuple(_steps(parts, seconds)),
-        waits=tuple(_waits(warm)),
+        steps=tuple(_steps([_over(part) for part in parts], seconds)),
+        waits=tuple(_waits(over)),
         lateness=ranks,
         late=late(ranks, seconds - began) if len(parts) > 1 else None,
         unfinished=unfinished,
@@ -119,6 +121,12 @@ def _warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
         for part in parts
     ]
     return later, min(part.steps[0] for part in parts)
+
+
+def _over(part: Part) -> Part:
+    """Without calls that are not over, or failed: however long a hang lasts, it says nothing of the rest."""
+    spans = (span for span in part.spans if not (span.is_operation and (span.end is None or span.failed)))
+    return replace(part, spans=tuple(spans))
 
 
 def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:
