@@ -46,7 +46,7 @@ def tell_sync(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> Non
     Path(directory, str(idist.get_rank())).write_text(repr(said))
 
 
-def told(directory: Path) -> list[dict[str, Any]]:
+def told(directory: Path) -> list[Any]:
     """What the ranks wrote, by rank."""
     return [eval(path.read_text()) for path in sorted(directory.iterdir())]
 
@@ -57,6 +57,20 @@ def fail(local_rank: int, culprit: int) -> None:
     if local_rank == culprit:
         raise LookupError(f"of rank {local_rank}")
     ac.all_reduce(1).wait()
+
+
+async def tell_awaited(local_rank: int, directory: str, **kwargs: Any) -> None:
+    """Write down what came of an awaited call."""
+    total = await ac.all_reduce(ac.get_rank() + 1)
+    Path(directory, str(ac.get_rank())).write_text(repr((local_rank, ac.get_rank(), total, kwargs)))
+
+
+async def fail_awaited(local_rank: int, culprit: int) -> None:
+    """One rank raises; the others wait for it."""
+    await ac.all_reduce(1)
+    if local_rank == culprit:
+        raise LookupError(f"of rank {local_rank}")
+    await ac.all_reduce(1)
 
 
 def die(local_rank: int) -> None:

@@ -57,6 +57,24 @@ def test_without_a_backend_it_just_calls() -> None:
     assert not ac.is_initialized()
 
 
+def test_an_async_function_is_run(tmp_path: Path) -> None:
+    """On ranks that are spawned, on one that has joined, and without any."""
+    with ac.Parallel("gloo", nproc_per_node=2) as parallel:
+        parallel.run(spawned.tell_awaited, str(tmp_path), a=1)
+    assert spawned.told(tmp_path) == [(0, 0, 3, {"a": 1}), (1, 1, 3, {"a": 1})]
+    with ac.Parallel("serial") as parallel:
+        parallel.run(spawned.tell_awaited, str(tmp_path), b=2)
+    assert spawned.told(tmp_path)[0] == (0, 0, 1, {"b": 2})
+    seen = []
+
+    async def see(local_rank: int) -> None:
+        seen.append(local_rank)
+
+    with ac.Parallel() as parallel:
+        parallel.run(see)
+    assert seen == [0]
+
+
 def test_backends_that_torch_was_told_of_are_taken() -> None:
     """As by `initialize`; of what is not here the error says how to get it."""
     from torch.testing._internal.distributed import fake_pg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -349,13 +350,32 @@ def test_two_nodes(tmp_path: Path) -> None:
     ]
 
 
-async def train(local_rank: int) -> None:
-    """What people type first."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_async_function_is_run(backend: str, tmp_path: Path) -> None:
+    """Each rank has an event loop for it, which ends before the rank leaves the world."""
+    ac.spawn(backend, spawned.tell_awaited, (str(tmp_path),), {"a": 1}, nproc_per_node=2, timeout=patient(60))
+    assert spawned.told(tmp_path) == [(0, 0, 3, {"a": 1}), (1, 1, 3, {"a": 1})]
 
 
-def test_a_coroutine_function_is_refused() -> None:
-    """It was called on every rank, and nobody awaited it: nothing ran, and all was well."""
-    with pytest.raises(ac.InvalidArgumentError, match=r"train.*asyncio\.run"):
-        ac.spawn("gloo", train, nproc_per_node=2)
-    with ac.Parallel() as parallel, pytest.raises(ac.InvalidArgumentError, match=r"train.*asyncio\.run"):
-        parallel.run(train)
+def test_an_async_function_that_fails_is_raised() -> None:
+    with pytest.raises(ac.SpawnError, match="LookupError: of rank 1"):
+        ac.spawn("gloo", spawned.fail_awaited, (1,), nproc_per_node=2)
+
+
+def test_an_async_function_is_run_here_by_a_world_of_one(tmp_path: Path) -> None:
+    ac.spawn("serial", spawned.tell_awaited, (str(tmp_path),))
+    assert spawned.told(tmp_path) == [(0, 0, 1, {})]
+
+
+def test_an_async_function_under_an_event_loop() -> None:
+    """A forked rank has a loop of its own; where the function would run right here, that is refused."""
+
+    async def started() -> None:
+        with pytest.raises(ac.SpawnError, match="LookupError: of rank 1"):
+            ac.spawn("gloo", spawned.fail_awaited, (1,), nproc_per_node=2, start_method="fork")
+        with pytest.raises(
+            ac.InvalidArgumentError, match=r"fail_awaited is async.*event loop runs here already"
+        ):
+            ac.spawn("serial", spawned.fail_awaited, (1,))
+
+    asyncio.run(started())

@@ -83,6 +83,18 @@ def test_parallel_spawns(tmp_path):
     assert _without_port(spawned.told(tmp_path)) == _as_ranks(2, args=(), kwargs={"a": 1})
 
 
+def test_parallel_runs_an_async_function(tmp_path, monkeypatch):
+    """On ranks that it spawns, and on one that has joined."""
+    with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+        parallel.run(spawned.tell_awaited, str(tmp_path), a=1)
+    assert spawned.told(tmp_path) == [(0, 0, 3, {"a": 1}), (1, 1, 3, {"a": 1})]
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    with idist.Parallel(backend="gloo") as parallel:
+        parallel.run(spawned.tell_awaited, str(tmp_path), b=2)
+    assert spawned.told(tmp_path)[0] == (0, 0, 1, {"b": 2})
+
+
 def test_a_failing_rank_is_raised():
     with (
         pytest.raises(ac.SpawnError, match="of rank 1"),

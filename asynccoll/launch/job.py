@@ -19,6 +19,7 @@ from typing import Any
 from asynccoll.errors import InvalidArgumentError, SpawnError
 from asynccoll.flight import Flight
 from asynccoll.launch import child
+from asynccoll.launch.calling import complete
 from asynccoll.launch.report import Failure, first_failure, last_call, read_failure, what_aborted
 
 __all__ = ["Job", "failed", "portable"]
@@ -43,7 +44,7 @@ class Job:
 
         try:
             initialize(self.backend, **{**self.options, **place})
-            self.function(local_rank, *self.args, **self.kwargs)
+            complete(self.function, local_rank, *self.args, **self.kwargs)
         except BaseException as error:
             self.record(rank, error)
             finalize(abort=True)

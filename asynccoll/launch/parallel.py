@@ -17,7 +17,8 @@ from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.nodes import Nodes
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.launch.spawn import ABOUT_STARTING, check_plain, known_backend, spawn
+from asynccoll.launch.calling import complete
+from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
 from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
 
 __all__ = ["Parallel"]
@@ -100,13 +101,14 @@ class Parallel:
     def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank; returns when this node's are done.
 
+        An ``async def`` is run by ``asyncio.run``.
+
         Raises:
             SpawnError: a spawned rank failed; the text has its traceback.
-            InvalidArgumentError: ``func`` is a coroutine function.
+            InvalidArgumentError: ``func`` is async, and an event loop runs here already.
         """
-        check_plain("Parallel.run", func)
         if self._spawned is None:
-            func(self._local_rank(), *args, **kwargs)
+            complete(func, self._local_rank(), *args, **kwargs)
             return
         meeting = {} if self.init_method is None else {"init_method": self.init_method}
         options: dict[str, Any] = {**self._spawned, **meeting, **self._options}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
 import os
 import pickle
 import subprocess
@@ -31,6 +30,7 @@ from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.health.accounts import SECRET_VARIABLE
 from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
+from asynccoll.launch.calling import complete
 from asynccoll.launch.job import Job, failed, portable
 from asynccoll.launch.naming import naming
 from asynccoll.launch.place import without_place
@@ -61,7 +61,7 @@ def spawn(
     Each rank is a process that has joined a world on ``backend`` (as ``ac.initialize`` does) when ``fn``
     is called, and leaves it afterwards. ``fn`` is found by its name there, so it stands at the top level
     of a module (or script whose start is under ``if __name__ == "__main__":``); with cloudpickle
-    installed it may be any function. ``serial`` runs it here.
+    installed it may be any function. An ``async def`` is run by ``asyncio.run``. ``serial`` runs it here.
 
     Args:
         backend: as for ``ac.initialize``.
@@ -76,23 +76,13 @@ def spawn(
 
     Raises:
         SpawnError: a rank failed; the text has the traceback of the first that did.
-        InvalidArgumentError: values that contradict each other; ``fn`` is a coroutine function.
+        InvalidArgumentError: values that contradict each other.
         BackendNotFoundError: the backend, or what starts its ranks, is not here.
     """
     name = known_backend(backend)
     Nodes(nproc_per_node)  # refuses what is no number of ranks
-    check_plain("spawn", fn)
     task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
     return _STARTERS[starting(name)](task, nproc_per_node, dict(kwargs))
-
-
-def check_plain(name: str, fn: Callable[..., object]) -> None:
-    """Refuse a coroutine function: called, it would do nothing."""
-    if inspect.iscoroutinefunction(fn):
-        raise InvalidArgumentError(
-            f"{name} was passed the coroutine function {fn.__qualname__}, which nobody would await on the "
-            "ranks; pass a function that runs it: def main(local_rank): asyncio.run(train(local_rank))"
-        )
 
 
 def known_backend(backend: object) -> str:
@@ -120,7 +110,7 @@ def _spawn_serial(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
         raise InvalidArgumentError(f"backend 'serial' is a world of one, got nproc_per_node={ranks}")
     initialize(task.backend, **kwargs)
     try:
-        task.function(0, *task.args, **task.kwargs)
+        complete(task.function, 0, *task.args, **task.kwargs)
     finally:
         finalize()
 

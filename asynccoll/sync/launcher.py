@@ -8,6 +8,7 @@ from typing import Any
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.launch.calling import complete
 from asynccoll.sync import utils as idist
 from asynccoll.sync import world
 from asynccoll.sync.logs import setup_logger
@@ -80,6 +81,8 @@ class Parallel(ac.Parallel):
     def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank; return when those of this node are done.
 
+        An ``async def`` is run by ``asyncio.run``.
+
         Raises:
             SpawnError: a spawned rank failed; the text has its traceback.
         """
@@ -88,7 +91,7 @@ class Parallel(ac.Parallel):
             super().run(func, *args, **kwargs)
         else:
             self._logger.info("- Run '%s' in %s processes", func, idist.get_world_size())
-            func(idist.get_local_rank(), *args, **kwargs)
+            complete(func, idist.get_local_rank(), *args, **kwargs)
         self._logger.info("End of run")
 
 

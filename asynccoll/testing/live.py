@@ -7,7 +7,6 @@ another.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
 import os
@@ -29,6 +28,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.launch.calling import complete
 from asynccoll.launch.folding import folded
 from asynccoll.launch.spawn import known_backend, spawn
 from asynccoll.runtime.process import get_rank
@@ -241,16 +241,11 @@ def _outcome(task: _Task) -> bytes:
     try:
         sys.path += [entry for entry in task.path if entry not in sys.path]
         function = attrgetter(task.name)(_module(task))
-        result = function(get_rank(), *pickle.loads(task.arguments))  # noqa: S301  # from who started us
-        if inspect.iscoroutine(result):
-            result = asyncio.run(_awaited(result))
+        arguments = pickle.loads(task.arguments)  # noqa: S301  # from who started us
+        result = complete(function, get_rank(), *arguments)
         return pickle.dumps((True, result))
     except BaseException:  # whatever it is, the test is told
         return pickle.dumps((False, folded(traceback.format_exc())))
-
-
-async def _awaited(coroutine: Any) -> Any:
-    return await coroutine
 
 
 def _module(task: _Task) -> ModuleType:
