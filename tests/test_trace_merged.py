@@ -7,7 +7,7 @@ import os
 import random
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
 from threading import Thread
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.cli import main
 from asynccoll.runtime.process import current
 from asynccoll.trace import spooling
 from asynccoll.trace.advice import advice, breaks_off, summary
@@ -311,6 +312,34 @@ def test_a_call_that_a_rank_has_not_made_says_nothing_of_who_was_last():
     parts = [part(rank, [call(0.1, 0.2, 0), call(0.5 + rank, None, 1), *side], ranks=3) for rank in (0, 2)]
     found = find([*parts, part(1, [call(0.15, 0.2, 0)], ranks=3)])
     assert [(one.rank, one.last, one.of) for one in found.lateness] == [(1, 1, 2), (0, 1, 2), (2, 0, 2)]
+
+
+def write(directory, parts):
+    """As ranks leave them there."""
+    for one in parts:
+        about = {name: value for name, value in asdict(one).items() if name != "spans"}
+        lines = [{"format": 1, **about}, *([n, *astuple(span)] for n, span in enumerate(one.spans))]
+        (directory / f"rank-{one.rank:05}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_stragglers_of_a_recording_are_counted_as_in_its_trace(tmp_path, capsys):
+    """Without the first step, in which rank 0 is late by more than rank 1 in all others; with one verdict."""
+    late = [[9.0, *[0.1] * 10], [0.1, *[0.5] * 10]]
+    steps = tuple(10.0 + k for k in range(11))
+    parts = [
+        part(rank, [call(k + 9 * (k > 0) + by, k + 9 * (k > 0) + 9.5 - 8.6 * (k > 0), k)
+                    for k, by in enumerate(times)], steps=steps, seconds=21.0)
+        for rank, times in enumerate(late)
+    ]  # fmt: skip
+    write(tmp_path, parts)
+    assert main(["trace", "stragglers", str(tmp_path), "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (shown["rank"], shown["calls"], shown["last"]) == (1, 10, 10)
+    assert shown["total"] == pytest.approx(find(parts).lateness[0].total) == pytest.approx(4.0)
+    assert main(["trace", "stragglers", str(tmp_path)]) == 0
+    verdict, _, title, *_ = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("rank 1 is late: last in 10 of 10 operations, the others waited 4.00 s for it")
+    assert title == "who came last, of 10 operations that all their ranks called, without the first step"
 
 
 def test_chance_makes_no_rank_late():

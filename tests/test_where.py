@@ -20,7 +20,7 @@ from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, u
 from asynccoll.flight.layout import REFUSED
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace import whereabouts
-from asynccoll.trace.stragglers import by_line, load_arrivals
+from asynccoll.trace.stragglers import by_line, load_stragglers
 from asynccoll.trace.whereabouts import Job, Whereabouts, find_jobs
 
 # Where ranks part
@@ -393,7 +393,7 @@ def test_who_came_last_and_by_how_much(tmp_path: Path, capsys) -> None:
     zero = recorded(0, call(1, called=10.0), call(2, called=20.0), call(3, called=30.25))
     one = recorded(1, call(1, called=10.5), call(2, called=21.5), call(3, called=30.0))
     dumps.write_dumps(tmp_path / "job", {0: zero, 1: one})
-    lines = by_line(load_arrivals(tmp_path / "job"))
+    lines = by_line(load_stragglers(tmp_path / "job").arrivals)
     assert [(line.rank, line.calls, line.last, line.total, line.median, line.longest) for line in lines] == [
         (1, 3, 2, 2.0, 1.0, 1.5),
         (0, 3, 1, 0.25, 0.25, 0.25),

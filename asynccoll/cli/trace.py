@@ -176,24 +176,27 @@ def _check_no_recording(directory: Path) -> None:
 
 def _stragglers(given: argparse.Namespace) -> int:
     from asynccoll.errors import InvalidArgumentError
-    from asynccoll.trace.stragglers import by_line, load_arrivals
+    from asynccoll.trace.stragglers import by_line, load_stragglers
 
     if given.most < 1:
         raise InvalidArgumentError(f"-n {given.most} is not possible; it is at least 1")
-    arrivals = load_arrivals(given.directory)
-    lines = by_line(arrivals)[: given.most]
+    found = load_stragglers(given.directory)
+    lines = by_line(found.arrivals)[: given.most]
     if given.json:
         print_json([one.to_dict() for one in lines])
         return 0
-    show(_stragglers_table(lines, len(arrivals)))
+    if found.verdict:
+        show(f"{found.verdict}\n")
+    show(_stragglers_table(lines, len(found.arrivals), found.left_out))
     return 0
 
 
-def _stragglers_table(lines: Sequence[Straggling], operations: int) -> Table:
+def _stragglers_table(lines: Sequence[Straggling], operations: int, left_out: int) -> Table:
     from asynccoll.host.words import duration
 
-    columns = ("operation", "lane", "calls", "last", "of them", "first waited", "median", "longest", "line")
-    title = f"who came last, of {operations} operations that several ranks called"
+    columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
+    without = ", without the first step" * left_out
+    title = f"who came last, of {operations} operations that all their ranks called{without}"
     table = Table(
         columns, title=title, left=frozenset({"operation", "lane", "line"}), spare=("median", "lane")
     )

@@ -16,7 +16,7 @@ from asynccoll.trace.lateness import Lateness, late, lateness
 from asynccoll.trace.parts import Part, calls, members
 from asynccoll.trace.spans import Interval, Span, covered, gaps, intersection, length, within
 
-__all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction"]
+__all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction", "warm"]
 
 #: Of so many steps the first says little about the others; fewer say nothing about what comes again.
 _STEPS = 3
@@ -89,10 +89,10 @@ def find(parts: Sequence[Part]) -> Findings:
     """What ``parts`` say, whose times lie on one clock."""
     seconds = max((part.seconds for part in parts), default=0.0)
     marked = any(not span.is_operation for part in parts for span in part.spans)
-    warm, began = _warm(parts)
-    over = [_over(part) for part in warm]
+    counted, began = warm(parts)
+    over = [_over(part) for part in counted]
     whole = _share(_times(over, seconds), 0.0, seconds)
-    ranks, unfinished = tuple(lateness(parts, warm)), tuple(_unfinished(parts))
+    ranks, unfinished = tuple(lateness(parts, counted)), tuple(_unfinished(parts))
     return Findings(
         ranks=len(parts),
         seconds=seconds,
@@ -107,12 +107,12 @@ def find(parts: Sequence[Part]) -> Findings:
         late=late(ranks, seconds - began) if len(parts) > 1 else None,
         unfinished=unfinished,
         hang=hang(unfinished),
-        left_out=int(warm is not parts),
+        left_out=int(counted is not parts),
         broken_off=tuple(part.rank for part in parts if not part.is_whole),
     )
 
 
-def _warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
+def warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
     """What began behind the first step, where that is one of several, and since when."""
     if min((len(part.steps) for part in parts), default=0) < _STEPS:
         return parts, 0.0

@@ -7,35 +7,28 @@ recorders: the last operations, of ranks of one host, which read one clock.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asynccoll.flight.comparing import members
 from asynccoll.flight.dumps import read_dumps
+from asynccoll.trace.advice import advice
+from asynccoll.trace.findings import warm
+from asynccoll.trace.lateness import Arrival, Called, arrival, arrivals, waited_for
 from asynccoll.trace.merged import load
+from asynccoll.trace.spans import length
 from asynccoll.trace.spooling import recordings
 
-__all__ = ["Arrival", "Straggling", "by_line", "load_arrivals"]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One operation: who called it last, on which line, and how many seconds after the first."""
-
-    operation: str
-    lane: str
-    sequence: int
-    last: int
-    place: str
-    late: float
+__all__ = ["Stragglers", "Straggling", "by_line", "load_stragglers"]
 
 
 @dataclass(frozen=True, slots=True)
 class Straggling:
     """The operations of one kind that ``rank`` was the last to call on one line.
 
-    ``last`` of the ``calls`` of this kind; ``total``, ``median`` and ``longest``: seconds that who came first
-    waited in them.
+    ``last`` of the ``calls`` of this kind; ``total``, ``median`` and ``longest``: seconds that the middle one
+    of the others waited in them, as `trace run` counts.
     """
 
     operation: str
@@ -53,49 +46,55 @@ class Straggling:
         return asdict(self)
 
 
-#: Operation, lane, place in its order, and what else tells it from others.
-_Known = tuple[str, str, int, object]
-#: One rank's part in an operation: rank, when it called, line.
-_Call = tuple[int, float, str]
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """What counts of a directory, and what `trace run` says of it, which is "" of dumps."""
+
+    arrivals: tuple[Arrival, ...]
+    left_out: int
+    verdict: str
 
 
-def load_arrivals(directory: Path) -> list[Arrival]:
-    """Every operation in ``directory`` that more than one rank has called.
+def load_stragglers(directory: Path) -> Stragglers:
+    """Every operation in ``directory`` that more than one rank, and all of its group, have called.
 
     Raises:
         InvalidArgumentError: there is neither a recording nor a dump.
     """
-    calls: dict[_Known, list[_Call]] = {}
-    if recordings(directory):
-        for part in load(directory).parts:
-            for span in part.spans:
-                if span.key is not None:
-                    known: _Known = (span.name, span.row, span.sequence, span.key)
-                    calls.setdefault(known, []).append((part.rank, span.start, span.place))
-    else:
-        for rank, recorded in read_dumps(directory).flights.items():
-            for call in recorded.calls:
-                if call.sequence:
-                    known = (call.operation, call.lane, call.sequence, (call.group, call.lane_key, call.part))
-                    calls.setdefault(known, []).append((rank, call.called, call.place))
-    return [_arrival(known, made) for known, made in calls.items() if len(made) > 1]
+    if not recordings(directory):
+        return Stragglers(tuple(_of_dumps(directory)), 0, "")
+    trace = load(directory)
+    counted, _ = warm(trace.parts)
+    return Stragglers(tuple(arrivals(counted)), trace.findings.left_out, advice(trace.findings))
 
 
-def _arrival(known: _Known, made: Sequence[_Call]) -> Arrival:
-    rank, called, place = max(made, key=lambda call: call[1])
-    operation, lane, sequence, _ = known
-    return Arrival(operation, lane, sequence, rank, place, called - min(call[1] for call in made))
+def _of_dumps(directory: Path) -> Iterator[Arrival]:
+    calls: dict[tuple[object, ...], list[Called]] = {}
+    flights = read_dumps(directory).flights
+    for rank, recorded in flights.items():
+        for call in recorded.calls:
+            if call.sequence:
+                known = (call.operation, call.lane, call.group, call.lane_key, call.sequence, call.part)
+                calls.setdefault(known, []).append((rank, call.called, call.place))
+    for (operation, lane, group, *_), made in calls.items():
+        if len(made) > 1 and members(flights, str(group)).keys() <= {rank for rank, *_ in made}:
+            yield arrival(str(operation), str(lane), made)
 
 
-def by_line(arrivals: Iterable[Arrival]) -> list[Straggling]:
+def by_line(made: Iterable[Arrival]) -> list[Straggling]:
     """By kind, line and rank that came last; those that cost the others most first."""
     kinds: dict[tuple[str, str], int] = {}
-    late: dict[tuple[str, str, str, int], list[float]] = {}
-    for one in arrivals:
+    late: dict[tuple[str, str, str, int], list[Arrival]] = {}
+    for one in made:
         kinds[one.operation, one.lane] = kinds.get((one.operation, one.lane), 0) + 1
-        late.setdefault((one.operation, one.lane, one.place, one.last), []).append(one.late)
-    found = [
-        Straggling(*who, kinds[who[0], who[1]], len(times), sum(times), statistics.median(times), max(times))
-        for who, times in late.items()
-    ]
+        late.setdefault((one.operation, one.lane, one.place, one.rank), []).append(one)
+    found = [_straggling(times, kinds[who[0], who[1]]) for who, times in late.items()]
     return sorted(found, key=lambda one: -one.total)
+
+
+def _straggling(times: Sequence[Arrival], calls: int) -> Straggling:
+    first, waits = times[0], [one.late for one in times]
+    return Straggling(
+        first.operation, first.lane, first.place, first.rank, calls, len(times),
+        length(waited_for(times)), statistics.median(waits), max(waits),
+    )  # fmt: skip
