@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import asynccoll as ac
+from asynccoll.testing import simulate
 
 
 def sharded() -> tuple[nn.Linear, ac.overlap.ShardedOptimizer]:
@@ -116,6 +117,31 @@ def test_what_takes_arguments_is_written_so() -> None:
     _, optimizer = sharded()
     with pytest.warns(ac.UnawaitedWorkWarning, match=r"write `await optimizer\.clip_grad_norm_\(\.\.\.\)`"):
         optimizer.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("how", ["overlap_gradients", "async_optim", "shard_optimizer"])
+def test_a_rank_with_fewer_batches_is_told_what_to_do(how: str) -> None:
+    """In the error of the others, once it has left, in the calls that the program makes."""
+
+    async def main(rank: int) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        made: Any = {
+            "overlap_gradients": lambda: ac.overlap_gradients(model),
+            "async_optim": lambda: ac.async_optim(optimizer),
+            "shard_optimizer": lambda: ac.overlap.shard_optimizer(model, optimizer),
+        }[how]()
+        for _ in range(2 if rank == 1 else 3):
+            model(torch.ones(1, 2)).sum().backward()
+            await (made if how == "overlap_gradients" else made.step())
+        if how == "shard_optimizer":
+            await made.gathered()
+
+    error = simulate(main, world_size=3, seed=1).errors[0]
+    assert isinstance(error, ac.PeerLostError)
+    awaited = "gradients" if how == "overlap_gradients" else "optimizer.step()"
+    cure = f"Fewer batches on rank 1? A rank without data for a step just awaits `{awaited}`"
+    assert str(error).endswith(f". {cure}"), error
 
 
 def test_it_is_not_its_result() -> None:

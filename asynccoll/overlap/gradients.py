@@ -31,7 +31,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
-from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    PeerLostError,
+)
 from asynccoll.ops.collectives import all_reduce, refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
@@ -230,8 +235,10 @@ class GradientReducer:
             yield works
         except CollectiveTimeoutError:
             raise  # the buckets are still in flight
-        except Exception:
+        except Exception as error:
             self._begin(works)
+            if isinstance(error, PeerLostError):
+                self._calls.add_cure(error)
             raise
         self.rounds += 1  # on every rank, though one may refuse what it has got
         try:

@@ -1,4 +1,4 @@
-"""What is told of gradients that are used before they were awaited, in the calls that the user knows.
+"""What is told of gradients that were not awaited, here or on another rank, in the calls that the user knows.
 
 ``overlap_gradients`` returns the reducer, which is awaited itself; the reducers of an optimizer are behind
 that, and its methods are what is awaited.
@@ -7,6 +7,8 @@ that, and its methods are what is awaited.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from asynccoll.errors import PeerLostError
 
 __all__ = ["BY_BACKWARD", "BY_OPTIMIZER", "BY_REDUCER", "Calls"]
 
@@ -18,6 +20,7 @@ class Calls:
     name: str
     end: str
     before_use: str
+    without_data: str
 
     @property
     def second_backward(self) -> str:
@@ -39,11 +42,21 @@ class Calls:
             "always comes too early)"
         )
 
+    def add_cure(self, error: PeerLostError) -> None:
+        """Say, of ranks that have left in order, what to do where those had fewer batches.
+
+        In place: another error would bring frames of its own, and several who wait may have this one.
+        """
+        if error.left and self.without_data not in str(error):
+            who = f"rank{'s' * (len(error.left) > 1)} {', '.join(map(str, error.left))}"
+            error.args = (f"{error}. Fewer batches on {who}? {self.without_data}",)
+
 
 BY_REDUCER = Calls(
     "gradients",
     "`await gradients` (or gradients.wait())",
     "`await gradients` (or gradients.wait()) between backward and step, and before unscaling and clipping",
+    "A rank without data for a step just awaits `gradients`",
 )
 
 BY_OPTIMIZER = Calls(
@@ -51,7 +64,13 @@ BY_OPTIMIZER = Calls(
     "`await optimizer.step()` (or .step().wait())",
     "`await optimizer.step()` (or .step().wait()), which has the optimizer of torch's step, too; before "
     "clipping `await optimizer.reduced()`, before unscaling `await optimizer.unscale_(scaler)`",
+    "A rank without data for a step just awaits `optimizer.step()`",
 )
 
 #: Where backward waits by itself, unless it is interrupted.
-BY_BACKWARD = Calls("optimizer", "`optimizer.synchronize()`", "`optimizer.synchronize()` before it")
+BY_BACKWARD = Calls(
+    "optimizer",
+    "`optimizer.synchronize()`",
+    "`optimizer.synchronize()` before it",
+    "A rank without data for a step just calls `optimizer.step()`",
+)
