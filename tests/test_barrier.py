@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def test_is_not_done_while_one_is_missing(pair: World) -> None:
     pair.run(not_yet)
 
 
+async def in_the_end(me: Rank, work: ac.Work[None]) -> None:
+    """However long the others take: one wait takes the call's own time, too short on a busy machine."""
+    while True:
+        with suppress(ac.CollectiveTimeoutError):
+            return await me.get(work)
+
+
 async def monitored(me: Rank) -> None:
     late = me.rank in (1, 2)
     if not late:
@@ -77,7 +85,7 @@ async def monitored(me: Rank) -> None:
             assert isinstance(caught.error, ac.CollectiveTimeoutError)
             assert {1, 2} <= set(caught.error.ranks)  # on a busy machine another one may be late, too
             me.show(f"{me.runner} {timeout} {me.rank}")
-            await me.get(work)
+            await in_the_end(me, work)
     else:
         for timeout in (0.2, timedelta(milliseconds=200)):
             for other in (0, 3):
