@@ -640,28 +640,29 @@ def test_what_differs_in_numbers_alone_is_one_way_to_fail():
     ]
 
 
-def test_a_long_message_keeps_where_to_look():
-    where = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
+WHERE = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
+
+
+def told_second(message):
+    """The line on a rank that failed after another one."""
     failures = [
         Failure(0, code=1, time=1.0, message="OSError: gone", **A),
-        Failure(1, code=1, time=2.0, message=f"TimeoutError: {'word ' * 200}{where}", **A),
+        Failure(1, code=1, time=2.0, message=message, **A),
     ]
-    told = report.report(failures).splitlines()[-1]
-    assert told.endswith(f"... {where}")
+    return report.report(failures).splitlines()[-1]
+
+
+def test_a_long_message_keeps_where_to_look():
+    told = told_second(f"TimeoutError: {'word ' * 200}{WHERE}")
+    assert told.endswith(f"... {WHERE}")
     assert len(told) < 600
 
 
 def test_a_long_message_of_a_group_ends_with_a_sentence_and_where_to_look():
     """Not with the group that it was raised in, nor in the middle of a word."""
-    where = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
-    says = f"TimeoutError: {'word ' * 50}; {'more ' * 30}. This rank's {'call ' * 20}{where}"
+    says = f"TimeoutError: {'word ' * 50}; {'more ' * 30}. This rank's {'call ' * 20}{WHERE}"
     group = "(in ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception))"
-    failures = [
-        Failure(0, code=1, time=1.0, message="OSError: gone", **A),
-        Failure(1, code=1, time=2.0, message=f"{says} {group}", **A),
-    ]
-    told = report.report(failures).splitlines()[-1]
-    assert told.endswith(f" word ; ... {where}")
+    assert told_second(f"{says} {group}").endswith(f" word ; ... {WHERE}")
 
 
 def test_an_unknown_signal_and_long_messages_are_told_all_the_same():

@@ -85,7 +85,7 @@ def read_dumps(directory: Path) -> Dumps:
     """
     found: dict[int, Flight] = {}
     now: dict[int, float] = {}
-    for file in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
+    for file in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
         with contextlib.suppress(OSError, ValueError):
             plain = json.loads(file.read_text())
             written = plain.pop(_WRITTEN, 0.0)

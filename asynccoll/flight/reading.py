@@ -132,7 +132,7 @@ class Flight:
     said: dict[str, Any] = field(default_factory=dict)
     code: int | None = None
     #: filled when it is asked for: who compares ranks asks for the same lanes for each of their calls
-    _on_lanes: dict[tuple[str, str], list[Call]] = field(
+    _on_lanes: dict[tuple[str, str], tuple[Call, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -160,8 +160,8 @@ class Flight:
             found: dict[tuple[str, str], list[Call]] = {}
             for one in self.calls:
                 found.setdefault((one.group, one.lane_key), []).append(one)
-            self._on_lanes.update(found)
-        return tuple(self._on_lanes.get((group, lane_key), ()))
+            self._on_lanes.update((lane, tuple(calls)) for lane, calls in found.items())
+        return self._on_lanes.get((group, lane_key), ())
 
 
 def read(memory: memoryview | bytes) -> Flight | None:

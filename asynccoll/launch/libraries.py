@@ -144,12 +144,8 @@ def _report(
     if not first:
         return f"{text}; what {launcher} said is above"
     pid = _read(errors / f"{first[0]}.pid")
-    words = last_call(first[0], flights)
-    return (
-        f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
-        + "; " * bool(words)
-        + words
-    )
+    who = f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
+    return "; ".join(filter(None, (who, last_call(first[0], flights))))
 
 
 def _failure(errors: Path, rank: int) -> Failure | None:

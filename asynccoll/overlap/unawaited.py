@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asynccoll.errors import PeerLostError
+from asynccoll.host.words import listed
 
 __all__ = ["BY_BACKWARD", "BY_OPTIMIZER", "BY_REDUCER", "Calls"]
 
@@ -48,8 +49,7 @@ class Calls:
         In place: another error would bring frames of its own, and several who wait may have this one.
         """
         if error.left and self.without_data not in str(error):
-            who = f"rank{'s' * (len(error.left) > 1)} {', '.join(map(str, error.left))}"
-            error.args = (f"{error}. Fewer batches on {who}? {self.without_data}",)
+            error.args = (f"{error}. Fewer batches on {listed(error.left)}? {self.without_data}",)
 
 
 BY_REDUCER = Calls(

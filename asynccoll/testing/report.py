@@ -76,7 +76,7 @@ class Report:
             told = [_raised(rank, one) for rank in ranks[:_MOST_TOLD] for one in leaves(self.errors[rank])]
             if len(ranks) > _MOST_TOLD:
                 told.append(f"and {len(ranks) - _MOST_TOLD} more ranks raised: see report.errors")
-            raise AssertionError(f"seed {self.seed}: " + "\n".join(told)) from self.first_cause()[1]
+            raise AssertionError(f"seed {self.seed}: " + "\n".join(told)) from self.errors[ranks[0]]
         if self.deadlock is not None:
             raise AssertionError(f"seed {self.seed}: {self.deadlock}")
         if self.mismatches:

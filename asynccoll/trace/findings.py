@@ -12,14 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from asynccoll.flight.hanging import Hang, Unfinished, hang
-from asynccoll.trace.lateness import Lateness, late, lateness
+from asynccoll.trace.lateness import STEPS, Lateness, late, lateness
 from asynccoll.trace.parts import Part, calls, members
 from asynccoll.trace.spans import Interval, Span, covered, gaps, intersection, length, within
 
 __all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden_fraction", "warm"]
-
-#: Of so many steps the first says little about the others; fewer say nothing about what comes again.
-_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ def find(parts: Sequence[Part]) -> Findings:
 
 def warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
     """What began behind the first step, where that is one of several, and since when."""
-    if min((len(part.steps) for part in parts), default=0) < _STEPS:
+    if min((len(part.steps) for part in parts), default=0) < STEPS:
         return parts, 0.0
     later = [
         replace(part, spans=tuple(span for span in part.spans if span.start >= part.steps[0]))

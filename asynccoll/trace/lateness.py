@@ -15,7 +15,7 @@ from asynccoll.trace.parts import Part, calls, members
 from asynccoll.trace.phases import Phases
 from asynccoll.trace.spans import Interval, covered, length
 
-__all__ = ["Arrival", "Called", "Lateness", "arrival", "arrivals", "late", "lateness", "waited_for"]
+__all__ = ["STEPS", "Arrival", "Called", "Lateness", "arrival", "arrivals", "late", "lateness", "waited_for"]
 
 #: A rank is late if the others wait for it again and again, for such a share of the time, and so many times
 #: as long as for the middle one of the others: on a busy host chance makes it two or three times.
@@ -28,8 +28,9 @@ _STEADILY = 0.8
 _STEADY_TIMES = 2.0
 #: Of fewer steps chance hits one rank in four of five every now and then.
 _STEADY_STEPS = 8
-#: Fewer steps than that are not told from the operations in them.
-_STEPS = 3
+#: Of so many steps the first says little about the others; fewer say nothing about what comes again, and are
+#: not told from the operations in them.
+STEPS = 3
 
 #: A rank, when it called, and on which line.
 Called = tuple[int, float, str]
@@ -123,7 +124,7 @@ def _of_rank(part: Part, times: list[Arrival], of: int, phases: Phases) -> Laten
 
 def _steady(part: Part, times: Sequence[Arrival], operations: int) -> float:
     """What a rank is late by in nearly all steps, over all of them; of operations, if there are few steps."""
-    several = len(part.steps) >= _STEPS
+    several = len(part.steps) >= STEPS
     units = len(part.steps) - 1 if several else operations
     by_unit: dict[int, list[Arrival]] = {}
     for number, one in enumerate(times):
