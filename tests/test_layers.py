@@ -14,13 +14,14 @@ PACKAGE = Path(ac.__file__).parent
 
 
 #: What is taken besides: threads and clocks, which have one way in; what tells peers of calls that will never
-#: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); and where
-#: tensors lie in flat memory, which is no other than in fused calls.
+#: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); how ranks are
+#: named in a text; and where tensors lie in flat memory, which is no other than in fused calls.
 TAKEN = {
     ("asynccoll", "host"),
     ("asynccoll.host.call_site", "Spot"),
     ("asynccoll.memory.aligned", "Layout"),
     ("asynccoll.host.call_site", "caller"),
+    ("asynccoll.host.words", "listed"),
     ("asynccoll.waiting.forgotten", "NotItsResult"),
     ("asynccoll.ops.collectives", "refuse"),
     ("asynccoll.order.lane", "Lane"),
