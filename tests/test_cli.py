@@ -640,6 +640,20 @@ def test_what_differs_in_numbers_alone_is_one_way_to_fail():
     ]
 
 
+def test_alike_on_another_line_says_on_which():
+    """A call that differs is alike on all ranks but for the line to be mended."""
+
+    def failed(rank, line):
+        trace = f'Traceback:\n  File "train.py", line {line}, in main\n    await work\nOSError: gone'
+        return Failure(rank, code=1, time=1.0 + rank, message="OSError: gone", trace=trace, **A)
+
+    told = report.report([failed(0, 12), failed(1, 30), failed(2, 12), failed(3, 30)]).splitlines()
+    assert told[-2:] == [
+        "asynccoll run: rank 2 failed alike",
+        "asynccoll run: ranks 1, 3 failed alike, at train.py:30",
+    ]
+
+
 WHERE = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
 
 

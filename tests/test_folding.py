@@ -61,7 +61,7 @@ def test_errors_of_ours_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     told = folding.folded(whole)
     assert "in program" in told
     assert "in _start" not in told
-    assert " frames in asynccoll]" in told
+    assert "/asynccoll/" not in told  # nor a frame by itself
     assert told.splitlines()[-1] == whole.splitlines()[-1]
     assert "in program" in raised()  # without a launcher, too
     assert "in _start" in whole

@@ -15,11 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from asynccoll.host.call_site import Place, is_users
 from asynccoll.host.frames import FULL_VARIABLE, are_shown
 
-__all__ = ["FULL_VARIABLE", "folded"]
+__all__ = ["FULL_VARIABLE", "folded", "raised_at"]
 
-_FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line \d+')
+_FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 #: Behind frames that raised one of these there is nothing to be read: an error of ours says what to do, and
 #: of a group the errors in it do, which follow.
 _SPEAKS_FOR_ITSELF = re.compile(r"[ |]*(asynccoll\.errors\.|(exceptiongroup\.)?(Base)?ExceptionGroup: )")
@@ -44,6 +45,12 @@ def folded(text: str) -> str:
     if are_shown():
         return text
     return "\n".join(_folded_lines(text.split("\n")))
+
+
+def raised_at(text: str) -> Place | None:
+    """The last line of the program in a traceback: where it called what failed."""
+    lines = [Place(found["file"], int(found["line"])) for found in map(_FRAME.match, text.split("\n")) if found]
+    return next((line for line in reversed(lines) if is_users(line.file)), None)
 
 
 def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
@@ -75,9 +82,10 @@ def _shown(stack: Sequence[_Frame], error: str) -> Iterator[str]:
     whole = all(frame.library for frame in stack)  # nothing of the program: its origin is in them alone
     runs = [list(run) for _, run in groupby(stack, key=lambda frame: not frame.library)]
     for index, run in enumerate(runs):
-        raised_here = index == len(runs) - 1 and not _SPEAKS_FOR_ITSELF.match(error)
-        if whole or raised_here or len(run) == 1 or not run[0].library:
+        last = index == len(runs) - 1
+        hidden = _SPEAKS_FOR_ITSELF.match(error) if last else len(run) > 1
+        if whole or not hidden or not run[0].library:
             yield from (line for frame in run for line in frame.lines)
-        else:
+        elif len(run) > 1:  # one that says nothing needs no line in its place
             named = ", ".join(dict.fromkeys(frame.library for frame in run))
             yield f"{run[0].margin}  [... {len(run)} frames in {named}]"

@@ -9,13 +9,14 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from asynccoll.flight import Flight, partings
 from asynccoll.health.blame import last_words
 from asynccoll.host.endings import in_words
 from asynccoll.host.words import listed
-from asynccoll.launch.folding import folded
+from asynccoll.launch.folding import folded, raised_at
 
 __all__ = ["Failure", "exit_code", "first_failure", "last_call", "report", "what_aborted"]
 
@@ -189,12 +190,20 @@ def _way(failure: Failure) -> str:
 
 
 def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]:
-    """A line for those that failed as the first did, if there are any."""
-    if not others:
-        return []
-    same = all(one.message == first.message for one in others)
-    but = "" if same else ", with other numbers"
-    return [f"{program}: {listed([one.rank for one in others])} failed alike{but}"]
+    """A line for those that failed as the first did; for each other line of the program, one more."""
+    lines = {place: list(those) for place, those in groupby(sorted(others, key=_line), key=_line)}
+    told = []
+    for place, those in lines.items():
+        same = all(one.message == first.message for one in those)
+        but = "" if same else ", with other numbers"
+        there = f", at {place}" if place and place != _line(first) else ""
+        told.append(f"{program}: {listed([one.rank for one in those])} failed alike{there}{but}")
+    return told
+
+
+def _line(failure: Failure) -> str:
+    """The line of the program on which it failed, as far as known."""
+    return str(raised_at(failure.trace) or "")
 
 
 def _shortened(text: str) -> str:
