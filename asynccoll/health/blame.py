@@ -20,6 +20,7 @@ __all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 _MOST_TOLD = 8
 #: Who has called as late as this may only have done so because its own wait timed out.
 _LATELY_SECONDS = 0.5
+_MAYBE = "this may follow from another wait: "
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
     "t": "its process is stopped by a debugger",
@@ -93,7 +94,8 @@ def blame(
     if not found:
         sentences = _nobody(awaited, accounts, own)
     elif own is not None and (origin := _origin(tuple(found), [own, *accounts.values()])):
-        sentences.append(origin)
+        # A circle is the answer; another wait may be one.
+        sentences.insert(len(sentences) if origin.startswith(_MAYBE) else 0, origin)
     return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences))
 
 
@@ -110,7 +112,7 @@ def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
         return ""
     if not found.ranks and any(accounts[0].rank in turn.waiting for turn in found.circle):
         return str(found)
-    return f"this may follow from another wait: {found}"
+    return f"{_MAYBE}{found}"
 
 
 def _why(awaited: Awaited, account: Account, lost: bool) -> str:

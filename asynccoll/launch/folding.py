@@ -49,7 +49,9 @@ def folded(text: str) -> str:
 
 def raised_at(text: str) -> Place | None:
     """The last line of the program in a traceback: where it called what failed."""
-    lines = [Place(found["file"], int(found["line"])) for found in map(_FRAME.match, text.split("\n")) if found]
+    lines = [
+        Place(found["file"], int(found["line"])) for found in map(_FRAME.match, text.split("\n")) if found
+    ]
     return next((line for line in reversed(lines) if is_users(line.file)), None)
 
 
