@@ -36,6 +36,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DiscardedResultWarning",
     "ForkedProcessError",
     "InvalidArgumentError",
     "InvalidCallError",
@@ -201,6 +202,13 @@ class AbortedError(CollectiveError):
 
 class UnawaitedWorkWarning(RuntimeWarning):
     """A ``Work`` was dropped without being awaited, so an error in it would have been lost."""
+
+
+class DiscardedResultWarning(RuntimeWarning):
+    """A reduction or broadcast was awaited and its result thrown away: inputs stay as they are.
+
+    It is given where the call stands, on the ranks that get a result, for tensors without ``out=``.
+    """
 
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)

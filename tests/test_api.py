@@ -92,6 +92,7 @@ ERRORS = {
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DiscardedResultWarning",
     "InvalidArgumentError",
     "LaneOrderError",
     "LaunchEnvironmentError",

@@ -54,6 +54,7 @@ from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
 from asynccoll.runtime.process import current
+from asynccoll.waiting.discarded import warn_if_discarded
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.group import GroupLike
@@ -102,6 +103,8 @@ _MESSAGES: dict[Callable[..., object], tuple[str, int]] = {
     objects.send_object: ("send", 1),
     objects.recv_object: ("recv", 0),
 }
+#: Between what is called here and the user are `_start`, the function, and what makes its arguments fit.
+_DEPTH = 4
 _ENDS = {"send": "dst", "recv": "src"}
 _ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
 
@@ -119,6 +122,15 @@ _READING = frozenset(
         payload.send,
     }
 )
+
+#: In torch they change what they are passed: those whose result is for every rank, for all but the root, and
+#: for the root alone.
+_IN_PLACE_IN_TORCH = {
+    payload.all_reduce: None,
+    payload.all_reduce_scaled: None,
+    payload.broadcast: False,
+    payload.reduce: True,
+}
 
 
 class Common(TypedDict, total=False):
@@ -151,6 +163,8 @@ def _start(
     try:
         if timeout is not None:
             check_timeout(timeout)
+        if filled.get("out") is None and start in _IN_PLACE_IN_TORCH:
+            _check_result_is_kept(start, args, context.rank)
         if block is not None:
             block.check_unread(start.__name__, filled.get("out"))
             if start not in _MESSAGES:
@@ -171,6 +185,14 @@ def _start(
         else:
             block.refuse(at, error, name_of(start))
         raise
+
+
+def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], rank: int) -> None:
+    """Warn where nothing is left of a call that in torch would have changed its input."""
+    roots_own = _IN_PLACE_IN_TORCH[start]
+    for_this_rank = roots_own is None or (args[1] == rank) is roots_own
+    if for_this_rank and not isinstance(args[0], (bool, int, float, complex, str)):
+        warn_if_discarded(name_of(start), _DEPTH)
 
 
 def _lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
