@@ -1,4 +1,4 @@
-"""A result that is thrown away where it is awaited: the call has changed nothing, as in torch it would have."""
+"""A result that is thrown away where it is awaited: the call has changed nothing, and in torch would have."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ In the examples two ranks call; ``r0``/``r1`` is what each gets.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -43,7 +44,7 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from asynccoll import payload, tensors
-from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.errors import AsyncCollError, DiscardedResultWarning, InvalidArgumentError
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
@@ -54,7 +55,7 @@ from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
 from asynccoll.runtime.process import current
-from asynccoll.waiting.discarded import warn_if_discarded
+from asynccoll.waiting.discarded import is_thrown_away
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.group import GroupLike
@@ -190,9 +191,16 @@ def _start(
 def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], rank: int) -> None:
     """Warn where nothing is left of a call that in torch would have changed its input."""
     roots_own = _IN_PLACE_IN_TORCH[start]
-    for_this_rank = roots_own is None or (args[1] == rank) is roots_own
-    if for_this_rank and not isinstance(args[0], (bool, int, float, complex, str)):
-        warn_if_discarded(name_of(start), _DEPTH)
+    if roots_own is not None and (args[1] == rank) is not roots_own:
+        return
+    if is_thrown_away(_DEPTH) and not isinstance(args[0], (bool, int, float, complex, str)):
+        name = name_of(start)
+        warnings.warn(
+            f"{name} leaves its input as it is, and its result is thrown away here: write "
+            f"`x = await ac.{name}(x)`, or pass out=x; where only the waiting is meant, `_ = await ...`",
+            DiscardedResultWarning,
+            stacklevel=_DEPTH + 1,
+        )
 
 
 def _lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
