@@ -246,9 +246,9 @@ def test_a_rank_that_somebody_else_stops_is_named(start, script):
 @on_linux
 def test_programs_that_are_no_scripts_end_as_scripts_do(start):
     """With their own exit code, and at Ctrl-C."""
-    code, output, errors = start(
-        "run", "-n", 2, "--no-python", "sh", "-c", "echo out; exit $((RANK * 7))"
-    ).wait()
+    # Who fails sees that the other has written, which would be stopped before.
+    both = "echo out; touch by$RANK; until [ -e by0 ]; do sleep 0.05; done; exit $((RANK * 7))"
+    code, output, errors = start("run", "-n", 2, "--no-python", "sh", "-c", both).wait()
     assert (code, output) == (7, "out\nout\n")
     assert "rank 1 failed" in errors
     assert "exit code 7" in errors

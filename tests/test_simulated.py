@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import subprocess
@@ -381,3 +382,17 @@ def test_what_many_simulations_leave_is_collected_now_and_then() -> None:
     for seed in range(250):
         simulate(main, world_size=1, seed=seed)
     assert sum(one() is not None for one in left) <= 100
+
+
+def test_tasks_that_nobody_can_wake_are_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The report shows where they stood; asyncio would log that each was destroyed."""
+
+    async def main(rank: int) -> None:
+        if rank == 0:
+            await asyncio.Event().wait()
+        await ac.all_reduce(torch.ones(2))
+
+    report = simulate(main, world_size=2, timeout=5.0)
+    gc.collect()
+    assert report.deadlock is not None
+    assert caplog.messages == []

@@ -88,8 +88,8 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         return self._scheduler.now
 
     def default_exception_handler(self, context: dict[str, object]) -> None:
-        """Of a task that was unwound nobody need hear."""
-        if not isinstance(context.get("exception"), Killed):
+        """Of a task that was unwound, or left where it stood as nobody could go on, nobody need hear."""
+        if not self.is_closed() and not isinstance(context.get("exception"), Killed):
             super().default_exception_handler(context)
 
     def _make_self_pipe(self) -> None:
