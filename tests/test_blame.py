@@ -149,6 +149,10 @@ SAID = {
         f"{LATE}{LAST.replace('finished', 'refused: ValueError: x')}",
     ),
     "cannot be asked": (Account(1), f"{WHO} does not answer, though its host does"),
+    "cannot be reached": (
+        Account(1, reached=False),
+        f"{WHO} cannot be asked: the network between is slow, or cut",
+    ),
 }
 
 

@@ -254,3 +254,40 @@ def test_a_link_that_is_lost(hosts: netns.Hosts, tmp_path: Path) -> None:
     assert ended.codes == [0, 0], ended.said
     for said in ended.out:
         assert said.startswith(("CollectiveTimeoutError True", "PeerLostError True")), ended.said
+
+
+SLOW = """
+    import sys
+    import torch
+    import asynccoll as ac
+    ac.initialize("gloo", init_method="tcp://ADDRESS:PORT", rank=int(sys.argv[1]), world_size=2, timeout=60)
+    ac.all_reduce(1).wait()  # connects
+    work = ac.all_reduce(torch.full((1 << 20,), float(ac.get_rank() + 1)), timeout=1)
+    try:
+        work.wait()
+    except ac.CollectiveTimeoutError as error:
+        print(error.ranks, error, flush=True)
+    while True:
+        try:
+            print(work.wait().unique().tolist())
+            break
+        except ac.CollectiveTimeoutError:
+            pass
+    ac.finalize()
+"""
+
+
+def test_a_link_that_is_slow(hosts: netns.Hosts, tmp_path: Path) -> None:
+    """4 MiB at 1 MB/s: at its deadline the call is under way, which is nobody's fault, and it ends."""
+    line = script(tmp_path, SLOW)
+    hosts.limit("8mbit")
+    try:
+        ended = Ended([hosts.start(host, *line[:-1], str(host), env=environment()) for host in (0, 1)])
+    finally:
+        hosts.lift()
+    assert ended.codes == [0, 0], ended.said
+    for said in ended.out:
+        first, last = said.splitlines()
+        assert first.startswith("() all_reduce #2 on lane 'default'"), said
+        assert "every rank has called it: it is slow, or stuck in the network" in first
+        assert last == "[3.0]"

@@ -112,6 +112,11 @@ class Hosts:
             shape = ["tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, *QUEUE]
             self.run(host, *shape)
 
+    def lift(self) -> None:
+        """Take the limit away."""
+        for host in range(len(NAMES)):
+            self.run(host, "tc", "qdisc", "del", "dev", INTERFACE, "root")
+
     def cut(self) -> None:
         """Take the link down: packets are lost without a word, as with a pulled cable."""
         self.run(0, "ip", "link", "set", INTERFACE, "down")

@@ -26,6 +26,8 @@ NOTE = "call "
 SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long a rank may take to say where it stands.
 ASK_SECONDS = 0.3
+#: How long the way to it may take: a busy link may lose the first packet, which is sent again after a second.
+REACH_SECONDS = 1.5
 #: Ranks of this node whose memory is kept open, so that it can be read after their death.
 _MOST_HELD = 64
 
@@ -50,7 +52,8 @@ class Account:
 
     ``now`` is its monotonic clock when this was found out. ``stacks``: the frames of its main thread (under
     ""), or of its tasks while that sleeps in an event loop, innermost first, as "function (file:line)";
-    ``stands`` is the innermost of the user's. ``answers``: whether it did.
+    ``stands`` is the innermost of the user's. ``answers``: whether it did; ``reached``: whether it could be
+    asked.
     """
 
     rank: int
@@ -61,6 +64,7 @@ class Account:
     answers: bool = False
     stands: str = ""
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reached: bool = True
 
 
 class Accounts:
@@ -119,10 +123,13 @@ class Accounts:
         """What is known of each of ``peers``; those of this rank's node in any case."""
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
-        said: dict[int, dict[str, object]] = {}
+        said: dict[int, dict[str, Any] | None] = {}
         with contextlib.suppress(OSError):  # no descriptors are left: what is in memory that is open is told
-            said = self.tell(awake, "account", seconds)
-        return {rank: with_answer(near[rank], said.get(rank)) for rank in peers}
+            said = _answers(awake, self._secret, "account", seconds, reach=REACH_SECONDS)
+        return {
+            rank: with_answer(replace(near[rank], reached=rank in said or rank not in awake), said.get(rank))
+            for rank in peers
+        }
 
     def heard(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> set[int]:
         """Those of ``peers`` that answer at all."""
@@ -197,14 +204,22 @@ def ask(
     peers: Mapping[int, Peer], secret: str, question: str, seconds: float = ASK_SECONDS
 ) -> dict[int, dict[str, Any]]:
     """What ``peers`` answer within ``seconds``; ``secret``: the job's, "" if each has its own."""
-    said: dict[int, dict[str, object]] = {}
+    said = _answers(peers, secret, question, seconds)
+    return {rank: one for rank, one in said.items() if one is not None}
+
+
+def _answers(
+    peers: Mapping[int, Peer], secret: str, question: str, seconds: float, *, reach: float | None = None
+) -> dict[int, dict[str, Any] | None]:
+    """As ``answering.ask``."""
+    said: dict[int, dict[str, object] | None] = {}
     for known in {secret or peer.secret: None for peer in peers.values()}:
         asked = {
             rank: (peer.address, peer.answers)
             for rank, peer in peers.items()
             if peer.answers and (secret or peer.secret) == known
         }
-        said |= answering.ask(asked, known.encode(), question, seconds)
+        said |= answering.ask(asked, known.encode(), question, seconds, reach=reach)
     return said
 
 

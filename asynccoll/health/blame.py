@@ -20,6 +20,10 @@ __all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 _MOST_TOLD = 8
 #: Who has called as late as this may only have done so because its own wait timed out.
 _LATELY_SECONDS = 0.5
+_SILENT = {
+    True: "does not answer, though its host does",
+    False: "cannot be asked: the network between is slow, or cut",
+}
 _MAYBE = "this may follow from another wait: "
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
@@ -120,7 +124,7 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     flight = account.flight
     gone = lost or (account.near and account.state in ("", "Z"))
     if flight is None:
-        return "is gone" if gone else "" if account.answers else "does not answer, though its host does"
+        return "is gone" if gone else "" if account.answers else _SILENT[account.reached]
     if (refused := _refused(awaited, flight)) is not None:
         return f"{refused.refusal(awaited.operation)}; {_now(account, gone)}".removesuffix("; ")
     has_called = _has_called(awaited, flight)

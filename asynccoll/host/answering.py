@@ -1,12 +1,13 @@
 """Short questions and answers between the ranks of a job, for those who know the job's secret.
 
-A question is a few bytes, an answer one JSON object. Who connects is sent a nonce, and has two seconds to
+A question is a few bytes, an answer one JSON object, compressed: it may have to share a link with what keeps
+the ranks waiting. Who connects is sent a nonce, and has two seconds to
 send its digest under the secret with the question; a client that sends anything else, too much, or nothing,
 is disconnected, and nothing of it is kept. It must not know what is asked.
 
     nonce, 16 bytes  ->
                      <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 2 bytes; question
-    length, 4 bytes; JSON  ->
+    length, 4 bytes; JSON, deflated  ->
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import selectors
 import socket
+import zlib
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
@@ -30,11 +32,13 @@ K = TypeVar("K", bound=Hashable)
 #: How long one connection may take, and how many there may be at once: the oldest has to go.
 PATIENCE_SECONDS = 2.0
 MOST_CONNECTIONS = 64
+#: A connection is there once it can be written to.
+_ANYTHING = selectors.EVENT_READ | selectors.EVENT_WRITE
 _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 2
 _QUESTION_BYTES = 2048
-#: An answer that is longer is none.
+#: An answer that is longer is none, nor is one that inflates to more.
 _ANSWER_BYTES = 1 << 22
 _STOP_SECONDS = 1.0
 
@@ -161,7 +165,7 @@ class Answers:
             return True
         question = asker.question(self._secret)
         if question is not None:
-            text = json.dumps(self._answer(question.decode(errors="replace"))).encode()
+            text = zlib.compress(json.dumps(self._answer(question.decode(errors="replace"))).encode())
             asker.left += len(text).to_bytes(4, "big") + text
             asker.answered = True
             return self._send(asker)
@@ -182,30 +186,59 @@ class Answers:
 
 
 def ask(
-    peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float
-) -> dict[K, dict[str, object]]:
-    """What each of ``peers`` (address, port) answers within ``seconds``, all asked at once."""
-    answers: dict[K, dict[str, object]] = {}
+    peers: Mapping[K, tuple[str, int]],
+    secret: bytes,
+    question: str,
+    seconds: float,
+    *,
+    reach: float | None = None,
+) -> dict[K, dict[str, object] | None]:
+    """What each of ``peers`` (address, port) answers, all asked at once.
+
+    None is of who has taken the connection and says nothing for ``seconds``, or longer on a long way; who
+    has begun to answer is waited for. Those are left out to whom there was no connection within ``reach``
+    seconds.
+    """
+    found: dict[K, dict[str, object] | None] = {}
     asked = question.encode()
     with selectors.DefaultSelector() as selector:
+        started = host.monotonic()
+        first = started + (seconds if reach is None else reach)
+        last = first + PATIENCE_SECONDS
+        ends: dict[socket.socket, float] = {}
+        ways: dict[socket.socket, float] = {}
         for peer, at in peers.items():
             with contextlib.suppress(OSError):
                 line = socket.socket(_family(at[0]), socket.SOCK_STREAM)
                 line.setblocking(False)
                 line.connect_ex(at)
-                selector.register(line, selectors.EVENT_READ, (peer, bytearray()))
-        deadline = host.monotonic() + seconds
-        while selector.get_map() and (left := deadline - host.monotonic()) > 0:
-            for key, _ in selector.select(left):
+                selector.register(line, _ANYTHING, (peer, bytearray()))
+                ends[line] = first
+
+        def leave(line: socket.socket) -> None:
+            del ends[line]
+            selector.unregister(line)
+            line.close()
+
+        while ends:
+            now = host.monotonic()
+            for line in [one for one, end in ends.items() if min(end, last) <= now]:
+                leave(line)
+            wait = min([*ends.values(), last]) - now
+            for key, _ in selector.select(wait) if ends else ():
                 line, (peer, came) = key.fileobj, key.data  # type: ignore[assignment]  # a socket, see above
+                if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    leave(line)
+                    continue
+                found.setdefault(peer, None)
+                now = host.monotonic()
+                # As far as the connection was there and back, and once more.
+                ends[line] = now + seconds + 2 * ways.setdefault(line, now - started)
+                selector.modify(line, selectors.EVENT_READ, key.data)
                 if _heard(line, came, secret, asked):
-                    selector.unregister(line)
-                    line.close()
-                    if (answer := _parsed(came)) is not None:
-                        answers[peer] = answer
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]  # as above
-    return answers
+                    leave(line)
+                    found[peer] = _parsed(came)
+    return found
 
 
 def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) -> bool:
@@ -228,7 +261,7 @@ def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) ->
 
 def _parsed(came: bytearray) -> dict[str, object] | None:
     try:
-        answer = json.loads(came[_NONCE_BYTES + 4 :])
-    except ValueError:
+        answer = json.loads(zlib.decompressobj().decompress(came[_NONCE_BYTES + 4 :], _ANSWER_BYTES))
+    except (ValueError, zlib.error):
         return None
     return answer if isinstance(answer, dict) else None

@@ -154,15 +154,20 @@ class Answers:
 
 
 def ask(
-    peers: Mapping[K, tuple[str, int]], secret: bytes, question: str, seconds: float
-) -> dict[K, Mapping[str, object]]:
+    peers: Mapping[K, tuple[str, int]],
+    secret: bytes,
+    question: str,
+    seconds: float,
+    *,
+    reach: float | None = None,
+) -> dict[K, Mapping[str, object] | None]:
     """As ``host.answering.ask``: there and back, each of ``peers`` as soon as the link to it has it."""
     if not question.startswith((NOTE, "account")):
         return {}
     scheduler = running()
     assert scheduler is not None and scheduler.current is not None
     network, rank, began = current.network, scheduler.current.rank, scheduler.now
-    answers: dict[K, Mapping[str, object]] = {}
+    answers: dict[K, Mapping[str, object] | None] = dict.fromkeys(peers)
     for peer, (_, port) in peers.items():
         asked = network.answering[port - 1]
         link = network.link(rank, asked.rank)
@@ -170,7 +175,7 @@ def ask(
         is_there = asked.rank not in network.dead and not scheduler.stands_still(asked.rank)
         if asked.answer is not None and is_there:
             answers[peer] = asked.answer(question)
-    sleep(_PROBE_SECONDS if len(answers) == len(peers) else seconds)
+    sleep(_PROBE_SECONDS if None not in answers.values() else seconds)
     return answers
 
 
