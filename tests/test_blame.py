@@ -422,6 +422,54 @@ def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: s
     assert re.search(called, heard[0]), heard
 
 
+def test_a_wait_that_follows_from_the_callers_own_is_not_told_as_its_cause() -> None:
+    """Rank 2 waits for both others, one of which waits in a message itself, that the other has refused."""
+    heard: list[str] = []
+
+    async def main(rank: int) -> None:
+        x = torch.ones(2)
+        if rank == 0:
+            with pytest.raises(ac.InvalidArgumentError):
+                ac.recv(x, src=1, out=torch.ones(3))
+            await anyio.sleep(3)
+            await ac.recv(x, src=1)
+        elif rank == 1:
+            work = ac.send(x, dst=0, timeout=2.0)
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:
+                await work
+            heard.append(str(caught.value))
+            await work
+        await ac.barrier()
+
+    assert not simulate(main, world_size=3).errors
+    assert "and it was refused there" in heard[0]
+    assert "another wait" not in heard[0], heard
+
+
+def test_what_was_refused_before_the_program_went_on_is_not_told_as_a_cause() -> None:
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        refused = ac.InvalidArgumentError if rank == 1 else ac.PeerRefusedError
+        with pytest.raises(refused):
+            await ac.all_reduce(1.0, lane="before", timeout=-1.0 if rank == 1 else 9.0)
+        await ac.barrier()
+        if rank == 0:
+            await anyio.sleep(3)
+        work = ac.all_reduce(1.0, lane="now", timeout=2.0)
+        if rank > 0:
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:
+                await work
+            heard[rank] = str(caught.value)
+        await work
+
+    assert not simulate(main, world_size=3).errors
+    for text in heard.values():
+        assert "has not called all_reduce #1 on lane 'now'" in text
+        assert "'before'" not in text, text
+    assert sorted(heard) == [1, 2]
+
+
 def test_who_receives_in_a_group_is_known_by_its_rank_in_the_world() -> None:
     heard: dict[int, str] = {}
 

@@ -204,8 +204,10 @@ def _latest(one: Flight) -> float:
 
 def _unfinished(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iterator[tuple[Unfinished, Call]]:
     for rank, one in flights.items():
+        latest = max((call.called for call in one.calls), default=0.0)
         for call in one.calls:
-            if call.sequence and call.state not in ("finished", "refused"):
+            went_on = call.failure and latest > call.ended  # the program has handled that
+            if call.sequence and call.state not in ("finished", "refused") and not went_on:
                 end = call.ended if call.failure else now[rank]
                 told = Unfinished(
                     rank, call.operation, _lane(call), call.sequence, call.place, max(0.0, end - call.called),

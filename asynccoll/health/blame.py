@@ -114,6 +114,8 @@ def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
     found = hang_of(flights, {one.rank: one.now for one in accounts})
     if found is None or found.ranks == ranks:
         return ""
+    if ranks and accounts[0].rank in found.ranks and not found.circle:  # that one follows from this one
+        return ""
     if not found.ranks and any(accounts[0].rank in turn.waiting for turn in found.circle):
         return str(found)
     return f"{_MAYBE}{found}"
