@@ -10,6 +10,7 @@ import torch
 
 import asynccoll as ac
 import worlds
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -104,6 +105,28 @@ async def differing(me: Rank, name: str, in_memory: bool) -> None:
         else:
             assert may_end, "nobody was told"
         await in_step(me)
+
+
+async def straight_afterwards(me: Rank) -> None:
+    others: dict[str, Callable[[], Any]] = {
+        "a leaf less": lambda: ac.all_reduce({"a": X, "b": X.int()}),
+        "no tree": lambda: ac.all_reduce(X),
+    }
+    for name, other in others.items():
+        for turn in range(3):
+            x = {"a": X, "b": X.int(), "c": 1.0}
+            with me.case(name), raising(ac.CollectiveMismatchError, "test_mismatch.py:") as caught:
+                await me.get(ac.all_reduce(x) if me.rank else other())
+            assert isinstance(caught.error, ac.CollectiveMismatchError)
+            assert caught.error.ranks == (), "of two sides nobody is the culprit"
+            await me.check(f"after {name} {turn}", ac.all_reduce, X, expect=X * me.size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.skipif("memory" not in worlds.BACKENDS, reason="of ranks that share memory")
+def test_who_was_told_may_call_at_once(size: int) -> None:
+    """Where memory compares calls as they are made, the next one is not lost with those that differ."""
+    worlds.world("memory", size).run(straight_afterwards, timeout=patient(30))
 
 
 async def one_with_more(me: Rank) -> None:

@@ -65,16 +65,19 @@ class Refusal:
 
     def error(self, lane: object, place: int) -> CollectiveError:
         """What becomes of the call at ``place``: this one, or one that was lost with it."""
-        if place == self.place and self.why.startswith(_MISMATCH):  # it has seen what all ranks called
-            return CollectiveMismatchError(self.why.removeprefix(_MISMATCH), (self.rank,))
+        behind = f"call {numbered(place)} on {lane} was in flight behind {numbered(self.place)}"
+        if self.why.startswith(_MISMATCH):  # who found it need not be the one that differs
+            differ = self.why.removeprefix(_MISMATCH)
+            if place == self.place:
+                return CollectiveMismatchError(differ)
+            return PeerRefusedError(f"{behind}, about which {differ}\nissue it again")
         if place == self.place:
             return PeerRefusedError(
                 f"rank {self.rank} refused its side of call {numbered(place)} on {lane}: {self.why}",
                 (self.rank,),
             )
         return PeerRefusedError(
-            f"call {numbered(place)} on {lane} was in flight behind {numbered(self.place)}, which rank "
-            f"{self.rank} refused ({self.why}); issue it again",
+            f"{behind}, which rank {self.rank} refused ({self.why}); issue it again",
             (self.rank,),
         )
 

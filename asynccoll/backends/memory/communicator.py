@@ -71,8 +71,7 @@ class MemoryCommunicator:
         known, line = self._kinds.get(key) or self._learn(key)
         # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer.
         checksum = (known + self._place * 0x9E3779B1 + self._part * 0x85EBCA6B) & 0xFFFFFFFF
-        disagreed = partial(self._disagreed, self._place) if self._shares else None
-        return checksum, line, self._place, disagreed
+        return checksum, line, self._place, self._shares, partial(self._disagreed, self._place)
 
     def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes]:
         if len(self._kinds) >= _MOST_KINDS:

@@ -138,7 +138,7 @@ class Engine(Mover):
             if not done:
                 if exchange.has_length:
                     words[self._mine + LENGTHS + slot] = exchange.length()
-                words[self._mine + PLACES + slot] = exchange.place << 1 | (exchange.disagreed is not None)
+                words[self._mine + PLACES + slot] = exchange.place << 1 | exchange.shares
                 self.region.write_text(slot, exchange.text)
                 exchange.put(0, slot)
                 exchange.first = step
@@ -215,7 +215,7 @@ class Engine(Mover):
     def _disagree(self, exchange: Exchange, *, shared: bool) -> None:
         """Ranks differ about this call; where it is ``shared``, a part of one, about how many steps it takes.
 
-        Then nothing moves on here any more: who shares it has the lane begin a new epoch, elsewhere. Of a
+        Then nothing moves on here any more: each rank has the lane begin a new epoch, elsewhere. Of a
         call behind others this is found again once those are over.
         """
         if self._queue[0] is not exchange:
@@ -224,9 +224,20 @@ class Engine(Mover):
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
         error = mismatch(self._where, self._ranks, texts)
-        if exchange.disagreed is not None:
-            self._bells.later(partial(exchange.disagreed, error))
-        self._end(exchange, error)
+        if shared:
+            self._bells.later(partial(self._end_halted, exchange, error))
+        else:
+            self._end(exchange, error)
+
+    def _end_halted(self, exchange: Exchange, error: CollectiveError) -> None:
+        """Tell who waits only once the lane is halted: else the next call would be made here, and be lost."""
+        try:
+            exchange.disagreed(error)
+        finally:
+            with self._lock:
+                if self._queue and self._queue[0] is exchange:
+                    self._end(exchange, error)
+            self.tell()
 
     def _take(self, exchange: Exchange) -> bool:
         """Combine and take a step of the oldest call; whether there was one."""

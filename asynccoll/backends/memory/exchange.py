@@ -15,9 +15,9 @@ __all__ = ["Call", "Exchange"]
 
 
 #: What a call is: a checksum (ranks whose checksums differ have made different calls), the text that shows
-#: it, and its place in the lane's order; and who is told, later and elsewhere, where ranks differ about it
-#: and more than this call may depend on it.
-Call = tuple[int, bytes, int, Callable[[CollectiveError], object] | None]
+#: it, its place in the lane's order, and whether it is a part of what has that place; and who is told, later
+#: and elsewhere, where ranks differ about it and more than this call may depend on it.
+Call = tuple[int, bytes, int, bool, Callable[[CollectiveError], object]]
 
 
 class Exchange(InFlight):
@@ -30,6 +30,7 @@ class Exchange(InFlight):
         "first",
         "is_long",
         "place",
+        "shares",
         "steps",
         "text",
         "verified",
@@ -45,8 +46,9 @@ class Exchange(InFlight):
         self.checksum: int
         self.text: bytes
         self.place: int
-        self.disagreed: Callable[[CollectiveError], object] | None
-        self.checksum, self.text, self.place, self.disagreed = call
+        self.shares: bool
+        self.disagreed: Callable[[CollectiveError], object]
+        self.checksum, self.text, self.place, self.shares, self.disagreed = call
         self.steps: int | None = steps
         #: it takes more than one step, as far as this rank knows
         self.is_long: bool = steps != 1
