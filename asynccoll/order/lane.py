@@ -26,11 +26,12 @@ from asynccoll.errors import (
     CollectiveError,
     CollectiveMismatchError,
     PeerLostError,
+    PeerRefusedError,
     collective_error,
 )
 from asynccoll.flight import END
 from asynccoll.host import profiling
-from asynccoll.host.call_number import ROUND, numbered
+from asynccoll.host.call_number import ROUND
 from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.connection import Connection
@@ -982,11 +983,18 @@ class Lane:
             return refusal.error(self, operation.sequence)  # its peers have closed the communicator
         if self.broken is not None and not isinstance(native, CollectiveError):
             return self.broken.for_waiter()  # with which the communicator was given up
-        error = collective_error(native, f"{operation.name} {numbered(operation.sequence)} on {self}")
+        error = collective_error(native, f"{operation.title} on {self}")
+        if operation.peer >= 0 and isinstance(error, (CollectiveMismatchError, PeerRefusedError)):
+            return self._of_message(operation, error)
         error = self.world.diagnose(self, error)
         if isinstance(error, PeerLostError) and not self._is_without(error.ranks):
             self.lose(error)
         return error
+
+    def _of_message(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """What a library says of a message, which knows neither the ranks of the world nor the line."""
+        ranks = (self.group.ranks[operation.peer],) if isinstance(error, PeerRefusedError) else ()
+        return type(error)(f"{operation}: {error}", ranks)
 
     def _is_without(self, ranks: tuple[int, ...]) -> bool:
         """Whether these ranks are no members: of a message that cannot be connected without their store."""

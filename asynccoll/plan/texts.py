@@ -23,12 +23,10 @@ def shown(what: object) -> str:
     return "" if what is None else str(getattr(what, "value", what))
 
 
-def unlike(
-    tag: int, count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype
-) -> CollectiveMismatchError:
+def unlike(count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype) -> CollectiveMismatchError:
     """The error for a message of ``count`` elements that came to a receive of another size or dtype."""
     sent, fits = f"{count} elements of {dtype_name(dtype)}", f"{wanted} of {dtype_name(wanted_dtype)}"
     return CollectiveMismatchError(
-        f"recv with tag {tag}: the sender's message has {sent}, but `like` has {fits} (the message was taken "
-        "and dropped; the channel is still usable)"
+        f"the sender's message has {sent}, but `like` has {fits} (the message was taken and dropped; the "
+        "channel is still usable)"
     )

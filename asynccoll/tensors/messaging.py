@@ -81,7 +81,7 @@ def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseExcept
     if role == "recv":
         lane.note_refused(name, peer, tag, reason)
         return
-    why = f"rank {lane.world.rank} refused its side, a send: {reason}"
+    why = f"rank {lane.world.rank} refused its side: {reason}"
 
     def start(communicator: Communicator) -> Completion:
         communicator.refuse(peer, tag, why)

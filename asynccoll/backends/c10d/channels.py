@@ -52,7 +52,7 @@ class Channels:
         def take(pair: object, peer: int) -> None:
             got = _take(pair, peer, tag, x)
             if got is not x:
-                raise unlike(tag, got.numel(), got.dtype, x.numel(), x.dtype)
+                raise unlike(got.numel(), got.dtype, x.numel(), x.dtype)
 
         return self._start(("recv", src, tag), src, take)
 

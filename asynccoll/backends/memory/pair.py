@@ -370,7 +370,6 @@ class Pair(Mover):
             return PeerRefusedError(bytes(letter.data.numpy()).decode(errors="replace"))
         sent, wanted = DTYPES_BY_NAME[_NAMES[letter.code]], DTYPES_BY_NAME[_NAMES[reader.code]]
         return unlike(
-            reader.tag,
             letter.size // sent.itemsize,
             sent,
             reader.data.numel() // wanted.itemsize,

@@ -23,10 +23,10 @@ from asynccoll.backends.mpi.completion import (
     LeftToThread,
     Many,
     MpiCompletion,
-    Received,
 )
 from asynccoll.backends.mpi.errors import typed
 from asynccoll.backends.mpi.library import Library
+from asynccoll.backends.mpi.messages import ROOM_BYTES, Received, header, refusal
 from asynccoll.backends.mpi.types import (
     BYTE,
     OPS,
@@ -62,6 +62,7 @@ class MpiCommunicator:
         self._rank = rank
         self._size = size
         self._messages = native  # the same in every epoch of a lane
+        self._refusals: list[bytes] = []
 
     def _start(
         self, call: Callable[..., Any], arguments: Sequence[object], x: torch.Tensor, keep: object = None
@@ -219,13 +220,23 @@ class MpiCommunicator:
     # Messages
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        # Synchronous: over when the receiver has taken it, which is what our callers are promised.
-        arguments = (bytes_of(x, self._limit), dst, self._tag(tag))
-        return self._start(self._messages.Issend, arguments, x)
+        said, where = header(x), (dst, self._tag(tag))
+
+        def start(body: object) -> Many:
+            ahead = self._messages.Isend((said, BYTE), *where)
+            # Synchronous: over when the receiver has taken it, which is what our callers are promised.
+            return Many([ahead, self._messages.Issend(body, *where)])
+
+        return self._start(start, (bytes_of(x, self._limit),), x, said)
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        arguments = (bytes_of(x, self._limit), src, self._tag(tag))
-        return self._start(lambda *to: Received(self._messages.Irecv(*to), x.nbytes, tag), arguments, x)
+        said, where = bytearray(ROOM_BYTES), (src, self._tag(tag))
+
+        def start(body: object) -> Received:
+            ahead = self._messages.Irecv((said, BYTE), *where)
+            return Received(ahead, said, self._messages.Irecv(body, *where), x)
+
+        return self._start(start, (bytes_of(x, self._limit),), x, said)
 
     def _tag(self, tag: int) -> int:
         highest = self._library.highest_tag
@@ -234,8 +245,15 @@ class MpiCommunicator:
         return tag
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """In place of a send, an empty message."""
-        self._attempt(lambda: self._messages.Isend(NO_BYTES, dst, self._tag(tag)).Free())
+        """In place of a send, an empty message, and ahead of it why there is no other."""
+        said, where = refusal(why), (dst, self._tag(tag))
+        self._refusals.append(said)  # read until it is sent, which nobody waits for
+
+        def tell() -> None:
+            self._messages.Isend((said, BYTE), *where).Free()
+            self._messages.Isend(NO_BYTES, *where).Free()
+
+        self._attempt(tell)
 
     def _attempt(self, call: Callable[[], object]) -> None:
         """``call()``, which may fail."""
@@ -256,7 +274,7 @@ class MpiCommunicator:
         return False
 
     def inherit(self, previous: MpiCommunicator) -> None:
-        self._messages = previous._messages
+        self._messages, self._refusals = previous._messages, previous._refusals
 
     def close(self) -> None:
         """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""

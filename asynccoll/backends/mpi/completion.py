@@ -27,7 +27,7 @@ from asynccoll.backends.api import (
     progress,
 )
 from asynccoll.backends.mpi.errors import typed
-from asynccoll.errors import CollectiveError, CollectiveMismatchError
+from asynccoll.errors import CollectiveError
 
 __all__ = [
     "BURST",
@@ -38,7 +38,6 @@ __all__ = [
     "LeftToThread",
     "Many",
     "MpiCompletion",
-    "Received",
 ]
 
 #: How long an operation is expected to take beyond the grace, per byte.
@@ -267,29 +266,6 @@ class Many:
 
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
         return bool(MPI.Request.Testall(self._requests))
-
-
-class Received:
-    """A receive that must fill its buffer: MPI takes a shorter message without a word."""
-
-    __slots__ = ("_request", "_room", "_status", "_tag")
-
-    def __init__(self, request: Any, room_bytes: int, tag: int) -> None:
-        self._request = request
-        self._room = room_bytes
-        self._tag = tag
-        self._status = MPI.Status()
-
-    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
-        if not self._request.Test(self._status):
-            return False
-        came = self._status.Get_elements(MPI.BYTE)
-        if came != self._room:
-            raise CollectiveMismatchError(
-                f"recv with tag {self._tag}: the sender's message has {came} bytes, but `like` has "
-                f"{self._room} (in place of a send that was refused, an empty message comes)"
-            )
-        return True
 
 
 class Guarded:

@@ -1,0 +1,70 @@
+"""What goes ahead of each message between two ranks: what it is, or why there is none.
+
+MPI takes bytes of another dtype without a word, and a message that is too short, too; and it has no way to
+say that a send was refused. So a small message goes first, with the same tag: MPI keeps their order.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from asynccoll.backends.api import DTYPES_BY_NAME, unlike
+from asynccoll.errors import PeerRefusedError
+
+__all__ = ["ROOM_BYTES", "Received", "header", "refusal"]
+
+#: The dtype, the number of elements, and how much text follows, as a refusal has.
+_HEADER = struct.Struct("<BQH")
+#: In place of a dtype: the text says why there is no message.
+_REFUSED = 255
+ROOM_BYTES = 1024
+_DTYPES = [DTYPES_BY_NAME[name] for name in sorted(DTYPES_BY_NAME)]
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def header(x: torch.Tensor) -> bytes:
+    """What goes ahead of ``x``."""
+    return _HEADER.pack(_CODES[x.dtype], x.numel(), 0)
+
+
+def refusal(why: str) -> bytes:
+    """What goes ahead of an empty message, in place of one that was refused."""
+    text = why.encode()[: ROOM_BYTES - _HEADER.size]
+    return _HEADER.pack(_REFUSED, 0, len(text)) + text
+
+
+class Received:
+    """A receive that must fill its buffer with what it was made for; ``said`` is what comes ahead of it."""
+
+    __slots__ = ("_body", "_said", "_saying", "_x")
+
+    def __init__(self, saying: Any, said: bytearray, body: Any, x: torch.Tensor) -> None:
+        self._saying = saying
+        self._said = said
+        self._body = body
+        self._x = x
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        if not self._saying.Test():
+            return False
+        try:
+            if not self._body.Test():
+                return False
+        except MPI.Exception:  # it is longer than its buffer
+            self._compare()
+            raise
+        self._compare()
+        return True
+
+    def _compare(self) -> None:
+        code, count, length = _HEADER.unpack_from(self._said)
+        if code == _REFUSED:
+            text = self._said[_HEADER.size : _HEADER.size + length]
+            raise PeerRefusedError(text.decode(errors="replace"))
+        x = self._x
+        if (_DTYPES[code], count) != (x.dtype, x.numel()):
+            raise unlike(count, _DTYPES[code], x.numel(), x.dtype)
