@@ -88,8 +88,12 @@ SAID = {
     ),
     "is stopped": (near(behind(), state="T", answers=False), f"{LATE}{LAST}; {STOPPED}"),
     "swaps": (
-        near(behind(), state="D"),
+        near(behind(), state="D", answers=False),
         f"{LATE}{LAST}; its process sleeps in the kernel (a disk, or swapping)",
+    ),
+    "answers, and is in the kernel for a moment": (
+        near(behind(), state="D", stands="load (data.py:17)"),
+        f"{LATE}{LAST}; it is now in load (data.py:17)",
     ),
     "is in native code": (
         near(behind(), answers=False),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
 import pytest
 
+from patience import patient
 from worlds import free_port
 
 pytestmark = pytest.mark.slow
@@ -31,7 +33,10 @@ def test_a_job_grows_by_a_host_and_goes_on_without_it(start, script):
     script(COMES_AND_GOES)
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job"]
     where += ["--local-addr", "127.0.0.1", "--nnodes", "1:2", "-n", 1, "--max-restarts", 1]
-    where += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    # A host that is slow for as long is left out, or taken for lost.
+    rounds, attempts = math.ceil(patient(1.0)), math.ceil(patient(3.0))
+    waits = f"last_call_timeout={rounds},keep_alive_interval=1,keep_alive_max_attempt={attempts}"
+    where += ["--rdzv-conf", waits]
 
     def host():
         return start("run", *where, "program.py", GLOO_SOCKET_IFNAME="lo", ASYNCCOLL_NODE=os.urandom(4).hex())

@@ -230,7 +230,8 @@ def _now(account: Account, gone: bool) -> str:
         return ending(flight, account.now)
     if gone and account.state not in ("Z", ""):
         return "its process is gone"
-    if account.near and account.state in _STATES:
+    # A process that answers sleeps in the kernel for moments only.
+    if account.near and account.state in _STATES and not (account.state == "D" and account.stands):
         return _STATES[account.state]
     if account.stands:
         return f"it is now in {account.stands}"
