@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import asynccoll
 import asynccoll as ac
-from asynccoll.testing import RankError, World, world
+from asynccoll.testing import RankError, World, live, world
 from patience import patient
 
 calls = 0
@@ -38,6 +39,32 @@ def dying(rank: int) -> None:
     if rank == 1:
         os._exit(3)
     ac.barrier().wait()
+
+
+def leaving(rank: int) -> None:
+    """One rank goes on without a result that the other never calls for."""
+    if rank == 0:
+        ac.all_reduce(100).detach()
+
+
+def timing_out(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(ac.CollectiveTimeoutError):
+            ac.all_reduce(100, timeout=0.1).wait()
+
+
+def finalizing(rank: int) -> None:
+    ac.finalize()
+
+
+async def received(rank: int) -> list[float]:
+    return (await ac.broadcast(torch.full((2,), float(rank)), src=0)).tolist()
+
+
+async def in_a_lane(rank: int) -> int:
+    detached = ac.all_reduce(rank, lane="other")  # over soon, as every rank has called it
+    detached.detach()
+    return os.getpid()
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +97,32 @@ def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
     with pytest.raises(RankError, match="exit code 3") as told:
         pair.run(dying)
     assert "rank 1: its process has ended" in str(told.value)
+
+
+@pytest.mark.parametrize("case", [leaving, timing_out, finalizing])
+def test_what_a_function_leaves_is_not_in_the_next_one(pair: World, case: Callable[[int], None]) -> None:
+    """Its calls would be paired with those of the next one, which then hangs or has wrong numbers."""
+    before = pair.run(count)
+    assert pair.run(case) == [None, None]
+    assert pair.run(received) == [[0.0, 0.0]] * 2
+    assert pair.run(total) == [1, 1]
+    assert {pid for _, _, pid in before}.isdisjoint(pid for _, _, pid in pair.run(count))
+
+
+def test_ranks_are_in_step_by_the_calls_of_the_ranks_of_each_group() -> None:
+    """On MPI a call may be over on one rank before the others make theirs, so nothing need be in flight."""
+    everyone, two = (0, 1, 2), (0, 2)
+    whole = {"world/default": (everyone, 3)}
+    assert live._in_step([whole] * 3)
+    assert live._in_step([{**whole, "0-2/default": (two, 1)}, whole, {**whole, "0-2/default": (two, 1)}])
+    assert not live._in_step([whole, whole, {}])
+    assert not live._in_step([{**whole, "0-2/default": (two, 1)}, whole, whole])
+    assert not live._in_step([whole, whole, None])
+
+
+def test_calls_that_all_have_made_are_waited_for(pair: World) -> None:
+    """They need no other ranks."""
+    assert pair.run(in_a_lane) == pair.run(in_a_lane)
 
 
 def test_what_cannot_be_run_is_refused() -> None:

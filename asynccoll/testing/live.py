@@ -31,7 +31,8 @@ from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.launch.calling import complete
 from asynccoll.launch.folding import folded
 from asynccoll.launch.spawn import known_backend, spawn
-from asynccoll.runtime.process import get_rank
+from asynccoll.runtime.process import current, get_rank
+from asynccoll.world.context import Context
 
 __all__ = ["RankError", "World", "world"]
 
@@ -39,10 +40,16 @@ _START_SECONDS = 120.0
 _CLOSE_SECONDS = 20.0
 #: How long the others may go on once a rank has failed.
 _GRACE_SECONDS = 2.0
+#: How long a rank waits for what a function has left in flight.
+_SETTLE_SECONDS = 1.0
 
 
 class RankError(AssertionError):
     """A function failed, hung or died on some rank of a ``World``; the text has what each rank says."""
+
+
+#: Of each lane on which a rank has called something: the ranks of its group, and the number of calls.
+_Made = dict[str, tuple[tuple[int, ...], int]]
 
 
 class _Task(NamedTuple):
@@ -89,7 +96,8 @@ class World:
         """What ``function(rank, *arguments)`` returns, by rank. Coroutine functions run on asyncio.
 
         ``function`` stands at the top level of its module; arguments and results are pickled. Each rank has
-        joined the world.
+        joined the world. Where it leaves calls in flight, or ranks have not made the same ones, others
+        are started by the next run, whose calls would be paired with those.
 
         Raises:
             RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds. The
@@ -103,10 +111,13 @@ class World:
         try:
             for connection in self._ranks.values():
                 connection.send_bytes(task)
-            return self._collect(function.__qualname__, timeout)
+            results, made = self._collect(function.__qualname__, timeout)
         except BaseException:
             self.kill()
             raise
+        if not _in_step(made):
+            self.kill()
+        return results
 
     def close(self) -> None:
         """Let the ranks finalize and end."""
@@ -177,9 +188,10 @@ class World:
 
     # Collecting
 
-    def _collect(self, name: str, timeout: float) -> list[Any]:
+    def _collect(self, name: str, timeout: float) -> tuple[list[Any], list[_Made | None]]:
+        """The results, and what each rank has called up to now."""
         __tracebackhide__ = True
-        results: dict[int, object] = {}
+        results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {connection: rank for rank, connection in self._ranks.items()}
         deadline = time.monotonic() + timeout
@@ -193,16 +205,19 @@ class World:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    good, value = pickle.loads(connection.recv_bytes())  # noqa: S301  # see _accept
+                    failure, *told = pickle.loads(connection.recv_bytes())  # noqa: S301  # see _accept
                 except (EOFError, ConnectionResetError):
-                    good, value = False, f"its process has ended\n{self._why_ended()}"
-                (results if good else failures)[rank] = value
-                if not good:
+                    failure = f"its process has ended\n{self._why_ended()}"
+                if not failure:
+                    results[rank] = told
+                else:
+                    failures[rank] = failure
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
             told = "\n".join(f"--- rank {rank}: {failures[rank].rstrip()}" for rank in sorted(failures))
             raise RankError(f"{name} failed on {self!r}\n{told}")
-        return [results[rank] for rank in range(self.size)]
+        both = [results[rank] for rank in range(self.size)]
+        return [result for result, _ in both], [made for _, made in both]
 
     def _why_ended(self) -> str:
         """What ``spawn`` says, which notices, and ends the others."""
@@ -212,6 +227,15 @@ class World:
 
     def _last_words(self) -> str:
         return "\n".join(map(str, self._ended)) or f"not all ranks were there after {_START_SECONDS:g} s"
+
+
+def _in_step(made: Sequence[_Made | None]) -> bool:
+    """Whether the ranks have made equally many calls on each lane, and none is left in flight."""
+    known = [one for one in made if one is not None]
+    lanes = {key: ranks for one in known for key, (ranks, _) in one.items()}
+    return len(known) == len(made) and all(
+        len({known[rank].get(key, (ranks, 0))[1] for rank in ranks}) == 1 for key, ranks in lanes.items()
+    )
 
 
 def _task(function: Callable[..., object], arguments: Sequence[object]) -> _Task:
@@ -242,10 +266,19 @@ def _outcome(task: _Task) -> bytes:
         sys.path += [entry for entry in task.path if entry not in sys.path]
         function = attrgetter(task.name)(_module(task))
         arguments = pickle.loads(task.arguments)  # noqa: S301  # from who started us
+        world = current()
         result = complete(function, get_rank(), *arguments)
-        return pickle.dumps((True, result))
+        return pickle.dumps(("", result, _made(world)))
     except BaseException:  # whatever it is, the test is told
-        return pickle.dumps((False, folded(traceback.format_exc())))
+        return pickle.dumps((folded(traceback.format_exc()),))
+
+
+def _made(world: Context) -> _Made | None:
+    """What this rank has called up to now; None if it has left the world, or calls in flight."""
+    if world.closed or world.drain(_SETTLE_SECONDS):
+        return None
+    lanes = [lane for group in world.groups.values() for lane in group.opened.values()]
+    return {f"{lane.group.key}/{lane.key}": (lane.group.ranks, lane.sequence) for lane in lanes}
 
 
 def _module(task: _Task) -> ModuleType:
