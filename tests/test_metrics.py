@@ -43,6 +43,52 @@ def test_each_sample_once_in_the_order_of_the_sampler(
             assert sorted(labels) == list(range(length))
 
 
+def of_what_is_left(me: Rank, length: int, taken: int) -> tuple[list[int], list[int], list[int]]:
+    """The samples before a state was taken, and after it was loaded, as gathered; and this rank's own."""
+    first = ac.auto_dataloader(range(length), batch_size=me.size, shuffle=True)
+    first.sampler.set_epoch(2)
+    batches = iter(first)
+    before = [next(batches) for _ in range(taken)]
+    state = first.sampler.state_dict()
+    again = ac.auto_dataloader(range(length), batch_size=me.size, shuffle=True)
+    again.sampler.load_state_dict(state)
+    again.sampler.set_epoch(2)
+    after = list(again)
+    whole = ac.gather_for_metrics(torch.cat(before), samples=state["seen"]).wait()
+    left = ac.gather_for_metrics(torch.cat(after), samples=state["length"] - state["seen"]).wait()
+    return whole.tolist(), left.tolist(), torch.cat(before + after).tolist()
+
+
+@pytest.mark.parametrize(("length", "taken"), [(7, 1), (10, 2), (11, 1), (13, 2)])
+def test_of_a_resumed_epoch_each_sample_once(world: World, length: int, taken: int) -> None:
+    """Those before and those after are together the dataset, however many ranks do not divide it."""
+    for whole, left, mine in world.run(of_what_is_left, length, taken):
+        assert sorted(whole + left) == list(range(length))
+        assert set(mine) <= set(range(length))
+
+
+def with_one_refused(me: Rank, rows: int, samples: int) -> str:
+    try:
+        ac.gather_for_metrics(torch.arange(rows if me.rank else 2), samples=samples if me.rank else 4).wait()
+    except ac.AsyncCollError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "samples", "said"), [(4, 4, "got 4 rows, but the share"), (2, 0, "samples=0")]
+)
+def test_what_is_not_a_share_of_the_dataset_is_refused(
+    pair: World, rows: int, samples: int, said: str
+) -> None:
+    """All samples on each rank would be every other one twice; the other ranks are told of a refusal."""
+    there, here = pair.run(with_one_refused, rows, samples)
+    assert here.startswith("InvalidArgumentError: gather_for_metrics")
+    assert said in here
+    assert there.startswith("PeerRefusedError")
+    assert said in there
+
+
 def test_what_has_no_rows_is_refused() -> None:
     for given, said in [(1.5, "a float"), (torch.tensor(1.0), "a 0-d tensor"), ({"x": "s"}, "a str")]:
         with pytest.raises(ac.PayloadTypeError, match=f"gather_for_metrics got {said}"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.ops.collectives import all_gather
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.ops.collectives import all_gather, refuse
 from asynccoll.plan.trees import flatten, unflatten
 from asynccoll.runtime.process import get_world_size
 from asynccoll.waiting.work import Work
@@ -39,28 +40,44 @@ def gather_for_metrics(
 
     Args:
         x: as many rows on every rank.
-        samples: of the whole dataset.
+        samples: of the whole dataset; of an epoch that is resumed those that were left of it
+            (``state["length"] - state["seen"]`` of the sampler's state).
         group, lane, timeout: as of ``all_gather``.
 
     Raises:
         PayloadTypeError: a leaf is no tensor with a dim 0.
-        InvalidArgumentError: ``samples`` is no positive number.
+        InvalidArgumentError: ``samples`` is no positive number, or there are more rows than a rank's share.
 
     Source: ``accelerate.Accelerator.gather_for_metrics``, for a whole epoch at once.
     """
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise InvalidArgumentError(f"gather_for_metrics: samples={samples!r}; expected the dataset's length")
-    for leaf in flatten(x)[0]:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            what = f"a {type(leaf).__name__}" if not isinstance(leaf, torch.Tensor) else "a 0-d tensor"
-            raise PayloadTypeError(f"gather_for_metrics got {what}; expected tensors with a row per sample")
     size = get_world_size(group)
+    wrong = _wrong(flatten(x)[0], samples, size)
+    if wrong is not None:
+        refuse(wrong, group=group, lane=lane, name="all_gather")
 
     def in_order(found: object) -> object:
         leaves, spec = flatten(found)
         return unflatten(spec, [_interleaved(leaf, size)[:samples] for leaf in leaves])
 
     return all_gather(x, group=group, lane=lane, timeout=timeout).map(in_order)
+
+
+def _wrong(leaves: list[object], samples: object, size: int) -> AsyncCollError | None:
+    """Why these cannot be a rank's predictions of that many samples."""
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        return InvalidArgumentError(f"gather_for_metrics: samples={samples!r}; expected the dataset's length")
+    share = math.ceil(samples / size) if size > 0 else math.inf  # outside of the group the call is refused
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            what = f"a {type(leaf).__name__}" if not isinstance(leaf, torch.Tensor) else "a 0-d tensor"
+            return PayloadTypeError(f"gather_for_metrics got {what}; expected tensors with a row per sample")
+        if len(leaf) > share:
+            return InvalidArgumentError(
+                f"gather_for_metrics got {len(leaf)} rows, but the share of a rank in {samples} samples on "
+                f"{size} ranks is {share}: pass the predictions of one epoch, of a loader that gives each "
+                "rank its share (ac.auto_dataloader), and as samples= the length of its dataset"
+            )
+    return None
 
 
 def _interleaved(rows: torch.Tensor, size: int) -> torch.Tensor:
