@@ -774,3 +774,27 @@ def test_when_to_warn_is_thirty_seconds_or_what_is_given() -> None:
     assert stall_seconds(environ={}) == 30.0
     assert stall_seconds(environ={"ASYNCCOLL_STALL_WARNING": "0"}) == 0.0
     assert stall_seconds(2.5, environ={"ASYNCCOLL_STALL_WARNING": "7"}) == 2.5
+
+
+def test_a_wait_that_holds_the_event_loop_is_told(loop: str) -> None:
+    """The task that would call what the other rank waits for gets no turn; awaited, neither does it wait."""
+    heard: list[str] = []
+
+    async def waiting(lane: str) -> None:
+        try:
+            ac.all_reduce(1, lane=lane, timeout=5.0).wait()
+        except ac.CollectiveTimeoutError as error:
+            heard.append(str(error))
+
+    async def awaiting(lane: str) -> None:
+        assert await ac.all_reduce(1, lane=lane, timeout=5.0) == 2
+
+    async def main(rank: int) -> None:
+        for each in (awaiting, waiting):
+            async with ac.create_task_group() as tasks:
+                for lane in ("a", "b") if rank == 0 else ("b", "a"):
+                    tasks.start_soon(each, lane)
+
+    simulate(main, world_size=2, seed=SEED, loop=loop)
+    assert heard
+    assert all("no other task of its event loop could call anything meanwhile" in text for text in heard)

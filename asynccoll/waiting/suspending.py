@@ -34,16 +34,23 @@ _PATIENCE_SECONDS = 4e-3
 _SLICE_SECONDS = 0.1
 
 
-def _late(operation: Operation) -> CollectiveTimeoutError:
+#: What other ranks may wait for, where a task waits in a way that holds its loop.
+_HELD = (
+    ". This rank waited without await (by wait(), or asynccoll.sync), so that no other task of its event "
+    "loop could call anything meanwhile: await it there"
+)
+
+
+def _late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
     waited = host.monotonic() - operation.started
     opening = operation.lane.communicator is None
-    why = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
+    closed = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
     blame = operation.lane.world.blame(operation)
     operation.extend()  # not earlier: asking may take as long as the next wait may last
-    who = f": {blame}" if str(blame) else why
+    who = f": {blame}" if str(blame) else closed
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""  # not a message
     return CollectiveTimeoutError(
-        f"{operation} is not ready after {waited:.3f} s{who}. "
+        f"{operation} is not ready after {waited:.3f} s{who}{why}. "
         f"This rank's {operation.title} is still in flight{behind}; await the same work again "
         f"to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
@@ -65,7 +72,8 @@ def block(operation: Operation, seconds: float | None) -> None:
         while not operation.done():
             left = deadline - host.monotonic()
             if left <= 0:
-                raise _late(operation)
+                loop = here()
+                raise _late(operation, _HELD if loop is not None and loop.others_ready() else "")
             completion.wait(min(left, _SLICE_SECONDS))
         operation.saw_end(host.monotonic())
     finally:
