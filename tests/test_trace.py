@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,18 @@ def test_importing_does_not_load_matplotlib() -> None:
 
     program = "import sys, asynccoll; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_world_that_is_joined_within_a_recording_is_not_in_it() -> None:
+    """A warning says so; to leave a world within one is no reason for any."""
+    recording = ac.trace.recording()
+    timeline = recording.__enter__()
+    ac.initialize("serial")
+    ac.all_reduce(1).wait()
+    with pytest.warns(UserWarning, match=r"began before .*rank 0 of 1.* was joined"):
+        recording.__exit__(None, None, None)
+    assert timeline.spans == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ac.trace.recording():
+            ac.finalize()

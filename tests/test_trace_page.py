@@ -262,6 +262,31 @@ def test_worlds_are_recorded_one_by_one_and_a_forked_child_in_none(start, script
 
 
 @pytest.mark.slow
+def test_a_process_is_recorded_in_each_world_by_the_rank_that_it_has_there(start, script, tmp_path):
+    """As in an elastic job: one is lost, one gets its number, and another one comes."""
+    script("""\
+        import os, pathlib, sys
+        import asynccoll as ac
+        here, worlds = int(os.environ["RANK"]), ([0, 1], [1, 2])
+        os.environ.pop("WORLD_SIZE"), os.environ.pop("RANK"), os.environ.pop("LOCAL_RANK")
+        for turn, members in enumerate(worlds):
+            if here in members:
+                meeting = f"file://{pathlib.Path.cwd()}/world{turn}"
+                ac.initialize("gloo", init_method=meeting, rank=members.index(here), world_size=2)
+                for _ in range(2 + turn):
+                    ac.all_reduce(1.0).wait()
+                ac.finalize()
+        """)
+    code, _, errors = start("trace", "run", "-o", tmp_path / "told", "-n", 3, "program.py").wait()
+    assert code == 0, errors
+    first, second = (ac.trace.load(tmp_path / "told" / which) for which in ("", "world-2"))
+    assert [trace.findings.operations for trace in (first, second)] == [4, 6]
+    assert [part.rank for trace in (first, second) for part in trace.parts] == [0, 1, 0, 1]
+    assert second.parts[0].pid == first.parts[1].pid
+    assert second.parts[1].pid not in {part.pid for part in first.parts}
+
+
+@pytest.mark.slow
 def test_the_document_stands_alone_whatever_the_program_prints(start, script):
     script("""
         import torch, asynccoll as ac

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.host.store import Waiting
 from asynccoll.runtime.process import when_joined
 from asynccoll.trace.parts import Writer
 from asynccoll.trace.timeline import Timeline, start
@@ -24,6 +25,8 @@ __all__ = ["VARIABLE", "file_name", "install", "later_worlds", "recordings"]
 
 VARIABLE = "ASYNCCOLL_TRACE"
 _EVERY_SECONDS = 0.5
+#: Where rank 0 says, in the store at which the ranks have met, which of the program's worlds this is.
+_NUMBER = "trace/world"
 
 
 def recordings(directory: Path) -> list[Path]:
@@ -52,16 +55,29 @@ class _Recordings:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: list[tuple[Context, Callable[[], None]]] = []
-        self._made: dict[int, int] = {}  # by rank
+        self._made: dict[int, int] = {}  # by rank where ranks are threads; else there is one
         atexit.register(self._finish)
 
     def record(self, context: Context) -> None:
         """Take down what happens in ``context``, which this process has just joined."""
         self._finish(lambda earlier: earlier.closed)
-        number = self._made[context.rank] = self._made.get(context.rank, 0) + 1
+        number = self._number(context)
         directory = self._directory if number == 1 else self._directory / f"world-{number}"
         directory.mkdir(parents=True, exist_ok=True)
         self._open.append((context, _record(context, directory / file_name(context.rank))))
+
+    def _number(self, context: Context) -> int:
+        """Which of the program's worlds it is: rank 0's word, as others may have come later."""
+        who = context.rank if context.thread_rank else -1
+        number = self._made.get(who, 0) + 1
+        if context.clients is not None:
+            store = Waiting(context.clients, context.timeout, lambda: context.closed)
+            if context.rank == 0:
+                store.set(_NUMBER, str(number))
+            else:
+                number = int(store.get(_NUMBER))
+        self._made[who] = number
+        return number
 
     def _finish(self, which: Callable[[Context], bool] = lambda _context: True) -> None:
         over = [one for one in self._open if which(one[0])]

@@ -19,13 +19,14 @@ Data flows one way: lane -> context.observers -> Recorder -> Timeline -> file.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll.host.profiling import annotation
-from asynccoll.runtime.process import current
+from asynccoll.runtime.process import current, existing
 from asynccoll.trace import findings
 from asynccoll.trace.marking import marking
 from asynccoll.trace.perfetto import write_events
@@ -121,7 +122,8 @@ def recording(*, marks: bool = True) -> Iterator[Timeline]:
     With ``marks`` the calls of modules are "forward", the backward passes through them "backward", and steps
     of optimizers "optimizer"; what you mark yourself, with ``span``, is added, and within it nothing is
     marked by itself. Recordings may nest and overlap. What is in flight at the end stays open until it is
-    done.
+    done. It is of the world that there is when it begins: of one that is joined within it nothing is
+    recorded, and a warning says so.
 
     Raises:
         NotInitializedError: under a launcher, before ``ac.initialize()``.
@@ -133,6 +135,13 @@ def recording(*, marks: bool = True) -> Iterator[Timeline]:
         yield timeline
     finally:
         end()
+        now = existing()
+        if now is not None and now is not context and now.joined:
+            warnings.warn(
+                f"this recording began before {now!r} was joined, of which nothing is in it: begin it after "
+                "ac.initialize(), and another one for each world",
+                stacklevel=3,
+            )
 
 
 def start(timeline: Timeline, context: Context, *, marks: bool) -> Callable[[], None]:
