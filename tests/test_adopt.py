@@ -145,6 +145,11 @@ def test_what_cannot_be_adopted() -> None:
     for wrong in (7, [7], asyncio.sleep, None):
         with pytest.raises(ac.PayloadTypeError, match="torch Work or Future"):
             ac.adopt(wrong)
+    ours = ac.all_reduce(1)
+    for wrong in (ours, [Event(1), ours]):
+        with pytest.raises(ac.PayloadTypeError, match="is a work of asynccoll already: await it as it is"):
+            ac.adopt(wrong)
+    assert ours.wait() == 1
     with pytest.raises(ac.InvalidArgumentError, match="timeout"):
         ac.adopt(Event(1), timeout=0)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, collective_error
+from asynccoll.errors import CollectiveError, PayloadTypeError, collective_error
 from asynccoll.health.blame import Blame
 from asynccoll.host.call_site import caller
 from asynccoll.host.timeouts import check_timeout
@@ -45,12 +45,22 @@ def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
         PayloadTypeError: ``x`` is something else.
     """
     check_timeout(timeout)
+    _check_not_ours(x)
     if not isinstance(x, (list, tuple)):
         completion, result = foreign(x)
         return _work(type(x).__name__, [completion], result, timeout)
     parts = [foreign(each) for each in x]
     name = " and ".join(sorted({type(each).__name__ for each in x})) or "nothing"
     return _work(name, [part[0] for part in parts], lambda: [part[1]() for part in parts], timeout)
+
+
+def _check_not_ours(x: object) -> None:
+    for each in x if isinstance(x, (list, tuple)) else (x,):
+        if isinstance(each, Work):
+            raise PayloadTypeError(
+                f"{each!r} is a work of asynccoll already: await it as it is (together with adopted ones: "
+                "await ac.wait_all([work, ac.adopt(handle)]))"
+            )
 
 
 def _work(
