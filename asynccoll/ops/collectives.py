@@ -243,7 +243,7 @@ use what that gives. Inputs stay as they are, and must not be written to until t
 - ``timeout``: seconds, after which the await raises ``CollectiveTimeoutError``.
 - ``out``, where there is one: a tensor for the result; ``out=x`` reduces or receives in place.
 
-Errors, and more of these: ``help(asynccoll.ops.collectives)``.
+Errors, and more of these: ``help("asynccoll.ops.collectives")``. ``python -m asyncio`` takes the examples.
 """
 
 
@@ -325,7 +325,7 @@ def all_reduce(
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).
 
     ``prescale`` and ``postscale`` multiply a tensor of floats before and after; ``compression="fp16"`` sends
-    it as float16 if it is wider, and converts the result back. Of a tree, each of its tensors. torch's
+    it as float16 if it is wider, and converts the result back. They apply to each tensor of a tree. torch's
     ``_make_nccl_premul_sum(factor)`` as ``op`` is ``prescale=factor``, on every backend.
 
     >>> await ac.all_reduce(gradient, prescale=1 / 8, postscale=8 / n, compression="fp16")

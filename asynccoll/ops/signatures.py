@@ -83,6 +83,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 #: Torch's calls by these names change the tensor that they are given.
 _IN_PLACE_IN_TORCH = ("all_reduce", "broadcast", "reduce", "recv")
+#: What gives something of another shape than torch fills.
+_OTHER_SHAPES = {"all_gather": ", one tensor, concatenated; y.chunk(world_size) are torch's list"}
 _NO_ASYNC_OP = "every call starts at once and returns a Work: drop async_op"
 _RETURNED = "the result is returned: pass only what this rank sends"
 
@@ -152,6 +154,7 @@ def _to_write(function: Callable[..., object], first: Sequence[str], right: str)
     if not gives.startswith("Work["):
         return f": write {name}({right})"
     text = f": write {'' if gives == 'Work[None]' else 'y = '}await {name}({right})"
+    text += _OTHER_SHAPES.get(name, "")
     if name in _IN_PLACE_IN_TORCH and "out=" not in right:
         text += f", or await {name}({right}, out={first[0]}) to change {first[0]} itself, as torch does"
     return text

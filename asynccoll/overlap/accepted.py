@@ -48,8 +48,8 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
     if wrapped or isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise InvalidArgumentError(
             "DistributedDataParallel, which auto_model wraps models in, reduces the gradients of its model "
-            "itself: use the model without it (ac.overlap.broadcast_parameters has all ranks start alike), "
-            "or have its buckets sent on a lane of ours (ac.overlap.ddp_hook)"
+            "itself: use the model without it, or have its buckets sent on a lane of ours "
+            "(ac.overlap.ddp_hook)"
         )
 
 

@@ -123,7 +123,8 @@ def nothing_to_send(name: str, x: object) -> PayloadTypeError:
     if name == "broadcast":
         cure = (
             "pass safe_mode=True on every rank, and the others may pass None or anything; without it "
-            "every rank passes something of the structure, shapes and dtypes that src sends"
+            "every rank passes something of the structure, shapes and dtypes that src sends. For an object "
+            "that only src has, ac.broadcast_object"
         )
     return PayloadTypeError(f"{name} got {got}, which sends nothing, and others would wait; {cure}")
 

@@ -444,9 +444,9 @@ class Work(NotItsResult, Generic[T]):
                 self._mark = Mark(self._operations[-1].lane.world.device)
         if was_written:
             raise InvalidArgumentError(
-                f"the input of {self._operations[0]} was written to before its work was waited for: "
-                "this rank may have sent the old values, the new ones, or some of each. Await it first, or "
-                "pass a copy (x.clone())"
+                f"the input of {self._operations[0]} was written to in place before its work was waited for, "
+                "somewhere between that line and this one: this rank may have sent the old values, the new "
+                "ones, or some of each. Await it first, or pass a copy (x.clone())"
             )
 
     def _is_unwritten(self) -> bool:

@@ -477,7 +477,8 @@ class Context:
         likely = "" if where is None else f", {where}"
         return (
             f"; this rank is at {numbered(lane.sequence)} there, and rank {rank} ended after "
-            f"{numbered(fewer[rank])}: it skipped a call, here or before{likely}"
+            f"{numbered(fewer[rank])}: it skipped a call, here or before{likely}, or had fewer to make (a "
+            "loop that ends earlier, say)"
         )
 
     def blame(self, operation: Operation) -> Blame:
