@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import asynccoll as ac
 import needs
 import worlds
-from ranks import Rank
+from ranks import Rank, raising
 
 pytestmark = pytest.mark.skipif(
     not needs.has_package("torch_xla", "xla-tpu"),
@@ -103,3 +103,81 @@ def tied(me: Rank) -> None:
 def test_auto_model_keeps_tied_parameters_tied() -> None:
     """Torch moves parameters to XLA one module after the other, and would make two of one."""
     worlds.world("xla-tpu", 2).run(tied)
+
+
+def rows(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def blocks() -> torch.nn.Sequential:
+    """The same on every rank."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def trained_alone(size: int, takes_part: Any = lambda rank, step: True) -> list[torch.Tensor]:
+    """The parameters of one process that has the rows of all ranks."""
+    model = blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        losses = [model(rows(rank, step)).square().mean() for rank in range(size) if takes_part(rank, step)]
+        (sum(losses) / size).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def is_there(rank: int, step: int) -> bool:
+    return (rank, step) != (1, 2)
+
+
+async def sharded(me: Rank) -> None:
+    model = blocks().to(ac.device())
+    whole = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    small = {"bucket_bytes": 200, "first_bucket_bytes": 100}
+    async with ac.overlap.shard_optimizer(model, whole, **small) as optimizer:
+        for step in range(4):
+            optimizer.zero_grad()
+            if is_there(me.rank, step):
+                model(rows(me.rank, step).to(ac.device())).square().mean().backward()
+            norm = await optimizer.clip_grad_norm_(1e9)
+            assert norm > 0
+            await optimizer.step()
+        await optimizer.gathered()
+        for ours, theirs in zip(model.parameters(), trained_alone(me.size, is_there), strict=True):
+            torch.testing.assert_close(ours.detach().cpu(), theirs, rtol=1e-4, atol=1e-5)
+        model.to(torch.bfloat16)
+        with raising(ac.InvalidArgumentError, "has other memory than when the optimizer was sharded"):
+            await optimizer.step()
+
+
+def test_a_sharded_optimizer_on_the_device() -> None:
+    """As one process with all data, also where a rank has none in a step; tensors there have no addresses."""
+    worlds.world("xla-tpu", 2).run(sharded, timeout=60)
+
+
+async def in_layers(me: Rank) -> None:
+    model = blocks().to(ac.device())
+    with raising(ac.InvalidArgumentError, "XLA device have no addresses: leave it out"):
+        ac.overlap.shard_layers(model, reshard_after_forward=True)
+    layers = ac.overlap.shard_layers(model, ahead=1)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = rows(me.rank, step).to(ac.device())
+        async for layer in layers:
+            x = layer(x)
+        (x.square().mean() / me.size).backward()
+        optimizer.step()
+    state = await layers.full_state_dict()
+    for ours, theirs in zip(state.values(), trained_alone(me.size), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_sharded_layers_on_the_device() -> None:
+    """As one process with all data; what backward would have to gather again is refused."""
+    worlds.world("xla-tpu", 2).run(in_layers, timeout=60)

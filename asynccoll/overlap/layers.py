@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
@@ -95,6 +96,8 @@ class ShardedLayers(nn.Module):
         modules = list(layers)
         _check_unshared(modules)
         emptied = list(nn.ModuleList(modules).parameters())
+        if reshard_after_forward:
+            _check_addresses(emptied)
         # Not as submodules: their parameters are empty, and ours are the parts.
         # Those without a lane of their own share one forward, where their number tells them apart; backward,
         # whose order is autograd's, has one for each.
@@ -317,6 +320,15 @@ def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: 
     """Gather one layer of a loop."""
     compared = loop.expect(layer, scattering.lane)
     return layer.gathered(compared, **call).map(lambda flats: layer.filled(flats, loop, scattering))
+
+
+def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:
+    """What autograd has saved of a layer's full parameters is known by its address."""
+    if not all(map(has_memory, parameters)):
+        raise InvalidArgumentError(
+            "reshard_after_forward=True knows parameters again by their addresses in backward, and those of an "
+            "XLA device have no addresses: leave it out"
+        )
 
 
 def _check_unshared(modules: list[nn.Module]) -> None:

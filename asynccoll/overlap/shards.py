@@ -15,6 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, assign
@@ -57,8 +58,11 @@ class ShardBucket(Bucket):
 
     def converted(self) -> torch.Tensor | None:
         """A parameter that is no view of our memory any more."""
-        ours = self.values.untyped_storage().data_ptr()
-        return next((x for x in self.parameters if x.untyped_storage().data_ptr() != ours), None)
+        if not has_memory(self.values):  # then what it is tells, as far as it can
+            ours = self.values.dtype, self.values.device
+            return next((x for x in self.parameters if (x.dtype, x.device) != ours), None)
+        address = self.values.untyped_storage().data_ptr()
+        return next((x for x in self.parameters if x.untyped_storage().data_ptr() != address), None)
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor laid out as this one."""
