@@ -358,8 +358,12 @@ def test_an_async_function_is_run(backend: str, tmp_path: Path) -> None:
 
 
 def test_an_async_function_that_fails_is_raised() -> None:
-    with pytest.raises(ac.SpawnError, match="LookupError: of rank 1"):
+    """Its traceback has nothing of how the loop for it was made."""
+    with pytest.raises(ac.SpawnError, match="LookupError: of rank 1") as told:
         ac.spawn("gloo", spawned.fail_awaited, (1,), nproc_per_node=2)
+    assert "in fail_awaited" in str(told.value)
+    assert "During handling" not in str(told.value)
+    assert "no running event loop" not in str(told.value)
 
 
 def test_an_async_function_is_run_here_by_a_world_of_one(tmp_path: Path) -> None:

@@ -21,9 +21,7 @@ def complete(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     if not inspect.iscoroutine(result):
         return result
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:  # the public one raises, and would be the context of all errors
         return asyncio.run(result)
     result.close()
     raise InvalidArgumentError(
