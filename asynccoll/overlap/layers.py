@@ -326,7 +326,7 @@ def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:
     """What autograd has saved of a layer's full parameters is known by its address."""
     if not all(map(has_memory, parameters)):
         raise InvalidArgumentError(
-            "reshard_after_forward=True knows parameters again by their addresses in backward, and those of an "
+            "reshard_after_forward=True knows parameters in backward by their addresses, and those of an "
             "XLA device have no addresses: leave it out"
         )
 
