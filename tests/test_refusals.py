@@ -309,8 +309,9 @@ async def breaks_off(me: Rank, name: str) -> None:
         asynccoll.payload.messages._padded = padded
     try:
         work = ac.all_gather_object(text, lane=name)
-        with raising(ac.CollectiveError if me.rank == 0 else ac.PeerRefusedError, "no room"):
+        with raising(ac.CollectiveError if me.rank == 0 else ac.PeerRefusedError, "no room") as caught:
             await me.get(work)
+        assert isinstance(caught.error, ac.PeerRefusedError) is (me.rank > 0), "a rank is not its own peer"
     finally:
         if me.rank == 0:
             asynccoll.payload.messages._padded = real

@@ -979,7 +979,8 @@ class Lane:
 
     def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
         """The typed error for ``native``; the context says which rank is the culprit."""
-        if native is not self.broken and (refusal := self._refusal_before(operation)) is not None:
+        refusal = self._refusal_before(operation) if native is not self.broken else None
+        if refusal is not None and not self._has_refused(operation, refusal, native):
             return refusal.error(self, operation.sequence)  # its peers have closed the communicator
         if self.broken is not None and not isinstance(native, CollectiveError):
             return self.broken.for_waiter()  # with which the communicator was given up
@@ -990,6 +991,11 @@ class Lane:
         if isinstance(error, PeerLostError) and not self._is_without(error.ranks):
             self.lose(error)
         return error
+
+    def _has_refused(self, operation: Operation, refusal: Refusal, native: BaseException) -> bool:
+        """Whether ``native`` is what this rank refused that very call with: it says more than the refusal."""
+        own = refusal.rank == self.world.rank and refusal.place == operation.sequence
+        return own and refusal.why == f"{type(native).__name__}: {native}"
 
     def _of_message(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """What a library says of a message, which knows neither the ranks of the world nor the line."""
