@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -161,6 +162,34 @@ async def misused(me: Rank) -> None:
 def test_misuse_is_refused(pair: World, runner: str) -> None:
     """Before anything is sent, and with what to do instead."""
     pair.run(misused, runner=runner)
+
+
+#: What gives a tensor that an operation was prepared with other memory.
+MOVED: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda x: setattr(x, "data", torch.full((2,), 7.0)),
+    "set_": lambda x: x.set_(torch.full((2,), 7.0)),  # type: ignore[call-overload]  # torch's stub lacks it
+    "resize_": lambda x: x.resize_(3),
+}
+
+
+async def moved(me: Rank) -> None:
+    for name, move in MOVED.items():
+        for call in ("all_reduce", "broadcast", "all_gather", "a tree", "out"):
+            x, out = torch.full((2,), me.rank + 1.0), torch.empty(2)
+            like = {"a": x, "b": torch.ones(3)} if call == "a tree" else x
+            into = {"out": out} if call == "out" else {}
+            with me.case(f"{call} {name}"):
+                op = ac.prepare(call if not into and like is x else "all_reduce", like, **into)
+                await me.get(op.start())
+                move(out if into else x)
+                with raising(ac.InvalidArgumentError, "other memory than", "prepare it again"):
+                    op.start()
+    await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def test_a_tensor_that_has_other_memory_now_is_refused(pair: World, runner: str) -> None:
+    """The memory that was prepared would be sent, or filled, which is the tensor's no longer."""
+    pair.run(moved, runner=runner, timeout=patient(30))
 
 
 async def ordered(me: Rank) -> None:

@@ -6,13 +6,14 @@ and what is noted down about it. It is the same ``Call`` that the ordinary funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.host.timeouts import check_timeout
+from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
 from asynccoll.memory.unwritten import counted_of
@@ -46,6 +47,7 @@ class Prepared(Generic[T]):
         "_finish",
         "_lane",
         "_last",
+        "_memory",
         "_read",
         "_reads",
         "_timeout",
@@ -74,6 +76,7 @@ class Prepared(Generic[T]):
         self._finish = finish
         self._timeout = timeout
         self._fills = fills
+        self._memory = _memory_of(self._reads, fills)
         self._last: Work[T] | None = None
 
     def __repr__(self) -> str:
@@ -87,8 +90,8 @@ class Prepared(Generic[T]):
         in its lane for the one before, whose own result is lost (awaiting that work again raises).
 
         Raises:
-            InvalidArgumentError: the work of the start before has not been awaited; or autograd would record
-                the input now; or ``out`` was made in inference mode, and it is started outside of it.
+            InvalidArgumentError: the work of the start before has not been awaited; or a tensor has other
+                memory now, as after ``x.data = y``; or autograd would record the input now; or ``out`` was made in inference mode, and it is started outside of it.
             LaneOrderError, CollectiveError: as of the ordinary call.
         """
         if self._world.closed:
@@ -98,6 +101,11 @@ class Prepared(Generic[T]):
                 block.check_unread(self.name, self._fills)
                 block.flush(self._lane)  # the program's order
             check_untracked(self.name, self._reads)
+            if _memory_of(self._reads, self._fills) != self._memory:
+                raise InvalidArgumentError(
+                    f"{self!r} is bound to its tensors' memory, and one of them has other memory than when it "
+                    "was prepared (x.data = y, set_, resize_): write into it (x.copy_(y)), or prepare it again"
+                )
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(
                     f"{self!r} fills an out= that was made in inference mode, and was started outside of it; "
@@ -199,6 +207,12 @@ def prepare(
         prepared_calls, chosen, operation, like, {key: x for key, x in call.items() if x is not None}
     )
     return Prepared(operation.value, chosen, like, calls, finish, timeout, fills)
+
+
+def _memory_of(*those: Iterable[object]) -> list[tuple[int, torch.Size]]:
+    """Where the tensors of ``those`` are, and how large; lazy ones are nowhere."""
+    found = (x for xs in those for x in xs if isinstance(x, torch.Tensor) and has_memory(x))
+    return [(x.data_ptr(), x.shape) for x in found if x.layout is torch.strided]
 
 
 def _any_inference(xs: list[torch.Tensor]) -> bool:
