@@ -101,6 +101,62 @@ def test_the_error_writes_the_right_call(name: str) -> None:
     assert caught.error.__context__ is None
 
 
+#: What is no call of a collective, made wrongly, and what its error says.
+OTHERS = {
+    "message of nothing": (called.P2POp, "P2POp() missing", "write P2POp(op, tensor)"),
+    "message without a tensor": (lambda: called.P2POp(ac.send), "'tensor'", "write P2POp(op, tensor)"),
+    "message with more": (lambda: called.P2POp(ac.send, X, 1, None, 0, 1, 2), "P2POp() got too many"),
+    "message mistyped": (lambda: called.P2POp(ac.send, X, peers=1), "did you mean peer=?", "peer=..."),
+    "message to": (lambda: called.P2POp(ac.send, X, dst=1), "'dst'", "by name there are op, tensor, peer"),
+    "group of nothing": (called.new_group, "'ranks'", "write new_group(ranks)"),
+    "group of torch's": (lambda: called.new_group([0], backend="gloo"), "by name there is ranks"),
+    "groups": (lambda: called.new_subgroups(1, 2), "write new_subgroups()"),
+    "no plan": (called.explain, "'name'", "write explain(name)"),
+    "plan with more": (lambda: called.explain("all_reduce", X, 1), "write explain(name)"),
+    "plan mistyped": (
+        lambda: called.explain("broadcast", X, root=0, source=0),
+        "broadcast takes no root=, source=",
+        "by name there are src, ",
+    ),
+    "lane": (called.lane, "lane() missing", "write lane(name)"),
+    "a closed one": (lambda: called.close_lane("a", None), "write close_lane(name)"),
+    "its name": (called.new_lane, "write new_lane(kind)"),
+    "of gradients": (lambda: called.backward_lane(nam="a"), "did you mean name=?", "backward_lane(name)"),
+    "who": (called.who_is_missing, "write who_is_missing(work)"),
+    "what": (lambda: called.adopt(work=1), "'work'", "by name there is timeout"),
+    "metrics": (lambda: called.gather_for_metrics(X), "write gather_for_metrics(x, samples=...)"),
+    "seed": (lambda: called.manual_seed(1, True), "write manual_seed(seed)"),
+    "print": (lambda: called.print0("x", stderr=True), "by name there are sep, end, file, flush"),
+    "main": (lambda: called.is_main(True), "write is_main()"),
+    "first": (lambda: called.main_first(True), "main_first() got too many", "write main_first()"),
+    "end": (lambda: called.finalize(True), "write finalize()"),
+    "start": (lambda: called.initialize("gloo", 2), "write initialize()"),
+    "spawn": (lambda: called.spawn("gloo"), "'fn'", "write spawn(backend, fn)"),
+    "parallel": (lambda: called.Parallel(*range(8)), "Parallel() got too many"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_collective_says_as_much(name: str) -> None:
+    """Typed, and with the call as it is written, where that is known."""
+    call, *says = OTHERS[name]
+    with raising(ac.InvalidCallError, *says) as caught:
+        call()
+    assert isinstance(caught.error, TypeError)
+    assert caught.error.__context__ is None
+    assert "__init__" not in str(caught.error)
+
+
+def test_of_what_is_no_work_nobody_is_missing() -> None:
+    with raising(ac.PayloadTypeError, "takes a Work, as every call returns, got a float"):
+        called.who_is_missing(1.0)
+
+
+def test_a_seed_is_a_number() -> None:
+    with raising(ac.InvalidArgumentError, "a seed is an int, got '7'"):
+        called.manual_seed("7")
+
+
 def test_the_error_says_where_the_result_is() -> None:
     """Torch's calls change what they are given: who drops the result of ours goes on with old values."""
     with raising(

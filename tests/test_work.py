@@ -29,6 +29,7 @@ import oracle
 from asynccoll import flight
 from asynccoll.host.call_number import ROUND, numbered
 from asynccoll.runtime.process import current
+from asynccoll.waiting.forgotten import NotItsResult
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -600,6 +601,19 @@ def heard_by(function: Any) -> list[warnings.WarningMessage]:
         warnings.simplefilter("always")
         function()
     return [one for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
+
+
+def test_an_attribute_of_its_own_that_is_not_set_yet_is_no_result() -> None:
+    """A constructor that failed has left it so: to tell of it without end would hide why."""
+
+    class Half(NotItsResult):
+        __slots__ = ("state",)
+
+        def __repr__(self) -> str:
+            return f"<Half {self.state}>"
+
+    with pytest.raises(AttributeError, match=r"^state$"):
+        repr(Half())
 
 
 def misused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.host.misfits import fitting
 from asynccoll.ops.collectives import all_gather, refuse
 from asynccoll.plan.trees import flatten, unflatten
 from asynccoll.runtime.process import get_world_size
@@ -17,6 +18,7 @@ from asynccoll.world.group import GroupLike
 __all__ = ["gather_for_metrics"]
 
 
+@fitting
 def gather_for_metrics(
     x: Any,
     /,

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import fitting
 from asynccoll.runtime.process import get_rank
 
 __all__ = ["manual_seed"]
@@ -16,6 +17,7 @@ __all__ = ["manual_seed"]
 _SEEDS = 1 << 32
 
 
+@fitting
 def manual_seed(seed: int, *, by_rank: bool = False) -> int:
     """Seed torch (its devices as well), ``random`` and, where it is loaded, NumPy; the seed that was used.
 
@@ -31,6 +33,8 @@ def manual_seed(seed: int, *, by_rank: bool = False) -> int:
     Raises:
         InvalidArgumentError: the seed is not within 0 and 2**32 - 1, which is what NumPy takes.
     """
+    if not isinstance(seed, int):
+        raise InvalidArgumentError(f"a seed is an int, got {seed!r}")
     used = seed + get_rank() if by_rank else seed
     if not 0 <= seed <= used < _SEEDS:
         raise InvalidArgumentError(f"a seed is within 0 and {_SEEDS - 1}, also with the rank, got {used}")

@@ -17,6 +17,7 @@ from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.nodes import Nodes
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import fitting
 from asynccoll.launch.calling import complete
 from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
 from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
@@ -51,6 +52,7 @@ class Parallel:
         BackendNotFoundError: the backend is unknown or its package missing.
     """
 
+    @fitting
     def __init__(
         self,
         backend: str | None = None,

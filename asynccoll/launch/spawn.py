@@ -29,6 +29,7 @@ from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.health.accounts import SECRET_VARIABLE
+from asynccoll.host.misfits import fitting
 from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
 from asynccoll.launch.calling import complete
 from asynccoll.launch.job import Job, failed, portable
@@ -46,6 +47,7 @@ ABOUT_STARTING = frozenset({"start_method", "daemon", "join", "hosts"})
 _NODES = ("nnodes", "node_rank", "master_addr", "master_port", "init_method")
 
 
+@fitting
 def spawn(
     backend: str,
     fn: Callable[..., object],

@@ -13,6 +13,7 @@ from asynccoll import host
 from asynccoll.errors import CollectiveError, PayloadTypeError, collective_error
 from asynccoll.health.blame import Blame
 from asynccoll.host.call_site import caller
+from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.runtime.process import current
@@ -27,6 +28,7 @@ __all__ = ["adopt"]
 _NO_TICKET = -(1 << 40)
 
 
+@fitting
 def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
     """A work of what something else has started, to be awaited on asyncio or trio, or by ``wait()``.
 

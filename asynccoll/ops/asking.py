@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from asynccoll.errors import PayloadTypeError
 from asynccoll.health.blame import Blame
+from asynccoll.host.misfits import fitting
 from asynccoll.waiting.work import Work
 
 __all__ = ["who_is_missing"]
 
 
+@fitting
 def who_is_missing(work: Work[object], /) -> Blame:
     """Which ranks ``work`` waits for, and what they do instead: asked now, answered within half a second.
 
     ``found.ranks`` are the global ranks that have not made the call, or cannot go on (stopped, gone); empty
     if every rank has called it, or it is done. ``str(found)`` says of each what it called last, when and
-    where, and what it does now, in the words of ``CollectiveTimeoutError``. Blocks for so long; raises
-    nothing.
+    where, and what it does now, in the words of ``CollectiveTimeoutError``. Blocks for so long.
 
     >>> work = ac.all_reduce(x)
     >>> print(ac.who_is_missing(work))
     rank 1 (host n1, pid 71) has not called all_reduce #41 on lane 'default'; its last call was broadcast #40
     on lane 'default' at train.py:88, 12.3 s ago, finished; it is now in load (data.py:17)
     """
+    if not isinstance(work, Work):
+        raise PayloadTypeError(
+            f"who_is_missing takes a Work, as every call returns, got a {type(work).__name__}"
+        )
     for operation in work.operations:
         if not operation.done():
             found: Blame = operation.lane.world.blame(operation)  # type: ignore[assignment]  # the context's

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.host import misfits
 from asynccoll.ops.collectives import recv, send
 from asynccoll.ops.signatures import fitting
 from asynccoll.waiting.work import Work
@@ -26,6 +27,7 @@ class P2POp:
 
     __slots__ = ("group", "group_peer", "op", "peer", "tag", "tensor")
 
+    @misfits.fitting
     def __init__(
         self,
         op: Callable[..., object],

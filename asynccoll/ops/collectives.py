@@ -44,7 +44,13 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from asynccoll import payload, tensors
-from asynccoll.errors import AsyncCollError, DiscardedResultWarning, InvalidArgumentError
+from asynccoll.errors import (
+    AsyncCollError,
+    DiscardedResultWarning,
+    InvalidArgumentError,
+    InvalidCallError,
+)
+from asynccoll.host import misfits
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.ops import compiled
@@ -53,7 +59,7 @@ from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import Misfit, fitting
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
-from asynccoll.plan.spec import Plan, ReduceOpLike, premul_factor
+from asynccoll.plan.spec import Op, Plan, ReduceOpLike, premul_factor
 from asynccoll.runtime.process import current
 from asynccoll.waiting.discarded import is_thrown_away
 from asynccoll.waiting.started import Started
@@ -920,6 +926,7 @@ def recv_object(
     return _start(group, lane, timeout, objects.recv_object, src, tag, codec)
 
 
+@misfits.fitting
 def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
@@ -927,6 +934,10 @@ def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """
     from asynccoll.ops.explaining import explain_call
 
+    _, *known = inspect.signature(globals()[Op.parse(name)]).parameters  # the first is ``x``
+    if unknown := sorted(call.keys() - known):
+        what = f"{name} takes no {', '.join(f'{one}=' for one in unknown)}"
+        raise InvalidCallError(f"explain: {what}; by name there are {', '.join(known)}")
     context = current()
     group = resolve_group(context, call.pop("group", None))
     lane = call.pop("lane", None)

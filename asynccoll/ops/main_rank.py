@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import IO
 
 from asynccoll.errors import AsyncCollError, CollectiveError
+from asynccoll.host.misfits import fitting
 from asynccoll.ops.collectives import barrier, refuse
 from asynccoll.runtime.process import was_rank
 from asynccoll.waiting.work import Work
@@ -14,6 +15,7 @@ from asynccoll.waiting.work import Work
 __all__ = ["is_main", "main_first", "print0"]
 
 
+@fitting
 def is_main(*, local: bool = False) -> bool:
     """Whether this is rank 0; with ``local=True``, whether it is the first rank of its node.
 
@@ -22,6 +24,7 @@ def is_main(*, local: bool = False) -> bool:
     return was_rank(local=local) == 0
 
 
+@fitting
 def print0(
     *values: object,
     sep: str | None = " ",
@@ -51,6 +54,7 @@ class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
     ``CollectiveTimeoutError``.
     """
 
+    @fitting
     def __init__(self, *, local: bool = False, lane: str | None = None, timeout: float | None = None) -> None:
         self._first = is_main(local=local)
         self._lane = lane

@@ -91,7 +91,8 @@ class Prepared(Generic[T]):
 
         Raises:
             InvalidArgumentError: the work of the start before has not been awaited; or a tensor has other
-                memory now, as after ``x.data = y``; or autograd would record the input now; or ``out`` was made in inference mode, and it is started outside of it.
+                memory than when it was prepared, as after ``x.data = y``; or autograd would record the input
+                now; or ``out`` was made in inference mode, and it is started outside of it.
             LaneOrderError, CollectiveError: as of the ordinary call.
         """
         if self._world.closed:
@@ -103,8 +104,9 @@ class Prepared(Generic[T]):
             check_untracked(self.name, self._reads)
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
-                    f"{self!r} is bound to its tensors' memory, and one of them has other memory than when it "
-                    "was prepared (x.data = y, set_, resize_): write into it (x.copy_(y)), or prepare it again"
+                    f"{self!r} is bound to its tensors' memory, and one of them has other memory than when "
+                    "it was prepared (x.data = y, set_, resize_): x.copy_(y) writes into it; or prepare it "
+                    "again"
                 )
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host import actors
+from asynccoll.host.misfits import fitting
 from asynccoll.modes.isolation import Steps
 from asynccoll.ops.coalescing import own_block
 from asynccoll.order.lane import BACKWARD, DEFAULT
@@ -59,6 +60,7 @@ class _BackwardLane(str):
     __slots__ = ()
 
 
+@fitting
 def backward_lane(name: str) -> str:
     """The lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
 
@@ -72,6 +74,7 @@ def backward_lane(name: str) -> str:
     return _BackwardLane(checked_name(name) + BACKWARD)
 
 
+@fitting
 def new_lane(kind: str) -> str:
     """A name for one more lane: ``ac.new_lane("metrics")`` is ``"metrics 1"``, and next ``"metrics 2"``.
 
@@ -105,6 +108,7 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
     Ranks meet by the lane's name. At most 32 per group.
     """
 
+    @fitting
     def __init__(self, name: str) -> None:
         self.name: str = checked_name(name)
 
@@ -129,6 +133,7 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
         self.__exit__()
 
 
+@fitting
 def close_lane(name: str, *, group: GroupLike = None) -> None:
     """Give up the lane ``name`` of ``group``, with its connections and threads; its name may be used anew.
 

@@ -6,17 +6,15 @@ Users of torch.distributed pass ``op``, roots and groups by position, memory for
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from asynccoll.errors import AsyncCollError, InvalidArgumentError, InvalidCallError
-from asynccoll.host.frames import without_ours
+from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.host import misfits
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.world.group import Group, GroupLike
@@ -99,19 +97,12 @@ def fitting(function: Function, refuse: Callable[[str, Misfit], NoReturn] = _rai
     ``refuse`` raises it, for the function of that name, where others have to be told.
     """
 
-    @wraps(function)
-    def call(*args: Any, **given: Any) -> object:
-        try:
-            return function(*args, **given)
-        except AsyncCollError as error:
-            raise without_ours(error)  # noqa: B904  # it is the same one
-        except TypeError as error:
-            if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
-                raise
-            wrong = _misfit(function, args, given, error)
-        return refuse(function.__name__, wrong)
+    def refuse_misfit(
+        called: Callable[..., object], args: Sequence[object], given: Mapping[str, object], said: TypeError
+    ) -> NoReturn:
+        refuse(called.__name__, _misfit(called, args, given, said))
 
-    return call  # type: ignore[return-value]  # by its signature
+    return misfits.fitting(function, refuse_misfit)
 
 
 def _misfit(
@@ -172,7 +163,7 @@ def _on_name(name: str, value: object, named: Sequence[str]) -> tuple[str, dict[
         if ours in named:
             shown = repr("avg" if value else "sum") if name == "average" else repr(value)
             return f"{name}= is {ours}= here", {ours: shown}
-    if close := difflib.get_close_matches(name, named, 1):
-        return f"did you mean {close[0]}=?", {close[0]: "..."}
+    if meant := misfits.near(name, named):
+        return f"did you mean {meant}=?", {meant: "..."}
     by_position = isinstance(value, (torch.Tensor, list, tuple, dict))
     return f"data is passed by position, by name there are {', '.join(named)}", {} if by_position else None

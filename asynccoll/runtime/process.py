@@ -27,6 +27,7 @@ from asynccoll.errors import (
 from asynccoll.flight import registry
 from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import exits as exiting
+from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, torch_group
@@ -150,6 +151,7 @@ def _adopt() -> Context:
         return context
 
 
+@fitting
 def initialize(
     backend: str | None = None,
     *,
@@ -253,6 +255,7 @@ def _check_mode(check: str | None) -> str:
     return mode
 
 
+@fitting
 def finalize(*, abort: bool = False) -> None:
     """Leave the world: wait for what is outstanding, then close everything this package opened.
 
@@ -408,6 +411,7 @@ def available_backends() -> tuple[str, ...]:
     return table.available()
 
 
+@fitting
 def new_group(ranks: object) -> Group:
     """The group of the global ``ranks`` (sorted, as torch does).
 
@@ -421,6 +425,7 @@ def new_group(ranks: object) -> Group:
     return group
 
 
+@fitting
 def new_subgroups(group_size: int | None = None) -> tuple[Group, list[Group]]:
     """This rank's of the groups of ``group_size`` consecutive ranks, and all of them. Every rank calls it.
 

@@ -52,7 +52,8 @@ class NotItsResult:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("__"):  # a protocol that somebody looks for
+            # A protocol that somebody looks for; or its own, which a constructor that failed left unset.
+            if name.startswith("__") or hasattr(type(self), name):
                 raise AttributeError(name)
             raise AttributeError(str(_refuse(self, f"attribute {name!r}")), name=name, obj=self)
 

@@ -1,0 +1,89 @@
+"""Calls whose arguments fit no signature: which those are, and what to say of them.
+
+Python's error says how many arguments it expected, and has no type of ours. Must not know what a call does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
+
+from asynccoll.errors import AsyncCollError, InvalidCallError
+from asynccoll.host.frames import without_ours
+
+__all__ = ["fitting", "near"]
+
+Function = TypeVar("Function", bound=Callable[..., object])
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+#: Raises what is wrong with the call of a function with these arguments, of which Python has said that.
+Refuse = Callable[[Callable[..., object], Sequence[object], Mapping[str, object], TypeError], NoReturn]
+
+
+def fitting(function: Function, refuse: Refuse | None = None) -> Function:
+    """``function``, also a constructor, and of arguments that do not fit it an error that says what does."""
+
+    @wraps(function)
+    def call(*args: Any, **given: Any) -> object:
+        try:
+            return function(*args, **given)
+        except AsyncCollError as error:
+            raise without_ours(error)  # noqa: B904  # it is the same one
+        except TypeError as error:
+            if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
+                raise
+            said = error
+        return (refuse or _refuse)(function, args, given, said)
+
+    return call  # type: ignore[return-value]  # by its signature
+
+
+def near(name: str, names: Sequence[str]) -> str:
+    """The one of ``names`` that is meant by ``name``, as far as its letters tell; "" if none is."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), "")
+
+
+def _refuse(
+    function: Callable[..., object], args: Sequence[object], given: Mapping[str, object], said: TypeError
+) -> NoReturn:
+    parameters = list(inspect.signature(function).parameters.values())
+    name, text = function.__name__, str(said)
+    if name == "__init__":  # Python counts ``self``, and calls it by a name that no user writes
+        name, parameters = function.__qualname__.split(".")[-2], parameters[1:]
+        text = f"{name}() {_by_binding(inspect.Signature(parameters), args[1:], given)}"
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    meant = {one: near(one, named) for one in given if one not in named and not takes_any}
+    advice = [
+        f"did you mean {right}=?" if right else f"by name there {_are(named)}" for right in meant.values()
+    ]
+    text = "; ".join([text, *dict.fromkeys(advice)])
+    if all(meant.values()):  # else what was written here would mean something else
+        text += f": write {name}({_written(parameters, {meant.get(one, one) for one in given})})"
+    raise InvalidCallError(text)
+
+
+def _written(parameters: Sequence[inspect.Parameter], by_name: Collection[str]) -> str:
+    """The arguments that have to be passed, and those that were ``by_name``."""
+    needed = [one for one in parameters if one.default is one.empty and one.kind not in _VARIABLE]
+    first = [one.name for one in needed if one.kind is not one.KEYWORD_ONLY]
+    named = [one.name for one in needed if one.kind is one.KEYWORD_ONLY]
+    named += sorted({*by_name} - {*first, *named})
+    return ", ".join([*first, *(f"{one}=..." for one in named)])
+
+
+def _are(names: Sequence[str]) -> str:
+    if not names:
+        return "is nothing"
+    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+
+
+def _by_binding(signature: inspect.Signature, args: Sequence[object], given: Mapping[str, object]) -> str:
+    """What ``inspect`` says of arguments that do not fit."""
+    try:
+        signature.bind(*args, **given)
+    except TypeError as error:
+        return f"{'got ' * str(error).startswith('too')}{error}"
+    return "got arguments that do not fit"
