@@ -488,9 +488,9 @@ def test_who_receives_in_a_group_is_known_by_its_rank_in_the_world() -> None:
 
     simulate(main, world_size=3)
     for rank in (0, 2):
-        other = 2 - rank
-        assert f"has not called send_object to rank {rank} (tag 0)" in heard[rank]
-        assert f"its last call was recv_object from rank {rank} (tag 0)" in heard[rank]
+        other, where = 2 - rank, "on lane 'default' of ranks [0, 2]"
+        assert f"has not called send_object to rank {rank} (tag 0) {where};" in heard[rank]
+        assert f"its last call was recv_object from rank {rank} (tag 0) {where} at" in heard[rank]
         assert f"recv_object from rank {other} (tag 0) on lane" in heard[rank]
 
 

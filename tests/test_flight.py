@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from asynccoll import flight
 from asynccoll.flight import layout
+from asynccoll.flight.layout import lane_id
 from asynccoll.host import shared_memory
+from asynccoll.host.words import lane_name
 
 
 def note(recorder: flight.Recorder, place: int, *, name: str = "all_reduce", lane: int = -1) -> int:
@@ -32,6 +34,18 @@ def recorder():
     made = flight.Recorder(1, 3)
     yield made
     made.close()
+
+
+def test_a_lane_is_named_with_the_ranks_of_its_group() -> None:
+    """Of a long group, which is cut where it is recorded, with the last of them."""
+    assert lane_name("eval", "world") == "lane 'eval'"
+    assert lane_name("eval", "0-12") == "lane 'eval' of ranks [0, 12]"
+    for count in (100, 101, 1000):
+        group, _ = lane_id("-".join(map(str, range(count))), "eval")
+        told = lane_name("eval", group).removeprefix("lane 'eval' of ranks [..., ").removesuffix("]")
+        ranks = list(map(int, told.split(", ")))
+        assert ranks == list(range(count - len(ranks), count)), group
+        assert len(ranks) > 5
 
 
 def test_what_was_written_is_read(recorder):

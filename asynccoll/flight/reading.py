@@ -14,6 +14,7 @@ from typing import Any
 from asynccoll.flight import layout
 from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
 from asynccoll.host.call_number import call_name, message_name
+from asynccoll.host.words import lane_name
 
 __all__ = ["Call", "Flight", "Progress", "read", "said", "text_at"]
 
@@ -83,8 +84,8 @@ class Call:
 
     @property
     def name(self) -> str:
-        """``all_reduce #41 on lane 'gradients'``."""
-        return f"{self.title} on lane {self.lane!r}" if self.lane else self.title
+        """``all_reduce #41 on lane 'gradients'``; of a group that is not the world, with its ranks."""
+        return f"{self.title} on {lane_name(self.lane, self.group)}" if self.lane else self.title
 
     @property
     def title(self) -> str:

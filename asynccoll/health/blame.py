@@ -12,7 +12,7 @@ from asynccoll.flight import END, Call, Flight, hang_of, is_answered, refused_si
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
-from asynccoll.host.words import listed
+from asynccoll.host.words import lane_name, listed
 
 __all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 
@@ -54,8 +54,8 @@ class Awaited:
     def __str__(self) -> str:
         if self.peer >= 0:
             other = counterpart(self.operation) or self.operation
-            return f"{message_name(other, self.rank, self.tag)} on lane {self.lane!r}"
-        return f"{call_name(self.operation, self.sequence)} on lane {self.lane!r}"
+            return f"{message_name(other, self.rank, self.tag)} on {lane_name(self.lane, self.group)}"
+        return f"{call_name(self.operation, self.sequence)} on {lane_name(self.lane, self.group)}"
 
 
 @dataclass(frozen=True, slots=True)

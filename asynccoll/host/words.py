@@ -1,10 +1,10 @@
-"""Times and ranks as people read them."""
+"""Times, ranks and lanes as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["duration", "listed"]
+__all__ = ["duration", "lane_name", "listed"]
 
 
 def duration(seconds: float) -> str:
@@ -12,6 +12,19 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def lane_name(lane: str, group: str) -> str:
+    """``lane 'default'``, or ``lane 'default' of ranks [0, 2]`` where ``group`` is ``0-2`` and not ``world``.
+
+    Of a long group only the end may be known, after two dots.
+    """
+    if group == "world":
+        return f"lane {lane!r}"
+    _, cut, known = group.rpartition("..")
+    if cut:  # perhaps in the middle of a number
+        known = f"...{known[known.index('-') :]}"
+    return f"lane {lane!r} of ranks [{known.replace('-', ', ')}]"
 
 
 def listed(ranks: Sequence[int]) -> str:
