@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ class MemoryCommunicator:
         known, line = self._kinds.get(key) or self._learn(key)
         # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer.
         checksum = (known + self._place * 0x9E3779B1 + self._part * 0x85EBCA6B) & 0xFFFFFFFF
-        return checksum, line, self._place, self._shares, partial(self._disagreed, self._place)
+        return checksum, line, self._place, self._shares, self._disagreed
 
     def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes]:
         if len(self._kinds) >= _MOST_KINDS:

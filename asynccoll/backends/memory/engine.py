@@ -232,7 +232,7 @@ class Engine(Mover):
     def _end_halted(self, exchange: Exchange, error: CollectiveError) -> None:
         """Tell who waits only once the lane is halted: else the next call would be made here, and be lost."""
         try:
-            exchange.disagreed(error)
+            exchange.disagreed(exchange.place, error)
         finally:
             with self._lock:
                 if self._queue and self._queue[0] is exchange:

@@ -17,7 +17,7 @@ __all__ = ["Call", "Exchange"]
 #: What a call is: a checksum (ranks whose checksums differ have made different calls), the text that shows
 #: it, its place in the lane's order, and whether it is a part of what has that place; and who is told, later
 #: and elsewhere, where ranks differ about it and more than this call may depend on it.
-Call = tuple[int, bytes, int, bool, Callable[[CollectiveError], object]]
+Call = tuple[int, bytes, int, bool, Callable[[int, CollectiveError], object]]
 
 
 class Exchange(InFlight):
@@ -47,7 +47,7 @@ class Exchange(InFlight):
         self.text: bytes
         self.place: int
         self.shares: bool
-        self.disagreed: Callable[[CollectiveError], object]
+        self.disagreed: Callable[[int, CollectiveError], object]
         self.checksum, self.text, self.place, self.shares, self.disagreed = call
         self.steps: int | None = steps
         #: it takes more than one step, as far as this rank knows
