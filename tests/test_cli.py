@@ -517,6 +517,12 @@ def test_a_wrong_command_line_ends_with_2_for_the_shell_too(start):
     assert errors == "asynccoll run: there is no 'nowhere.py' to run\n"
 
 
+@pytest.mark.parametrize("words", [["-np", "2"], ["-np2"], ["-np=2"]])
+def test_the_np_of_other_launchers_is_told_as_ours(capsys, words):
+    assert main(["run", *words, "train.py", "--epochs", "3"]) == 2
+    assert capsys.readouterr().err == "asynccoll run: -np 2 is mpiexec's and horovodrun's: write -n 2\n"
+
+
 def test_help_tells_the_flags_in_one_spelling(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["run", "--help"])

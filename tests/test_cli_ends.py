@@ -407,6 +407,20 @@ def test_survivors_go_on_where_that_is_asked_for(start, script, end, code, said)
     assert job.left() == []
 
 
+def test_a_rank_that_others_outlive_is_named_by_its_own_process(start, script):
+    """Between it and the launcher stands a process that waits for the others."""
+    script("""
+        import os, sys
+
+        if os.environ["RANK"] == "1":
+            print(os.getpid())
+            sys.exit(7)
+    """)
+    code, output, errors = start("run", "-n", 2, "--kill-on-bad-exit", 0, "program.py").wait()
+    assert code == 7
+    assert f"(pid {int(output)})" in errors
+
+
 @on_linux
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "sockets"])
 def test_survivors_are_told_what_they_cannot_open_without_rank_0(start, script, memory):

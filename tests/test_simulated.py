@@ -184,6 +184,26 @@ def test_a_deadlock_is_told_with_everybodys_stack() -> None:
         report.check()
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_a_deadlock_names_the_functions_of_tasks(loop: str) -> None:
+    async def evaluate(started: anyio.Event) -> None:
+        started.set()
+        await anyio.sleep_forever()
+
+    async def main(rank: int) -> None:
+        started = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(evaluate, started)
+            await started.wait()
+            await anyio.sleep_forever()
+
+    report = simulate(main, world_size=1, loop=loop)
+    assert report.deadlock is not None
+    tasks = [line for line in report.deadlock.splitlines() if line.startswith("  task ")]
+    assert any("main" in line for line in tasks), tasks
+    assert any("evaluate" in line for line in tasks), tasks
+
+
 def test_all_errors_are_told_the_cause_first() -> None:
     errors = {3: ac.PeerLostError("rank 2 is gone"), 2: ValueError("cause"), 0: LookupError("later")}
     with pytest.raises(AssertionError) as caught:

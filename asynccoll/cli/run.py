@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -43,6 +44,9 @@ _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
         (("--no-python",), None, "the program is no Python script"),
     ),
 }
+
+#: What is left of mpiexec's and horovodrun's ``-np 2``, ``-np2`` and ``-np=2`` where ``-n`` is an option.
+_NP = re.compile(r"p=?(\d*)")
 
 _RUN_TEXT = """\
 Start N ranks of a program on this host, or on each of several hosts.
@@ -108,6 +112,10 @@ def _run(given: argparse.Namespace) -> int:
 
 def missing_program(given: argparse.Namespace) -> int | None:
     """The exit code, said why, if there is nothing to run."""
+    if np := _NP.fullmatch(given.nproc_per_node or ""):
+        told = np[1] or given.program
+        print(f"asynccoll run: -np {told} is mpiexec's and horovodrun's: write -n {told}", file=sys.stderr)
+        return USAGE_ERROR
     if not given.module and not given.no_python and not Path(given.program).exists():
         print(f"asynccoll run: there is no {given.program!r} to run", file=sys.stderr)
         return USAGE_ERROR

@@ -32,6 +32,8 @@ from typing import NoReturn
 
 #: Beside the error file: the stack of a rank that crashed in native code.
 CRASH_FILE = "crash.txt"
+#: Beside the error file: the process number of a rank that the launcher has not started itself.
+PID_FILE = "pid.txt"
 
 _PR_SET_PDEATHSIG = 1
 _CANNOT_EXECUTE = 126

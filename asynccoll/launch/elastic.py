@@ -298,8 +298,14 @@ def _passing_directory(prefix: str) -> Iterator[Path]:
 def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
     """What is known about one rank's end."""
     recorded = failure.error_file_data if Path(failure.error_file).is_file() else {}
-    crash = ""
-    stacks = logs.glob(f"*/attempt_*/{failure.local_rank}/{child.CRASH_FILE}")
+    crash = _left(logs, failure.local_rank, child.CRASH_FILE)
+    pid = int(_left(logs, failure.local_rank, child.PID_FILE) or failure.pid)
+    return read_failure(rank, pid, failure.exitcode, socket.gethostname(), recorded, crash)
+
+
+def _left(logs: Path, local_rank: int, name: str) -> str:
+    """What a rank has left beside its error file, at its last attempt; "" if nothing."""
+    found = logs.glob(f"*/attempt_*/{local_rank}/{name}")
     with contextlib.suppress(OSError, ValueError):
-        crash = max(stacks, key=lambda path: path.stat().st_mtime).read_text(errors="replace")
-    return read_failure(rank, failure.pid, failure.exitcode, socket.gethostname(), recorded, crash)
+        return max(found, key=lambda path: path.stat().st_mtime).read_text(errors="replace")
+    return ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from asynccoll.testing.scheduler import Scheduler, running
-from asynccoll.testing.stacks import suspended
+from asynccoll.testing.stacks import function_of, suspended
 from asynccoll.testing.threads import Killed, SimulatedThread
 
 __all__ = ["run_asyncio"]
@@ -79,9 +79,10 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         )
 
     def tell(self) -> str:
-        """Where each task stands."""
+        """Where each task stands, and of which function it is: asyncio numbers them, through the process."""
         return "".join(
-            f"  task {task.get_name()!r}:\n{suspended(task.get_coro())}" for task in asyncio.all_tasks(self)
+            f"  task {task.get_name()!r} ({function_of(task.get_coro())}):\n{suspended(task.get_coro())}"
+            for task in asyncio.all_tasks(self)
         )
 
     def time(self) -> float:

@@ -11,7 +11,7 @@ from asynccoll.host.call_site import is_users
 from asynccoll.host.standing import awaits
 from asynccoll.testing.threads import SimulatedThread
 
-__all__ = ["suspended", "told"]
+__all__ = ["function_of", "suspended", "told"]
 
 #: Frames of these say nothing.
 _UNTOLD = ("/asynccoll/testing/", "/threading.py", "/asyncio/base_events.py")
@@ -47,3 +47,9 @@ def suspended(coroutine: Any) -> str:
         f'    File "{code.co_filename}", line {line}, in {code.co_name}\n' for code, line in awaits(coroutine)
     ]
     return "".join(lines[-8:])
+
+
+def function_of(coroutine: Any) -> str:
+    """The function that it is a call of, by the name at the place where it is defined."""
+    name: str = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
+    return name.rpartition("<locals>.")[2]

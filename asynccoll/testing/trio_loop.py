@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.testing.scheduler import Scheduler
-from asynccoll.testing.stacks import suspended
+from asynccoll.testing.stacks import function_of, suspended
 from asynccoll.testing.threads import Killed, SimulatedThread
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> o
             return await main
         raise trio.Cancelled._create()  # as asyncio has it
 
+    whole.__module__, whole.__qualname__ = "main", function_of(main)  # of which trio makes the task's name
     runner: Any = _run.setup_runner(_clock(scheduler), [], False, True)
     runner.entry_queue.wakeup.close()
     wakeup = runner.entry_queue.wakeup = _Wakeup(scheduler)
