@@ -27,7 +27,7 @@ from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.ops.scopes import new_lane
 from asynccoll.overlap import broadcast_parameters, overlap_gradients
-from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models
+from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models, named_type
 from asynccoll.overlap.asking import AskingReducer
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.overlap.pending import Methods, Pending
@@ -315,7 +315,16 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
         optimizer: an optimizer of torch; its parameters' gradients are reduced.
         kwargs: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
             Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
+
+    Raises:
+        InvalidArgumentError: it is no optimizer; as ``ac.overlap_gradients``.
+        UnsupportedOpError: an optimizer of apex.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidArgumentError(
+            f"async_optim takes an optimizer of torch's, got {named_type(optimizer)}: pass "
+            "torch.optim.AdamW(model.parameters()), say (what takes a model is ac.overlap_gradients)"
+        )
     _refuse_apex(optimizer)
     kwargs = {"lane": new_lane("async_optim"), **kwargs}
     return AsyncOptimizer(optimizer, AskingReducer(_parameters_of(optimizer), **kwargs))

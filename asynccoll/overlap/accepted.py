@@ -30,9 +30,11 @@ __all__ = [
     "is_part",
     "module_with_buffers",
     "named_in",
+    "named_type",
     "scaler_told",
     "share_out",
     "source_of",
+    "tensors_of",
     "unique",
 ]
 
@@ -124,8 +126,34 @@ def source_of(
         return model.parameters
     if callable(model):
         return lambda: unique(model())
-    parameters = unique(model)
+    parameters = unique(tensors_of(model))
     return lambda: parameters
+
+
+def tensors_of(model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters that were passed for a model, if they are some."""
+    found = [] if _is_one(model) else [*model]
+    if _is_one(model) or not all(isinstance(x, torch.Tensor) for x in found):
+        told = (
+            "pass the model, or its parameters (model.parameters()); what wraps an optimizer is "
+            "ac.async_optim(optimizer), whose step is awaited"
+            if isinstance(model, torch.optim.Optimizer)
+            else "pass the model itself, or a list of parameters (model.parameters())"
+        )
+        raise InvalidArgumentError(f"expected a torch.nn.Module, got {named_type(model)}: {told}")
+    return found
+
+
+def _is_one(given: object) -> bool:
+    """Whether it is no collection: a tensor is, of its rows, which is not meant here."""
+    return isinstance(given, (torch.Tensor, torch.optim.Optimizer)) or not isinstance(given, Iterable)
+
+
+def named_type(given: object) -> str:
+    """What was given, by its type; of a list or the like also what is in it."""
+    if isinstance(given, (list, tuple)) and given:
+        return f"a {type(given).__name__} of {type(given[0]).__name__}"
+    return f"{'an' if type(given).__name__[0] in 'AEIOUaeiou' else 'a'} {type(given).__name__}"
 
 
 def unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -25,7 +25,8 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
-from asynccoll.overlap.accepted import check_unaliased, check_whole, unique
+from asynccoll.overlap.accepted import check_unaliased, check_whole, tensors_of, unique
+from asynccoll.overlap.beside import Beside
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
@@ -37,7 +38,7 @@ __all__ = ["ParameterAverager", "average_parameters"]
 _FINISH = 0
 
 
-class ParameterAverager:
+class ParameterAverager(Beside):
     """Averages parameters every so many steps; ``average_parameters`` makes it, awaited once a step.
 
     A round begins with a copy of the parameters, whose average is started. ``delay`` steps later, every
@@ -47,6 +48,8 @@ class ParameterAverager:
     Optimizer state and buffers are each rank's own. After a cancelled or timed-out await the next one goes
     on with the same round.
     """
+
+    _use = "`await averager` (or averager.wait()) after each step of the optimizer"
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class ParameterAverager:
         lane: str = "averaging",
         timeout: float | None = None,
     ) -> None:
-        self._given = model if isinstance(model, torch.nn.Module) else unique(model)
+        self._given = model if isinstance(model, torch.nn.Module) else unique(tensors_of(model))
         self._parameters = self._trained()
         _check(self._parameters, every, delay)
         check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))

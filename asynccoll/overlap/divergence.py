@@ -18,6 +18,8 @@ import torch
 
 from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.ops.collectives import all_gather
+from asynccoll.overlap.accepted import tensors_of
+from asynccoll.overlap.beside import Beside
 from asynccoll.overlap.parameters import named_tensors
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -25,19 +27,21 @@ from asynccoll.world.group import GroupLike
 __all__ = ["ParameterChecker", "check_parameters"]
 
 
-class ParameterChecker:
+class ParameterChecker(Beside):
     """Compares parameters over all ranks every so many awaits; ``check_parameters`` makes it.
 
     ``await checking`` once a step, or ``checking.wait()`` without a loop; ``every - 1`` of them do nothing.
     After a cancelled or timed-out await the next one goes on with the same comparison.
     """
 
+    _use = "`await checking` (or checking.wait()) after each step of the optimizer"
+
     def __init__(
         self, model: torch.nn.Module | Iterable[torch.Tensor], *, every: int, **call: object
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError(f"every must be a positive int, got {every!r}")
-        self._given = model if isinstance(model, torch.nn.Module) else list(model)
+        self._given = model if isinstance(model, torch.nn.Module) else tensors_of(model)
         self._every = every
         self._call = call
         self._steps = 0

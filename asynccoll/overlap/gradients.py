@@ -50,6 +50,7 @@ from asynccoll.overlap.accepted import (
     named_in,
     source_of,
 )
+from asynccoll.overlap.beside import Beside
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
@@ -78,7 +79,7 @@ _OUT_OF_STEP = (
 _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
-class GradientReducer:
+class GradientReducer(Beside):
     """Reduces the gradients of a model bucket by bucket, as backward makes them.
 
     ``overlap_gradients`` makes one. Once a step it is awaited as a ``Work`` is: ``await gradients``, or
@@ -105,6 +106,7 @@ class GradientReducer:
     ``backward(create_graph=True)``, which is refused.
     """
 
+    _use = "`await gradients` (or gradients.wait()) between backward and the optimizer's step"
     #: whether gradients may be set to None while they are being sent
     _may_be_gone = False
     #: what its user writes, who may know nothing of it but an optimizer
@@ -435,7 +437,8 @@ def overlap_gradients(
             as DDP does before each forward. The module that has them, where ``model`` is only its parameters.
 
     Raises:
-        InvalidArgumentError: the model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size
+        InvalidArgumentError: what was passed is neither a module nor parameters (an optimizer, say); the
+            model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size
             that cannot be; a living reducer has this lane or one of these parameters. From backward, of
             ``create_graph=True``.
         CollectiveMismatchError: the ranks have not the same parameters.

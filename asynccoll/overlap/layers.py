@@ -17,18 +17,18 @@ import gc
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from asynccoll import host
-from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
-from asynccoll.overlap.accepted import check_unaliased, check_whole, share_out
+from asynccoll.overlap.accepted import check_unaliased, check_whole, named_type, share_out
 from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.pending import Methods, Pending
@@ -44,6 +44,10 @@ __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
 
 #: The lane of layers for which nobody has named one.
 _LANE = "layers"
+_LOOP = (
+    "layers that are shared out have their parameters in a loop alone, which fetches one while those before "
+    "it compute: `async for layer in layers: x = layer(x)` (or a plain `for`)"
+)
 #: Layers of two that have one lane could be put together.
 _live: weakref.WeakKeyDictionary[ShardedLayers, None] = host.per_process(weakref.WeakKeyDictionary)
 
@@ -93,7 +97,7 @@ class ShardedLayers(nn.Module):
         rank, size = get_rank(group), get_world_size(group)
         if size < 1:
             raise InvalidArgumentError(f"rank {get_rank()} is not in {group!r}, so it has no part of layers")
-        modules = list(layers)
+        modules = _listed(layers)
         _check_unshared(modules)
         emptied = list(nn.ModuleList(modules).parameters())
         if reshard_after_forward:
@@ -163,6 +167,19 @@ class ShardedLayers(nn.Module):
         share_out(self.shards, emptied)
         if self._size > 1:
             scaled_together(self.shards)
+
+    def forward(self, *_: object, **__: object) -> NoReturn:
+        """Refused: whoever loops over the layers calls each.
+
+        Raises:
+            InvalidCallError: always; it has the loop.
+        """
+        raise InvalidCallError(_LOOP)
+
+    if not TYPE_CHECKING:  # which tells by itself that there is none
+
+        def __getitem__(self, index: object) -> NoReturn:
+            raise InvalidCallError(_LOOP)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -320,6 +337,18 @@ def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: 
     """Gather one layer of a loop."""
     compared = loop.expect(layer, scattering.lane)
     return layer.gathered(compared, **call).map(lambda flats: layer.filled(flats, loop, scattering))
+
+
+def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers, unless these are something else, such as the model that has them."""
+    iterable = isinstance(layers, Iterable) and not isinstance(layers, (torch.Tensor, torch.optim.Optimizer))
+    modules = list(layers) if iterable else []
+    if not iterable or not all(isinstance(one, nn.Module) for one in modules):
+        raise InvalidArgumentError(
+            f"shard_layers takes the layers that a loop calls one after the other, got {named_type(layers)}: "
+            "pass those of the model, shard_layers(model.blocks), say"
+        )
+    return modules
 
 
 def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.ops.collectives import all_gather, broadcast
-from asynccoll.overlap.accepted import check_whole
+from asynccoll.overlap.accepted import check_whole, tensors_of
 from asynccoll.overlap.arrivals import wait_for
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
@@ -32,7 +32,8 @@ def broadcast_parameters(
     Once awaited (until then the model must be left alone) they are overwritten in place. They are sent
     in few large messages.
     """
-    return _broadcast(_tensors(model), src=src, group=group, lane=lane, timeout=timeout)
+    given = model if isinstance(model, torch.nn.Module) else tensors_of(model)
+    return _broadcast(_tensors(given), src=src, group=group, lane=lane, timeout=timeout)
 
 
 def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: object) -> Work[None]:

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.optim import Optimizer
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, InvalidCallError
 from asynccoll.overlap.accepted import scaler_told
 from asynccoll.overlap.gradients import GradientReducer
 
 __all__ = ["Wrapping"]
+
+_STEP = (
+    "an optimizer is not awaited itself, but its step: `await optimizer.step()` (or optimizer.step().wait())"
+)
 
 
 class Wrapping:
@@ -30,9 +34,15 @@ class Wrapping:
             """
             return Optimizer
 
+        def __await__(self) -> NoReturn:
+            """Refused: its step is awaited, as what ``overlap_gradients`` returns is itself."""
+            raise InvalidCallError(_STEP)
+
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":  # of a copy that is being made
             raise AttributeError(name)
+        if name == "wait":
+            raise AttributeError(_STEP, name=name)
         return getattr(self.wrapped, name)
 
     @property
