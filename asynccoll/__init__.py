@@ -8,6 +8,9 @@ loss = next_batch_forward()     # overlaps with it
 grad = await work               # asyncio or trio; work.wait() without a loop
 """
 
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
 from asynccoll import elastic, overlap, trace
 from asynccoll.auto import (
     AsyncOptimizer,
@@ -42,6 +45,7 @@ from asynccoll.errors import (
     UnsupportedOpError,
     WorkNotDoneError,
 )
+from asynccoll.host import elsewhere
 from asynccoll.launch.parallel import Parallel
 from asynccoll.launch.spawn import spawn
 from asynccoll.memory.aliasing import may_overlap
@@ -217,7 +221,24 @@ __all__ = (
     "who_is_missing",
 )
 
+#: Packages that are for some programs, or heavy.
+_IMPORTED_ALONE = ("sync", "testing")
+
 
 def __dir__() -> list[str]:
     """The public names; what the package is made of is found by its path."""
     return [*__all__, "__doc__", "__version__"]
+
+
+if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say what is written here for what other libraries call ``name``, or where ours of that name is."""
+        within = next((one.__name__ for one in (overlap, trace) if name in one.__all__), "")
+        meant = f"ac.{within.rpartition('.')[2]}.{name}" if within else elsewhere.called_here(name)
+        if meant:
+            raise AttributeError(f"asynccoll has no {name!r}: {meant}", name=name)
+        if name in _IMPORTED_ALONE:
+            raise AttributeError(f"asynccoll has no {name!r} yet: import asynccoll.{name}", name=name)
+        told = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(told, name=name, obj=sys.modules[__name__])  # of which Python suggests another

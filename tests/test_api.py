@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import asynccoll as ac
+from asynccoll.host import elsewhere
 from patience import patient
 
 TAIL = ("group=None", "lane=None", "timeout=None")
@@ -232,3 +235,42 @@ def test_the_simulated_world_needs_what_a_plain_install_brings(tmp_path: Path) -
         [sys.executable, str(program)], capture_output=True, text=True, timeout=patient(60), check=False
     )
     assert done.stdout.strip() == str([(rank, [3.0, 3.0]) for rank in range(3)]), done.stdout + done.stderr
+
+
+MEANT = {
+    "rank": "ac.get_rank()",  # Horovod's
+    "init_process_group": 'ac.initialize("gloo")',  # torch's
+    "one_rank_first": "ac.main_first()",  # ignite's
+    "world_size": "ac.get_world_size()",
+    "shard_optimizer": "ac.overlap.shard_optimizer",
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_others_call_otherwise_is_told(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"^{re.escape(f'asynccoll has no {name!r}: {MEANT[name]}')}$"):
+        getattr(ac, name)
+    assert not hasattr(ac, name)
+
+
+def test_what_is_told_is_there() -> None:
+    """Each name of ours in the table, and none of the others': that one would be found."""
+    for name, told in elsewhere._HERE.items():
+        assert name not in ac.__all__
+        for ours in re.findall(r"\bac\.([\w.]+)", told):
+            attrgetter(ours)(ac)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("get_rnak", "get_rank"), ("overlap_gradient", "overlap_gradients")]
+)
+def test_python_still_suggests_what_is_misspelt(name: str, meant: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import asynccoll\nasynccoll.{name}"],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last == f"AttributeError: module 'asynccoll' has no attribute '{name}'. Did you mean: '{meant}'?"

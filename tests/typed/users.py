@@ -60,6 +60,7 @@ def mistakes(x: torch.Tensor) -> None:
     ac.all_reduce(x, op="summ")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     ac.all_reduce(x, group="world")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     ac.all_reduce(x) + 1  # type: ignore[operator]  # pyright: ignore[reportOperatorIssue]  # not awaited
+    ac.rank()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # Horovod's
 
 
 def training(model: torch.nn.Module) -> Any:
