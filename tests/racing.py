@@ -37,3 +37,10 @@ async def fine(rank: int) -> None:
     """Nothing is wrong."""
     for _ in range(3):
         assert await ac.all_reduce(1) == ac.get_world_size()
+
+
+async def script() -> None:
+    """As a script has it."""
+    ac.initialize()
+    await ac.barrier()
+    ac.finalize()

@@ -352,6 +352,14 @@ def test_the_command_line(asked: Any) -> None:
     assert "simulate(crossed, world_size=2, seed=0, transport='mpi', schedule=Replay({}))" in told
 
 
+def test_the_command_line_takes_what_joins_the_world_itself(asked: Any) -> None:
+    code, told, _ = asked("racing.py::script", "--seeds", "2", "--jobs", "1", "--not-joined")
+    assert code == 0, told
+    code, told, _ = asked("racing.py::script", "--seeds", "2", "--jobs", "1", "--shrink", "0")
+    assert code == 1
+    assert "--not-joined" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

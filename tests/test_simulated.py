@@ -304,9 +304,43 @@ def test_slow_links_take_their_time() -> None:
     assert 0.03 < slow - quick < 0.2  # 4 MiB at 100 MB/s
 
 
+def test_a_function_without_a_parameter_asks_for_its_rank() -> None:
+    async def main() -> int:
+        return await ac.all_reduce(ac.get_rank())
+
+    assert simulate(main, world_size=3).results == dict.fromkeys(range(3), 3)
+    assert explore(main, seeds=range(3), world_size=2).wrong is None
+
+
+def test_a_function_that_needs_more_than_its_rank_is_refused() -> None:
+    async def main(rank: int, config: str) -> None:
+        raise AssertionError("it is called")
+
+    told = r"main\(rank: 'int', config: 'str'\).* lambda rank: main\("
+    with pytest.raises(ac.InvalidArgumentError, match=told):
+        simulate(main)  # type: ignore[arg-type]  # which type checkers tell
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_joining_a_world_twice_says_what_to_leave_out(joined: bool) -> None:
+    """It is joined by the simulation, or by the function, whose own mistake it is then."""
+
+    async def main() -> None:
+        ac.initialize()
+        if not joined:
+            ac.initialize()
+
+    report = simulate(main, world_size=2, joined=joined)
+    for error in report.errors.values():
+        assert isinstance(error, ac.InvalidArgumentError)
+        assert ("pass joined=False to simulate or explore" in str(error)) is joined, error
+        assert ("ac.finalize() first" in str(error)) is not joined, error
+    assert len(report.errors) == 2
+
+
 def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parent.parent / "docs" / "simulation.md"
-    first, training, explored, second, racing = re.findall(
+    first, script, training, explored, second, racing = re.findall(
         r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {}
@@ -315,6 +349,9 @@ def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(tests) == 3
     for test in tests:
         test()
+    names = {}
+    exec(script, names)  # as above
+    names["test_the_script"]()
     names = {}
     exec(training.replace("range(100)", "range(8)"), names)  # as above
     names["test_training"]()

@@ -24,9 +24,9 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explore",
         help="run a function on simulated ranks, in many orders, until one goes wrong",
-        description="Runs main(rank) on simulated ranks, in one process for each job. Each seed is another "
-        "order of threads, tasks and messages. The first that goes wrong is made smaller, and shown as a "
-        "program.",
+        description="Runs main(rank), or main(), on simulated ranks, in one process for each job. Each seed "
+        "is another order of threads, tasks and messages. The first that goes wrong is made smaller, and "
+        "shown as a program.",
     )
     parser.add_argument("target", metavar="FILE::FUNCTION", help="such as test_loop.py::main")
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="so many, default 1000")
@@ -51,6 +51,11 @@ def add(commands: Commands) -> None:
         "--expect", default="", metavar="FILE::FUNCTION",
         help="called with the report of each: raises AssertionError where it is not as it should be",
     )  # fmt: skip
+    parser.add_argument(
+        "--not-joined",
+        action="store_true",
+        help="the function calls ac.initialize() itself, as a script does",
+    )
     parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
     add_json(parser)
     parser.set_defaults(carry_out=_explore)
@@ -106,6 +111,7 @@ def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]
         loop=given.loop,
         transport=given.transport,
         statements=tuple(given.statements),
+        joined=not given.not_joined,
     )
 
 

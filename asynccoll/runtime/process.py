@@ -206,10 +206,8 @@ def initialize(
     check_timeout(timeout, optional=False)
     with process.lock:
         if of_thread.get() is not None or process.context is not None:
-            raise InvalidArgumentError(
-                f"asynccoll is already initialized ({current()!r}): leave this call out where Parallel, "
-                "spawn or session has made it, or call ac.finalize() first"
-            )
+            here = current()
+            raise InvalidArgumentError(f"asynccoll is already initialized ({here!r}): {here.instead}")
         if backend is None:
             backend = os.environ.get(BACKEND_VARIABLE) or None
     context = table.create(

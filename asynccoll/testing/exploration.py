@@ -60,7 +60,7 @@ class Exploration:
 
 
 def explore(
-    main: Callable[[int], object],
+    main: Callable[[int], object] | Callable[[], object],
     *,
     seeds: Iterable[int] = range(1000),
     jobs: int = 1,
@@ -160,7 +160,7 @@ class _Looking:
             faults = faults(random.Random(f"{seed} faults"), size)  # noqa: S311  # it hides nothing
         return Case(size, seed, tuple(faults))
 
-    def at(self, main: Callable[[int], object], case: Case) -> Tried:
+    def at(self, main: Callable[..., object], case: Case) -> Tried:
         """What becomes of it."""
         options = self.options | {"world_size": case.world_size, "seed": case.seed, "faults": case.faults}
         options["schedule"] = case.schedule or self.options.get("schedule") or _schedule(case.seed)

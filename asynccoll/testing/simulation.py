@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,7 @@ _NEAR = Link((2e-6, 2e-4), 1e10)
 
 
 def simulate(
-    main: Callable[[int], object],
+    main: Callable[[int], object] | Callable[[], object],
     *,
     world_size: int = 4,
     seed: int = 0,
@@ -42,7 +43,7 @@ def simulate(
     joined: bool = True,
     real_seconds: float = 300.0,
 ) -> Report:
-    """Run ``main(rank)`` on ``world_size`` ranks in this process, as ``seed`` says.
+    """Run ``main(rank)``, or ``main()``, on ``world_size`` ranks in this process, as ``seed`` says.
 
     ``main`` is a function or a coroutine function, and finds its world joined; what it returns or raises is
     in the report. Every rank has its own context, threads and event loop, as if it was a process. One thread
@@ -57,7 +58,8 @@ def simulate(
     {0: 6, 1: 6, 2: 6}
 
     Args:
-        main: called on each rank, in a thread of its own.
+        main: called on each rank, in a thread of its own: with its number, or with nothing if it has no
+            parameter.
         world_size: how many ranks.
         seed: of every choice and every latency.
         loop: ``"asyncio"``, ``"trio"``, or ``"none"`` where ``main`` is a plain function that waits with
@@ -87,11 +89,12 @@ def simulate(
     otherwise than by asyncio's ``to_thread`` or by the library.
 
     Raises:
-        InvalidArgumentError: no such loop, transport or module, a fault that names no rank of this world, or
-            a simulation inside another.
+        InvalidArgumentError: no such loop, transport or module, a fault that names no rank of this world, a
+            ``main`` that needs more than its rank, or a simulation inside another.
         TimeoutError: see ``real_seconds``.
     """
     _check(world_size, nodes, loop, transport, faults)
+    of_rank = _of_rank(main)
     here = link or Link()
     setting = Setting(
         world_size=world_size,
@@ -114,9 +117,28 @@ def simulate(
     if not _one_at_a_time.acquire(blocking=False):
         raise InvalidArgumentError("a simulation is running in this process already")
     try:
-        return World(setting).run(main)
+        return World(setting).run(of_rank)
     finally:
         _one_at_a_time.release()
+
+
+def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
+    """``main``, also one without a parameter: that of a script, which asks for its rank."""
+    try:
+        signature = inspect.signature(main)
+    except ValueError:  # of some builtins it is unknown
+        return main
+    for given in ((0,), ()):
+        try:
+            signature.bind(*given)
+        except TypeError:
+            continue
+        return main if given else lambda _: main()
+    name = getattr(main, "__name__", "main")
+    raise InvalidArgumentError(
+        f"{name}{signature} cannot be called with the rank alone, nor with nothing: pass lambda rank: "
+        f"{name}(...), with what it needs"
+    )
 
 
 def _check(world_size: int, nodes: int, loop: str, transport: str, faults: Sequence[Fault]) -> None:

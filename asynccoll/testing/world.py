@@ -50,6 +50,11 @@ _MOST_STEPS = 20_000_000
 #: So many simulations leave some 100 MB, and going through all there is takes as long as five of them.
 _RUNS_UNCOLLECTED = 100
 _runs = count(1)
+#: For a function that joins the world itself, as scripts do.
+_INSTEAD = (
+    "leave this call out, or have the function join the world by itself, as a script does: pass joined=False "
+    "to simulate or explore (on the command line --not-joined)"
+)
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,8 @@ class World:
             check=check,
             nodes=tuple(self._network.node_of),
         )
+        if setting.joined:
+            context.instead = _INSTEAD
         timeline = self.report.timelines.setdefault(rank, Timeline(rank, setting.world_size))
         self._ends[rank] = follow(timeline, context)
         return context

@@ -106,6 +106,10 @@ class Context:
         self.closed: bool = False
         #: ``initialize`` is over
         self.joined: bool = False
+        #: what to do where it is called once more
+        self.instead: str = (
+            "leave this call out where Parallel, spawn or session has made it, or call ac.finalize() first"
+        )
         #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
         self.observers: tuple[Callable[[Operation, int], object], ...] = ()
         self.store: dist.Store | None = store if identity.world_size > 1 else None
