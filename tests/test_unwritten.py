@@ -12,7 +12,7 @@ import oracle
 from ranks import Rank, raising
 from worlds import World
 
-_SAYS = ("written to before its work was waited for", "all_reduce", "test_unwritten.py")
+_SAYS = ("written to in place before its work was waited for", "all_reduce", "test_unwritten.py")
 
 
 async def written(me: Rank) -> None:
