@@ -18,18 +18,22 @@ from asynccoll.flight.messages import Unmet, is_answered, refused_side, unmet
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
 from asynccoll.flight.recorder import Recorder, mark_ended
+from asynccoll.flight.shifting import Comparison, Made, Shift, made
 
 __all__ = [
     "END",
     "NAME",
     "RECORDS",
     "Call",
+    "Comparison",
     "Flight",
     "Hang",
     "Headers",
+    "Made",
     "Parting",
     "Progress",
     "Recorder",
+    "Shift",
     "Strayed",
     "Unfinished",
     "Unmet",
@@ -39,6 +43,7 @@ __all__ = [
     "is_answered",
     "joined",
     "lane_id",
+    "made",
     "mark_ended",
     "partings",
     "read",

@@ -16,7 +16,7 @@ from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
 from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.words import lane_name
 
-__all__ = ["Call", "Flight", "Progress", "read", "said", "text_at"]
+__all__ = ["Call", "Flight", "Progress", "parts_at", "read", "said", "text_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def _calls(memory: memoryview | bytes) -> Iterator[Call]:
         if ticket != again or ticket % RECORDS != number:
             continue
         if text not in texts:
-            texts[text] = layout.parted(_text(memory, text))
+            texts[text] = parts_at(memory, text)
         if len(texts[text]) == len(PARTS):
             failure = text_at(memory, outcome)
             yield Call(ticket, *texts[text], *numbers, failure)  # type: ignore[arg-type, call-arg]  # the layout
@@ -226,6 +226,11 @@ def _calls(memory: memoryview | bytes) -> Iterator[Call]:
 def text_at(memory: memoryview | bytes, number: int) -> str:
     """The text of that number; "" if there is none."""
     return _text(memory, number).decode(errors="replace")
+
+
+def parts_at(memory: memoryview | bytes, number: int) -> list[str]:
+    """The parts of that text."""
+    return layout.parted(_text(memory, number))
 
 
 def _text(memory: memoryview | bytes, number: int) -> bytes:

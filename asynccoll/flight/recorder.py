@@ -76,6 +76,11 @@ class Recorder:
         return self._memory.descriptor
 
     @property
+    def newest(self) -> int:
+        """The ticket of the operation that was noted last."""
+        return self._newest
+
+    @property
     def buffer(self) -> memoryview:
         """What is recorded, for ``read``."""
         return memoryview(self._buffer)

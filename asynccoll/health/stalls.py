@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["VARIABLE", "stall_seconds", "warn"]
+__all__ = ["VARIABLE", "say", "stall_seconds", "warn"]
 
 #: After how many seconds; 0 is never.
 VARIABLE = "ASYNCCOLL_STALL_WARNING"
@@ -40,13 +40,18 @@ def stall_seconds(given: float | None = None, environ: Mapping[str, str] = os.en
 def warn(rank: int, what: object, waited: float, why: object) -> None:
     """Say that ``rank`` has waited so long for ``what``, and ``why``."""
     text = f"rank {rank} has waited for {waited:.0f} s for {what}: {why}"
-    _log.warning(text)
-    if _log.hasHandlers() and not _goes_to_stderr():  # without any, logging itself writes to stderr
+    say(_log, text)
+
+
+def say(log: logging.Logger, text: str) -> None:
+    """Warn by ``log``, and on stderr unless that is where it goes."""
+    log.warning(text)
+    if log.hasHandlers() and not _goes_to_stderr(log):  # without any, logging itself writes to stderr
         print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # who waits reads it there
 
 
-def _goes_to_stderr() -> bool:
-    logger: logging.Logger | None = _log
+def _goes_to_stderr(log: logging.Logger) -> bool:
+    logger: logging.Logger | None = log
     while logger is not None:
         if any(getattr(one, "stream", None) in (sys.stderr, sys.__stderr__) for one in logger.handlers):
             return True

@@ -1,8 +1,9 @@
 """The one thread that looks after operations which are in flight for longer than they should be.
 
-It exists only once something has waited for a second, and sleeps whenever nothing does; but where a call may
-be over on one rank before its peers have made theirs, it looks for refusals now and then also while nothing
-waits here: those peers may. It never completes an operation; it finds out that one never will.
+It sleeps whenever nothing waits for a second; but where a call may be over on one rank before its peers have
+made theirs, it looks for refusals now and then also while nothing waits here: those peers may. And now and
+then it looks whether this rank is a call apart from the next one, unless nobody wants to be warned: then it
+exists only once something has waited. It never completes an operation; it finds out that one never will.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _log = logging.getLogger("asynccoll.watch")
 PATIENCE_SECONDS = 1.0
 #: How often it looks while nothing waits, where it does.
 IDLE_SECONDS = 5.0
+#: How often it looks whether ranks are a call apart: of 1,024 calls of each that takes a millisecond.
+SHIFT_SECONDS = 2.0
 _STOP_SECONDS = 1.0
 
 
@@ -56,6 +59,9 @@ class Watched(Protocol):
     def look_for_refusals(self) -> None:
         """Halt the lanes on which a peer has refused a call."""
 
+    def look_for_shifts(self) -> None:
+        """Warn of lanes on which this rank is a call apart from others."""
+
 
 class Watch:
     """Operations that somebody is waiting for, and a thread that asks after the overdue ones."""
@@ -71,6 +77,7 @@ class Watch:
         self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # with nothing to look after; else it looks once a second by itself
+        self._asked = self._compared = host.monotonic()  # when it looked last for refusals, for shifts
 
     def add(self, operation: Operation) -> None:
         """Somebody waits for ``operation``."""
@@ -82,7 +89,7 @@ class Watch:
 
     def begin(self) -> None:
         """The world has come together."""
-        if self._world.ends_alone and self._world.has_peers:
+        if (self._world.ends_alone or self._world.stall_seconds) and self._world.has_peers:
             with self._wake:
                 self._start()
 
@@ -112,8 +119,8 @@ class Watch:
     def _run(self) -> None:
         while True:
             with self._wake:
-                idle = self._sleep()
-                if not idle:
+                woken = self._sleep()
+                if woken:
                     self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
                 if self._stopped:
                     return
@@ -123,7 +130,8 @@ class Watch:
                 stalled = self._stalled(asked_for)
                 overdue = [op for op in asked_for if op.started <= late and not op.done()]
                 lanes, parts = dict.fromkeys(op.lane for op in overdue), self._due(overdue)
-            if lanes or idle:
+            if lanes or self._is_due(idle=not woken):
+                self._asked = host.monotonic()
                 try:
                     self._ask_after(lanes)
                     for operation in parts:
@@ -133,6 +141,17 @@ class Watch:
             for operation in stalled:
                 if not operation.done():
                     self._world.tell_of_stall(operation)
+            self._look_for_shifts()
+
+    def _is_due(self, *, idle: bool) -> bool:
+        """Whether it is time to look for refusals although nothing waits here."""
+        return idle and self._world.ends_alone and self._asked + IDLE_SECONDS <= host.monotonic()
+
+    def _look_for_shifts(self) -> None:
+        now = host.monotonic()
+        if self._world.stall_seconds and self._compared + SHIFT_SECONDS <= now:
+            self._compared = now
+            self._world.look_for_shifts()
 
     def _stalled(self, waited_for: Iterable[Operation]) -> list[Operation]:
         """Those that have become overdue; each is told of once. With the lock held."""
@@ -150,12 +169,13 @@ class Watch:
         return [one for one, age in ages.items() if age > before.get(one, 0)]
 
     def _sleep(self) -> bool:
-        """Until something waits here, or it is time to look although nothing does: whether it is that."""
+        """Until something waits here: whether it does, or it is time to look although nothing does."""
         self._asleep = True
-        seconds = IDLE_SECONDS if self._world.ends_alone else None
+        alone = IDLE_SECONDS if self._world.ends_alone else None
+        seconds = SHIFT_SECONDS if self._world.stall_seconds else alone
         woken = self._wake.wait_for(lambda: self._watched or self._lately or self._stopped, seconds)
         self._asleep = False
-        return not woken
+        return bool(woken)
 
     def _ask_after(self, lanes: Iterable[Order]) -> None:
         """Find out whether a rank is gone that ``lanes`` wait for, or one has refused a call on any lane."""

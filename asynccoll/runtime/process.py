@@ -186,8 +186,9 @@ def initialize(
             (signatures of all ranks are compared ahead of every call). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
         stall_warning: seconds after which a call that is waited for is warned of, once, on stderr and by the
-            logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never. 30, unless the
-            environment variable ``ASYNCCOLL_STALL_WARNING`` says otherwise.
+            logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never (nor of ranks that are a
+            call apart: docs/faults.md). 30, unless the environment variable ``ASYNCCOLL_STALL_WARNING`` says
+            otherwise.
         memory: whether ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
             objects, where the backend is gloo or has gloo beside it. True, the default: where they prove to
             share it. False: through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``)

@@ -26,6 +26,7 @@ from asynccoll.health.compared import Compared
 from asynccoll.health.confirming import Confirmations, Confirming
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
+from asynccoll.health.shifts import Shifts
 from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.unmet import Unmet
 from asynccoll.health.watchdog import Watch
@@ -132,6 +133,7 @@ class Context:
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
         self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
+        self._shifts = Shifts(self.rank, self.recorder, self.liveness.seen)
         self.confirmations: Confirmations = Confirmations(self.rank, self.liveness.tell)
         self.liveness.hear_by(self.confirmations.hear)
 
@@ -323,6 +325,8 @@ class Context:
         self.closed = True
         self.say_ended("finalized", in_a_line(error) if error is not None else "")
         self.watch.stop()
+        if self.stall_seconds:
+            self.look_for_shifts(at_all=True)
         self.refusals.close()
         self.confirmations.close()
         if not abort:
@@ -530,6 +534,10 @@ class Context:
     def tell_of_stall(self, operation: Operation) -> None:
         """Somebody has waited for it for ``stall_seconds``."""
         warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
+
+    def look_for_shifts(self, *, at_all: bool = False) -> None:
+        """Warn of lanes on which this rank and the next one are a call apart (``Shifts.look``)."""
+        self._shifts.look(self._sorted_groups(), at_all=at_all)
 
     def dump(self) -> str:
         """Keep what ranks have recorded, for a failure whose text this ends; "" if nothing was kept."""

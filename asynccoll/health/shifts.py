@@ -1,0 +1,88 @@
+"""The warning that this rank and the next one are a call apart, so that results mix different calls.
+
+Each rank compares itself with one other member of a group only, the next one of its node: where some of them
+are a call apart, two neighbours are. It reads what both have recorded; nobody is asked, and no call waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from asynccoll.flight import Comparison, Recorder, Shift, lane_id, made
+from asynccoll.health.stalls import say
+
+__all__ = ["Shifts"]
+
+_log = logging.getLogger("asynccoll.shift")
+#: Of lanes that were closed nobody says so; what is remembered of the oldest ones is forgotten.
+_MOST_LANES = 1024
+
+
+class Members(Protocol):
+    """A group, as far as it matters here."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its members."""
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+
+
+class Shifts:
+    """What one rank has found out about it and its neighbours."""
+
+    def __init__(
+        self, rank: int, recorder: Recorder, seen: Callable[[tuple[int, ...]], Mapping[int, memoryview]]
+    ) -> None:
+        """``seen``: the recorders' memory of those of the ranks that are on this node."""
+        self._rank = rank
+        self._recorder = recorder
+        self._seen = seen
+        self._turn = 0
+        self._looked: dict[int, int] = {}  # by neighbour, how much was recorded here at the last look
+        self._lanes: dict[tuple[str, str], Comparison | None] = {}  # None of those that were told of
+
+    def look(self, groups: Iterable[Members], *, at_all: bool = False) -> None:
+        """Warn of the lanes on which this rank and a neighbour are found to be a call apart; of each once.
+
+        Looks at one neighbour in each call, where there are several, or ``at_all``.
+        """
+        neighbours = self._neighbours(groups)
+        chosen = list(neighbours)
+        if chosen and not at_all:
+            self._turn += 1
+            chosen = [chosen[self._turn % len(chosen)]]
+        for rank in chosen:
+            memory, keys = neighbours[rank]
+            newest = self._recorder.newest
+            if self._looked.get(rank) != newest:
+                self._looked[rank] = newest
+                for found in self._compare(rank, memory, keys):
+                    say(_log, str(found))
+
+    def _neighbours(self, groups: Iterable[Members]) -> dict[int, tuple[memoryview, list[str]]]:
+        """The next rank of each group, with its memory and the keys of those groups."""
+        found: dict[int, tuple[memoryview, list[str]]] = {}
+        for group in groups:
+            near = self._seen(tuple(rank for rank in group.ranks if rank > self._rank))
+            if self._rank in group.ranks and near:
+                rank = min(near)
+                found.setdefault(rank, (near[rank], []))[1].append(lane_id(group.key, "")[0])
+        return found
+
+    def _compare(self, rank: int, memory: memoryview, keys: list[str]) -> list[Shift]:
+        mine, theirs = made(self._recorder.buffer), made(memory)
+        shifts = []
+        for lane in [lane for lane in mine if lane[0] in keys and lane in theirs]:
+            comparison = self._lanes.setdefault(lane, Comparison((self._rank, rank)))
+            found = None if comparison is None else comparison.look(mine[lane], theirs[lane])
+            if found is not None:
+                self._lanes[lane] = None
+                shifts.append(found)
+        for lane in list(self._lanes)[:-_MOST_LANES]:
+            del self._lanes[lane]
+        return shifts
