@@ -83,6 +83,7 @@ def test_who_answers_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
                 for part in (b"n" * 16, len(answer).to_bytes(4, "big"), answer[:5], answer[5:]):
                     time.sleep(0.4 * seconds)
                     line.sendall(part)
+                line.recv(1 << 12)  # the question: closed with something unread, a connection is reset
 
         slow = threading.Thread(target=say)
         slow.start()
