@@ -191,12 +191,12 @@ def _way(failure: Failure) -> str:
 
 def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]:
     """A line for those that failed as the first did; for each other line of the program, one more."""
-    lines = {place: list(those) for place, those in groupby(sorted(others, key=_line), key=_line)}
-    told = []
-    for place, those in lines.items():
+    told, of_first = [], _line(first)
+    for place, failures in groupby(sorted(others, key=_line), key=_line):
+        those = list(failures)
         same = all(one.message == first.message for one in those)
         but = "" if same else ", with other numbers"
-        there = f", at {place}" if place and place != _line(first) else ""
+        there = f", at {place}" if place and place != of_first else ""
         told.append(f"{program}: {listed([one.rank for one in those])} failed alike{there}{but}")
     return told
 
