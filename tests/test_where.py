@@ -110,9 +110,23 @@ def test_the_first_call_from_different_lines_hints_at_a_skipped_one() -> None:
         "a rank may have skipped a call before: likely at #4, the first that was called from different "
         "lines: train.py:8 on rank 0, train.py:9 on rank 1"
     )
-    assert parting.to_dict()["strayed"] == {"sequence": 4, "places": {0: "train.py:8", 1: "train.py:9"}}
+    places = {0: "train.py:8", 1: "train.py:9"}
+    assert parting.to_dict()["strayed"] == {"sequence": 4, "places": places, "exact": True}
     (parting,) = partings({0: whole, 1: recorded(1, call(1), call(2))})
     assert (parting.hint, parting.to_dict()["strayed"]) == ("", None)
+
+
+def test_a_record_that_begins_too_late_does_not_say_where_a_call_was_skipped() -> None:
+    lines = ("train.py:8", "train.py:9")
+    first = recorded(0, *(call(place, place=lines[place % 2]) for place in (6, 7, 8, 9)))
+    second = recorded(1, *(call(place, place=lines[1 - place % 2]) for place in (5, 6, 7, 8)))
+    (parting,) = partings({0: first, 1: second})
+    assert parting.hint == (
+        "a rank may have skipped a call before: at #6 or before, where what is recorded begins: "
+        "train.py:8 on rank 0, train.py:9 on rank 1"
+    )
+    strayed = parting.strayed
+    assert strayed is not None and not strayed.exact
 
 
 def test_a_call_of_several_parts_is_compared_part_by_part() -> None:
@@ -180,7 +194,7 @@ def hung(size: int = 3) -> dict[int, Flight]:
     return {rank: recorded(rank, *(mine if rank == 1 else others)) for rank in range(size)}
 
 
-SAME_ORDER = "await lanes in the same order on every rank, and leave no call out"
+SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 
 
 def test_of_a_circle_the_rank_is_named_that_left_a_call_out() -> None:

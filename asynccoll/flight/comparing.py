@@ -29,12 +29,16 @@ class Strayed:
 
     sequence: int
     places: Mapping[int, str]
+    #: whether the place before it is recorded, and was called from one line
+    exact: bool
 
     def __str__(self) -> str:
         sides: dict[str, list[int]] = {}
         for rank, place in self.places.items():
             sides.setdefault(place, []).append(rank)
         told = ", ".join(f"{place} on {listed(ranks)}" for place, ranks in sides.items())
+        if not self.exact:
+            return f"at {numbered(self.sequence)} or before, where what is recorded begins: {told}"
         return f"likely at {numbered(self.sequence)}, the first that was called from different lines: {told}"
 
 
@@ -119,12 +123,11 @@ def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | No
     """See ``Strayed``; None if all agreed calls that are recorded came from the same lines."""
     made = {rank: _by_place(one, group, key) for rank, one in members(flights, group).items()}
     common = set.intersection(*map(set, made.values())) if made else set()
-    return next(filter(None, (_strayed(made, place) for place in sorted(common))), None)
-
-
-def _strayed(made: Mapping[int, Mapping[int, list[Call]]], place: int) -> Strayed | None:
-    lines = {rank: places[place][0].place for rank, places in made.items()}
-    return Strayed(place, lines) if len(set(lines.values())) > 1 else None
+    for place in sorted(common):
+        lines = {rank: places[place][0].place for rank, places in made.items()}
+        if len(set(lines.values())) > 1:
+            return Strayed(place, lines, place == 1 or place > min(common))
+    return None
 
 
 def _parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:

@@ -21,7 +21,7 @@ from asynccoll.host.words import duration, listed
 
 __all__ = ["Hang", "Turn", "Unfinished", "hang", "hang_of"]
 
-_SAME_ORDER = "await lanes in the same order on every rank, and leave no call out"
+_SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -52,6 +53,7 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.beside import Beside
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
+from asynccoll.overlap.forwards import Forwards, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
@@ -74,6 +76,8 @@ _OUT_OF_STEP = (
     "{others} none has: what was reduced now are gradients of different steps. Every rank awaits its "
     "gradients as often as the others between two steps (once, unless all accumulate), and steps with them"
 )
+
+_log = logging.getLogger("asynccoll.shift")
 
 #: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
 _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
@@ -159,7 +163,7 @@ class GradientReducer(Beside):
         self.news: int = 0
         self._begun = False  # whether a gradient is in its bucket, or has left
         self._gathered = False  # whether backward has run under no_sync since the last reduction
-        self._has_begun = False  # whether there was a reduction, since when steps count
+        self._reductions = 0
         self._has_stepped = False  # whether an optimizer has, since the last reduction
         #: the calls of methods of its optimizer that nobody waits for
         self.forgotten: Forgotten = Forgotten()
@@ -167,6 +171,10 @@ class GradientReducer(Beside):
         self.rounds: int = 0
         self._lock = host.Lock()  # with several devices, several threads run one backward
         self._hooks: list[object] = []
+        self._forwards = Forwards(model) if isinstance(model, torch.nn.Module) else None
+        if self._forwards is not None:
+            self._hooks.append(self._forwards.handle)
+        self._tells = True  # of a step that was left out: the first time
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._join(parameters)
         _live[self] = None
@@ -269,16 +277,29 @@ class GradientReducer(Beside):
             bucket.adopt()
 
     def _marks(self) -> list[float]:
-        """One for each rank: this one's says whether an optimizer has stepped since the last reduction."""
-        rank = get_rank(self._group)
-        return [float(self._has_stepped and index == rank) for index in range(self._size)]
+        """One for each rank. This one's says whether an optimizer has stepped since the last reduction.
+
+        And, from the second reduction on, whether a forward had no backward: before the first one, some ranks
+        may have tried the model out.
+        """
+        forwards = self._forwards if self._reductions else None
+        own, rank = (
+            self._has_stepped + 2 * (forwards is not None and forwards.unanswered),
+            get_rank(self._group),
+        )
+        return [float(own if index == rank else 0) for index in range(self._size)]
 
     def _check_marks(self, sums: list[int]) -> None:
         """Refuse gradients of different steps: a rank has awaited once more than others, or not stepped."""
-        stepped = [rank for rank, has in enumerate(sums) if has]
+        stepped = [rank for rank, told in enumerate(sums) if told % 2]
         if 0 < len(stepped) < self._size:
-            others = [rank for rank, has in enumerate(sums) if not has]
+            others = [rank for rank, told in enumerate(sums) if not told % 2]
             raise CollectiveMismatchError(_OUT_OF_STEP.format(stepped=stepped, others=others))
+        told = left_out([mark > 1 for mark in sums], self._reductions + 1, self._lane) if self._tells else ""
+        if told:
+            self._tells = False
+            if get_rank(self._group) == 0:
+                _log.warning(told)
 
     def _begin(self, ended: list[Work[torch.Tensor]]) -> None:
         """Expect the next step, unless somebody else who waited has done so."""
@@ -286,7 +307,9 @@ class GradientReducer(Beside):
             if self._works is ended:
                 self._works, self._refreshed = [], []
                 self._begun = self._gathered = self._has_stepped = False
-                self._has_begun = True
+                self._reductions += 1
+                if self._forwards is not None:
+                    self._forwards.begin()
                 for bucket in self._buckets:
                     bucket.begin()
 
@@ -305,7 +328,7 @@ class GradientReducer(Beside):
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step with gradients that have been reduced; the last parameter of each group tells whose."""
-        if self._has_begun:
+        if self._reductions:
             last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
             self._has_stepped = self._has_stepped or any(id(x) in self._identity[2] for x in last)
 
@@ -319,6 +342,8 @@ class GradientReducer(Beside):
         """A gradient is complete: on whichever thread runs backward."""
         with self._lock:
             self.news += 1
+            if self._forwards is not None:
+                self._forwards.answered()
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if self._begun and (again or not self._syncing):
                 bucket.told(index)
