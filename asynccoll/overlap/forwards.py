@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from asynccoll.host.words import listed
 
@@ -26,8 +27,8 @@ class Forwards:
         self._module = weakref.ref(module)
         self._open = 0  # forwards since the last gradient came
         #: whether one had no backward since the last reduction, though a later one had
-        self.unanswered = False
-        self.handle = module.register_forward_pre_hook(self)
+        self.unanswered: bool = False
+        self.handle: RemovableHandle = module.register_forward_pre_hook(self)
 
     def __call__(self, module: torch.nn.Module, _: object) -> None:
         """A forward begins."""
@@ -64,8 +65,8 @@ def left_out(unanswered: Sequence[bool], reduction: int, lane: str) -> str:
         return ""
     return (
         f"before reduction {reduction} on lane {lane!r} {listed(ranks)} (of the group) ran the model's "
-        "forward without a backward, and the others did not: if a step was left out there (`continue` after a "
-        "loss that is not finite), gradients of different steps are averaged from now on. Such a rank awaits "
-        "its gradients all the same, without backward; a forward that is not for training goes under "
-        "torch.no_grad()"
+        "forward without a backward, and the others did not: if a step was left out there "
+        "(`continue` after a loss that is not finite), gradients of different steps are averaged "
+        "from now on. Such a rank awaits its gradients all the same, without backward; a forward "
+        "that is not for training goes under torch.no_grad()"
     )
