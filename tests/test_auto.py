@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import types
@@ -318,6 +319,65 @@ def test_a_loader_that_draws_ahead_says_what_was_taken():
         other.load_state_dict(state)
 
 
+#: How a loader of ``auto_dataloader`` gets its batches: without workers, with them, and with ones that stay.
+LOADED = {
+    "alone": {},
+    "workers": {"num_workers": 2},
+    "lasting workers": {"num_workers": 1, "persistent_workers": True},
+    "single samples": {"num_workers": 1, "batch_size": None},
+}
+
+
+@pytest.mark.parametrize("loaded", LOADED)
+def test_a_loader_says_how_far_the_loop_is(loaded):
+    """Not how far its workers have drawn: what they had ahead was left out of the resumed epoch."""
+    data = TensorDataset(torch.arange(60))
+    loader = ac.auto_dataloader(data, **{"batch_size": 4, **LOADED[loaded]})
+    assert isinstance(loader, DataLoader)
+    each = loader.batch_size or 1
+    left = iter(loader)
+    for turn in range(3):
+        next(left)
+        assert loader.sampler.state_dict()["seen"] == (turn + 1) * each
+        assert loader.sampler.state_dict(taken=1)["seen"] == 1
+    batches = iter(loader)  # the other one is left half-way
+    assert len(batches) == 60 // each
+    seen = [one for _ in range(2) for one in next(batches)[0].flatten().tolist()]
+    if loaded != "lasting workers":  # they serve one iterator
+        next(left)
+    state = loader.sampler.state_dict()
+    assert state == {"epoch": 0, "seen": 2 * each, "length": 60}
+
+    loader.sampler.load_state_dict(state)
+    next(batches)  # of before
+    assert loader.sampler.state_dict() == state
+    seen += [one for (batch,) in loader for one in batch.flatten().tolist()]
+    assert sorted(seen) == list(range(60))
+    assert loader.sampler.state_dict()["seen"] == 60
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_dropped_are_not_left_for_later(workers):
+    data = TensorDataset(torch.arange(14))
+    loader = ac.auto_dataloader(data, batch_size=4, drop_last=True, num_workers=workers)
+    found = []
+    for (batch,) in loader:
+        found += batch.tolist()
+        assert loader.sampler.state_dict()["seen"] == len(found)
+    assert (len(found), loader.sampler.state_dict()["seen"]) == (12, 14)
+
+
+def test_a_loader_goes_on_for_others_as_torchs_does():
+    loader = ac.auto_dataloader(TensorDataset(torch.arange(6)), batch_size=4, num_workers=1)
+    other = type(loader)(loader.dataset, batch_sampler=loader.batch_sampler)  # as ignite puts in another one
+    assert sorted(sample for (batch,) in other for sample in batch.tolist()) == list(range(6))
+    batches = iter(loader)
+    assert batches._num_workers == 1
+    assert not hasattr(batches, "nothing")
+    with pytest.raises(NotImplementedError):  # as torch's
+        copy.deepcopy(batches)
+
+
 def test_a_sampler_that_draws_nothing_ends():
     class Empty(torch.utils.data.Sampler):
         def __len__(self):
@@ -500,7 +560,7 @@ def test_a_step_that_waits_for_gradients(two, with_closure):
 def test_a_world_of_one_is_left_alone():
     model = network()
     assert ac.auto_model(model) is model
-    assert type(ac.auto_dataloader(DATA)) is DataLoader
+    assert isinstance(ac.auto_dataloader(DATA), DataLoader)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert ac.auto_optim(optimizer) is optimizer
 

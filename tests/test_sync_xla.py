@@ -140,6 +140,9 @@ def loading(me):
     assert loader.sampler.rank == me.rank
     seen = [value for batch in loader for value in batch[0].cpu().tolist()]
     assert seen == [float(x) for x in range(me.rank, 16, me.size)]
+    assert loader.sampler.state_dict()["seen"] == 16
+    for turn, _ in enumerate(loader):  # which loads ahead
+        assert loader.sampler.state_dict()["seen"] == 2 * me.size * (turn + 1)
 
 
 @pytest.mark.parametrize("case", [training, loading], ids=lambda c: c.__name__)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, distributed
+from torch.utils import data as torch_data
+from torch.utils.data import Dataset, IterableDataset, distributed
 from torch.utils.data.sampler import Sampler
 
 from asynccoll.auto.place import Place, here
@@ -20,6 +22,15 @@ from asynccoll.runtime.process import get_rank, get_world_size
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
 
+@dataclass(slots=True)
+class _Iteration:
+    """How far one iteration of a sampler is: each has its own, one that was left counts no further."""
+
+    began: int = 0  # samples of all ranks that it leaves out
+    drawn: int = 0  # samples of this rank since
+    taken: int | None = None  # those that a loop has got; None: nobody counts, they are all that are drawn
+
+
 class _Resumable(distributed.DistributedSampler[Any]):
     """This rank's share of an order that all ranks draw alike; it can be left in the middle and resumed.
 
@@ -27,8 +38,7 @@ class _Resumable(distributed.DistributedSampler[Any]):
     """
 
     _next = 0  # samples of all ranks that the next iteration leaves out
-    _began = 0  # those that this one leaves out; one that is resumed is this one before it begins
-    _drawn = 0  # samples of this rank since
+    _now = _Iteration()  # the latest; one that is resumed is there before it begins
 
     @abstractmethod
     def _order(self, size: int) -> list[Any]:
@@ -40,16 +50,15 @@ class _Resumable(distributed.DistributedSampler[Any]):
         """How many samples are in an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        self._next, self._began, self._drawn = 0, self._next, 0
-        first, size = self._began, len(self) * self.num_replicas
+        # Not before the first is drawn: torch makes two iterators where it has workers and no batches.
+        now = self._now = _Iteration(self._next)
+        self._next = 0
+        first, size = now.began, len(self) * self.num_replicas
         mine = self._order(first + size)[first + self.rank : first + size : self.num_replicas]
         if len(mine) != len(self):
             raise RuntimeError(f"{len(mine)} vs {len(self)}")
-        return self._counted(mine)
-
-    def _counted(self, mine: list[Any]) -> Iterator[Any]:
         for one in mine:
-            self._drawn += 1
+            now.drawn += 1
             yield one
 
     def __len__(self) -> int:
@@ -58,29 +67,33 @@ class _Resumable(distributed.DistributedSampler[Any]):
         It does not change where the samples are drawn, which workers do ahead of the loop: the loop asks
         ``len(loader)`` in order to know its last batch.
         """
-        return math.ceil((self._length - self._began) / self.num_replicas)
+        return math.ceil((self._length - self._now.began) / self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch begins at its start; the one that is resumed, where it was left."""
         if epoch != self.epoch:
-            self._next = self._began = self._drawn = 0
+            self._next, self._now = 0, _Iteration()
         super().set_epoch(epoch)
 
     def state_dict(self, taken: int | None = None) -> dict[str, int]:
         """The epoch, and how many of its samples all ranks have taken; the same on ranks that are in step.
 
-        ``taken`` is how many samples this rank has trained on since the iteration began. None takes all
-        that were drawn, which is right without workers; a loader with workers draws ahead of the loop.
+        ``taken`` is how many samples this rank has trained on since the iteration began. None takes those of
+        the batches that the loop has got from a loader of ``auto_dataloader``, whose workers may be ahead of
+        it. A loader of another kind does not count them: all that were drawn are taken, which with workers is
+        too many.
 
         Raises:
             InvalidArgumentError: more were taken than drawn.
 
         Source: ``torchdata.stateful_dataloader``, whose samplers have these methods.
         """
-        taken = self._drawn if taken is None else taken
-        if not isinstance(taken, int) or not 0 <= taken <= self._drawn:
-            raise InvalidArgumentError(f"state_dict: taken={taken!r}, but {self._drawn} samples were drawn")
-        seen = min(self._began + taken * self.num_replicas, self._length)
+        now = self._now
+        if taken is None:
+            taken = now.drawn if now.taken is None else now.taken
+        if not isinstance(taken, int) or not 0 <= taken <= now.drawn:
+            raise InvalidArgumentError(f"state_dict: taken={taken!r}, but {now.drawn} samples were drawn")
+        seen = min(now.began + taken * self.num_replicas, self._length)
         return {"epoch": self.epoch, "seen": seen, "length": self._length}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -94,7 +107,38 @@ class _Resumable(distributed.DistributedSampler[Any]):
                 f"load_state_dict: the state is of {state['length']} samples, this sampler has {self._length}"
             )
         self.set_epoch(state["epoch"])
-        self._next, self._began, self._drawn = state["seen"], state["seen"], 0
+        self._next, self._now = state["seen"], _Iteration(state["seen"])
+
+    def counting(self, begin: Callable[[], Iterator[Any]], batch_size: int | None) -> Iterator[Any]:
+        """What ``begin`` iterates over, in batches of this sampler: as the loop takes them."""
+        return _Taken(self, begin, batch_size or 1)
+
+
+class _Taken(Iterator[Any]):
+    """An iterator of a loader that notes how many samples came out of it; else it is as it was."""
+
+    def __init__(self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], batch_size: int) -> None:
+        before = sampler._now
+        self._sampler, self._batches, self._batch_size = sampler, begin(), batch_size
+        # Workers have the sampler begin at once; without them the first batch does.
+        self._iteration = None if sampler._now is before else sampler._now
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, self)
+        now = self._iteration = self._iteration or self._sampler._now
+        if batch is self:  # it ended: samples that make no whole batch are dropped, and not left for later
+            now.taken = now.drawn
+            raise StopIteration
+        now.taken = min((now.taken or 0) + self._batch_size, now.drawn)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's and torch_xla's have one
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
 
 
 class DistributedProxySampler(_Resumable):
@@ -160,6 +204,15 @@ class DistributedSampler(_Resumable):
         return list(islice(cycle(order), size))
 
 
+class DataLoader(torch_data.DataLoader[Any]):
+    """torch's, whose sampler knows how many samples the loop has got: workers draw ahead of it."""
+
+    def __iter__(self) -> Any:
+        if not isinstance(self.sampler, _Resumable):  # a batch sampler was put in later
+            return super().__iter__()
+        return self.sampler.counting(super().__iter__, self.batch_size)
+
+
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
 
@@ -168,6 +221,8 @@ def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise), which has
       ``state_dict`` and ``load_state_dict``, too; one of torch that is given is used as it is; any other
       is wrapped in a ``DistributedProxySampler``.
+    - ``loader.sampler.state_dict()`` says where the loop is: it counts the batches that the loop has got, not
+      those that workers have drawn ahead.
     - In a world of one the same samplers are made, so that the program, and its checkpoint, are those of
       many ranks.
     - An iterable dataset is used as it is: it must produce other data on other ranks itself. So must a
@@ -210,8 +265,12 @@ def dataloader_for(
     else:
         kwargs["pin_memory"] = kwargs.get("pin_memory", place.device.type == "cuda")
     place.log.info("Use data loader kwargs for dataset '%s': \n\t%s", repr(dataset)[:20].strip(), kwargs)
-    loader = DataLoader(dataset, **kwargs)
-    return place.training.loader(loader, place.device, place.log) if place.world_size > 1 else loader
+    wraps = place.world_size > 1 and place.training.wraps_loader
+    if wraps or not isinstance(kwargs.get("sampler"), _Resumable):
+        loader = torch_data.DataLoader(dataset, **kwargs)
+    else:
+        loader = DataLoader(dataset, **kwargs)
+    return place.training.loader(loader, place.device, place.log) if wraps else loader
 
 
 def _share(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> None:

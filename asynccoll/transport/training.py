@@ -25,9 +25,11 @@ class Training:
     ddp = True
     #: Batches may be put into pinned memory, from which a GPU copies beside the host.
     pins_memory = True
+    #: In a world of several, ``loader`` makes a loader that takes batches ahead of the loop.
+    wraps_loader = False
 
     def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
-        """What feeds ``device`` from ``loader``, in a world of several."""
+        """What feeds ``device`` from ``loader``; ``counting`` of its sampler counts what is taken."""
         return loader
 
     def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:

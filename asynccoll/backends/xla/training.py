@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asynccoll.backends.api import Training
 
@@ -21,9 +21,15 @@ class XlaTraining(Training):
 
     ddp = False
     pins_memory = False
+    wraps_loader = True
 
     def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
-        from torch_xla.distributed.parallel_loader import MpDeviceLoader
+        from torch_xla.distributed import parallel_loader
+
+        class MpDeviceLoader(parallel_loader.MpDeviceLoader):  # type: ignore[misc]  # torch_xla is not typed
+            def __iter__(self) -> Any:
+                counting = getattr(loader.sampler, "counting", None)  # of a sampler of ours
+                return counting(super().__iter__, loader.batch_size) if counting else super().__iter__()
 
         log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
         wrapped = MpDeviceLoader(loader, device)
