@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -61,6 +62,53 @@ def test_same_parameters_as_a_blocking_run(world: World, runner: str) -> None:
 def test_backward_in_a_thread(world: World, loop: str) -> None:
     """Backward runs off the event loop, on whichever thread is free; the lane takes it."""
     world.run(against_blocking, True, runner=loop)
+
+
+#: What sends from hooks of backward, each made on a line of its own.
+SENDING: dict[str, Callable[[nn.Module], Any]] = {
+    "gradients": lambda model: ac.overlap_gradients(model, op="avg"),
+    "layers": lambda model: ac.overlap.shard_layers(list(model.children()), reshard_after_forward=True),
+    "optimizer": lambda model: ac.async_optim(torch.optim.SGD(model.parameters(), 0.1)),
+    "ddp": lambda model: ac.overlap.DDPState(),
+}
+
+
+async def backward_by_nobody(me: Rank, kind: str, run: Callable[[Callable[[], Any]], Any]) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    made = SENDING[kind](model)
+    if kind == "ddp":
+        model.register_comm_hook(made, ac.overlap.ddp_hook)
+    loss = torch.ones(2, 3)
+    if kind == "layers":
+        async for layer in made:
+            loss = layer(loss)
+    else:
+        loss = model(loss)
+    with ac.trace.recording() as timeline:
+        await run(loss.sum().backward)
+    if kind in ("gradients", "optimizer"):
+        await (made.step() if kind == "optimizer" else made)
+    sent = {
+        span.place for span in timeline.spans if span.name in ("all_reduce", "reduce_scatter", "all_gather")
+    }
+    assert sent == {f"{__file__}:{SENDING[kind].__code__.co_firstlineno}"}
+
+
+async def _in_a_thread(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+
+
+@pytest.mark.parametrize("run", [asyncio.to_thread, anyio.to_thread.run_sync, _in_a_thread])
+@pytest.mark.parametrize("kind", SENDING)
+def test_calls_of_a_backward_in_a_thread_have_the_line_they_work_for(
+    pair: World, kind: str, run: Any
+) -> None:
+    """There is none of the user's on the stack: all of them were at a line of torch."""
+    pair.run(backward_by_nobody, kind, run, runner="asyncio")
 
 
 def test_between_threads(runner: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users"]
+__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users", "on_behalf_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: torch calls back into this package (autograd, hooks); its frames are not the user's place either
@@ -31,7 +33,7 @@ _RUNNERS = tuple(
 
 _OURS, _RUNNER, _USERS = 1, 2, 3
 #: What is known of files: looking up is cheaper than comparing. ``contextlib`` leaves blocks for others.
-_kinds: dict[str, int] = {contextlib.__file__: _OURS}
+_kinds: dict[str, int] = {contextlib.__file__: _OURS, threading.__file__: _RUNNER}
 #: Between here and the user are at least: this, Lane.issue, Call._begin, Call.begin, _start.
 _LEAST_DEPTH = 4
 
@@ -70,16 +72,29 @@ class Spot(NamedTuple):
 NOWHERE = Spot(None, 0)
 #: Where the user called what is issued now, if that is somewhere else (a call that was put off).
 called_at: ContextVar[Spot | None] = ContextVar("asynccoll_called_at", default=None)
+#: Which line of the user's a hook works for: backward may run in a thread where there is none on the stack.
+_on_behalf: ContextVar[Spot | None] = ContextVar("asynccoll_on_behalf", default=None)
 _new_spot = partial(tuple.__new__, Spot)  # a named tuple's own __new__ is Python
 
 
-def caller() -> Spot:
+@contextlib.contextmanager
+def on_behalf_of(spot: Spot) -> Iterator[None]:
+    """What is called in the block, by none of the user's lines, is called for this one."""
+    before = _on_behalf.set(spot)
+    try:
+        yield
+    finally:
+        _on_behalf.reset(before)
+
+
+def caller(least_depth: int = _LEAST_DEPTH) -> Spot:
     """The innermost place outside this package (about 0.2 us: it is called for every operation).
 
-    Of a job that is a function of this package, it is the function's.
+    Of a job that is a function of this package, or of torch, it is the line that this works for
+    (``on_behalf_of``), or else the function's.
     """
     try:
-        frame = sys._getframe(_LEAST_DEPTH)
+        frame = sys._getframe(least_depth)
     except ValueError:  # called from the top of a thread of our own
         frame = sys._getframe(1)
     inner = frame
@@ -88,8 +103,11 @@ def caller() -> Spot:
         if parent is None:
             break
         inner, frame = frame, parent
-    if kind == _RUNNER:
-        frame = inner
+    if kind != _USERS:
+        if (spot := _on_behalf.get()) is not None:
+            return spot
+        if kind == _RUNNER:
+            frame = inner
     return _new_spot((frame.f_code, frame.f_lasti))
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.runtime.process import get_world_size
@@ -39,6 +40,7 @@ class DDPState:
         self.group = group
         self.lane: str = backward_lane(lane)
         self.timeout = timeout
+        self._spot = caller(1)
         self._out: _Buckets = host.SimpleQueue()
         # One thread waits for all of them, so that a lost peer or a timeout is noticed as in any wait.
         waiter = host.Thread(target=_wait_for, args=(self._out,), name=f"asynccoll-{lane}", daemon=True)
@@ -48,7 +50,8 @@ class DDPState:
     def reduce(self, flat: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         """The average of ``flat`` over the group, in place."""
         flat.div_(get_world_size(self.group))
-        work = all_reduce(flat, out=flat, group=self.group, lane=self.lane, timeout=self.timeout)
+        with on_behalf_of(self._spot):
+            work = all_reduce(flat, out=flat, group=self.group, lane=self.lane, timeout=self.timeout)
         devices: list[int | str | torch.device] | None = [flat.device] if flat.is_cuda else None
         over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
         # What a callback raises DDP raises, with its text; an exception that is set it takes for a tensor.

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.host.call_site import Spot, on_behalf_of
 from asynccoll.memory.aligned import Layout
 from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.overlap.turns import Standing, Turn, Turns
@@ -262,8 +263,10 @@ class Scattering:
     Backward goes on meanwhile; autograd calls at its end, before ``backward()`` returns.
     """
 
-    def __init__(self, call: dict[str, Any], turns: Turns) -> None:
+    def __init__(self, call: dict[str, Any], turns: Turns, spot: Spot) -> None:
+        """``spot``: where the layers were made."""
         self._call = call
+        self.spot = spot
         self._turns = turns
         #: by the backward that has come to them, in which order. Autograd holds them until its end: those of
         #: a backward that raised, which never comes to it, go with it.
@@ -324,7 +327,7 @@ class Scattering:
         return part
 
     def _end(self, running: _Running) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), on_behalf_of(self.spot):
             for returning in running.values():
                 returning.send_all()
                 returning.loop.gather_rest()
@@ -357,10 +360,11 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: object) -> object:
         # With create_graph=True, or in torch.autograd.grad.
-        if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
-            ctx.loop.turn.is_over = True
-            return ctx.scattering.now(ctx.shard, ctx.loop, grads[0]), None, None, None, None
-        ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
+        with on_behalf_of(ctx.scattering.spot):
+            if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
+                ctx.loop.turn.is_over = True
+                return ctx.scattering.now(ctx.shard, ctx.loop, grads[0]), None, None, None, None
+            ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
         return None, None, None, None, None
 
 
@@ -448,9 +452,10 @@ class Pass:
         Those after it that this rank has not needed are gathered as well, as other ranks may need them.
         """
         together = scattering.reached(self).turns
-        self._gather_down_to(self._gathered.index(layer) - 1, call)
-        # Not there: a second backward of the same graph.
-        work = self._under_way.pop(layer) if layer in self._under_way else layer.gathered(**call)
+        with on_behalf_of(scattering.spot):
+            self._gather_down_to(self._gathered.index(layer) - 1, call)
+            # Not there: a second backward of the same graph.
+            work = self._under_way.pop(layer) if layer in self._under_way else layer.gathered(**call)
         with self._turns.waiting(self.turn, call["lane"], together):
             return work.wait()
 

@@ -38,6 +38,7 @@ from asynccoll.errors import (
     InvalidArgumentError,
     PeerLostError,
 )
+from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.ops.collectives import all_reduce, refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
@@ -147,6 +148,7 @@ class GradientReducer(Beside):
         self._size = group_size(group)
         self._scale = 1.0 / self._size if op == "avg" else 1.0
         self._parts = self._size if op == "sum" else 1
+        self._spot = caller(1)
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         if (conflict := _conflict(*self._identity)) is not None:  # on this rank, perhaps not on its peers
             refuse(conflict, group=group, lane=self._lane, name="overlap_gradients")
@@ -369,10 +371,11 @@ class GradientReducer(Beside):
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
             bucket.own_marks = self._marks()
         bucket.fill(self._scale)
-        if self._window is None:
-            work = self._reduce(bucket.flat, bucket)
-        else:
-            work = self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
+        with on_behalf_of(self._spot):
+            if self._window is None:
+                work = self._reduce(bucket.flat, bucket)
+            else:
+                work = self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
         work.detach()  # a step that is not awaited is noticed by the next backward
         self._works.append(work)
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
+from asynccoll.host.call_site import caller
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
@@ -122,7 +123,7 @@ class ShardedLayers(nn.Module):
         again: dict[str, Any] = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
         self._again = again if reshard_after_forward else None
         self._turns = Turns(group, self._call["lane"], [backward_lane(of_backward), again["lane"]])
-        self._scattering = Scattering(self._backward, self._turns)
+        self._scattering = Scattering(self._backward, self._turns, caller(1))
         self._loop: Iterator[Callable[[], Work[object]]] = iter(())
         self._methods = Methods("ShardedLayers", "layers", "these layers")
         _live[self] = None
