@@ -14,9 +14,9 @@ PACKAGE = Path(ac.__file__).parent
 
 
 #: What is taken besides: threads and clocks, which have one way in; what tells peers of calls that will never
-#: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); for which line
-#: of the user's hooks of backward send; how ranks are named in a text; where tensors lie in flat memory, which is
-#: no other than in fused calls; and which have addresses at all.
+#: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); for which
+#: line of the user's hooks of backward send; how ranks are named in a text; where tensors lie in flat memory,
+#: which is no other than in fused calls; and which have addresses at all.
 TAKEN = {
     ("asynccoll", "host"),
     ("asynccoll.host.call_site", "Spot"),
