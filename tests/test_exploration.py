@@ -386,7 +386,7 @@ def test_ctrl_c_ends_all_processes_in_a_line(start: Any, script: Any) -> None:
             print("tried", flush=True)
             await ac.all_reduce(1)
     """)
-    job = start("explore", "program.py::main", "--seeds", 1_000_000, "--jobs", 2)
+    job = start("explore", "program.py::main", "--seeds", 1_000_000, "--jobs", 2, "-s")
     job.lines(1)
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does, to all of them
     code, _, errors = job.wait()

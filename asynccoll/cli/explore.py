@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
@@ -56,6 +57,16 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="the function calls ac.initialize() itself, as a script does",
     )
+    parser.add_argument(
+        "--lines",
+        default="any",
+        metavar="WHICH",
+        help="same: calls that ranks make from different lines, and that are paired, are an error",
+    )
+    parser.add_argument(
+        "-s", "--show-prints", action="store_true",
+        help="show what the ranks of every schedule print; else only of the one that goes wrong",
+    )  # fmt: skip
     parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
     add_json(parser)
     parser.set_defaults(carry_out=_explore)
@@ -64,12 +75,14 @@ def add(commands: Commands) -> None:
 def _explore(given: argparse.Namespace) -> int:
     if given.seeds < 1 or given.jobs < 0:
         raise InvalidArgumentError("--seeds must be at least 1, and --jobs at least 0")
+    from asynccoll.testing.exploration import schedules
+
     bar = _Progress(given.seeds)
     try:
         found = _explored(given, bar.show)
     except KeyboardInterrupt:
         bar.clear()
-        print(f"interrupted after {bar.schedules:,} schedules: nothing was found", file=sys.stderr)
+        print(f"interrupted after {schedules(bar.schedules)}: nothing was found", file=sys.stderr)
         raise
     bar.clear()
     if given.json:
@@ -82,15 +95,28 @@ def _explore(given: argparse.Namespace) -> int:
                 "seed": found.seed,
                 "faults": [str(fault) for fault in found.faults],
                 "script": found.script,
+                "strays": [asdict(one) for one in found.strays],
+                "printed": found.printed,
             }
         )
         return 0 if found.wrong is None else 1
-    print(found)
-    if found.wrong is not None:
-        print()
-        show(found.wrong)
-        print(f"\n# Shows it again:\n\n{found.script}", end="")
+    _tell(found)
     return 0 if found.wrong is None else 1
+
+
+def _tell(found: Exploration) -> None:
+    from asynccoll.testing.strays import told
+
+    wrong = found.wrong or ""
+    parts = [wrong, told(one for one in found.strays if str(one) not in wrong)]
+    print(found)
+    for part in filter(None, parts):
+        print()
+        show(part)
+    if found.printed:
+        print(f"\n# What its ranks printed:\n\n{found.printed.rstrip()}")
+    if found.script:
+        print(f"\n# Shows it again:\n\n{found.script}", end="")
 
 
 def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
@@ -106,12 +132,14 @@ def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]
         faults=drawn_faults(*kinds) if kinds else (),
         expect=of_path(given.expect).function if given.expect else None,
         shrink_seconds=given.shrink,
+        quiet=not given.show_prints,
         progress=progress,
         world_size=given.world_size,
         loop=given.loop,
         transport=given.transport,
         statements=tuple(given.statements),
         joined=not given.not_joined,
+        lines=given.lines,
     )
 
 

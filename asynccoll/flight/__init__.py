@@ -10,7 +10,7 @@ of another process of this host. Must not know what an operation does, nor who a
             print(call.lane, call.sequence, call.operation, call.place, call.state)
 """
 
-from asynccoll.flight.comparing import Parting, Strayed, partings, strayed
+from asynccoll.flight.comparing import Parting, Strayed, by_line, partings, strayed
 from asynccoll.flight.hanging import Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
@@ -37,6 +37,7 @@ __all__ = [
     "Strayed",
     "Unfinished",
     "Unmet",
+    "by_line",
     "from_plain",
     "hang",
     "hang_of",

@@ -13,7 +13,7 @@ from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
 from asynccoll.host.words import listed
 
-__all__ = ["Parting", "Strayed", "members", "partings", "strayed"]
+__all__ = ["Parting", "Strayed", "by_line", "members", "partings", "strayed"]
 
 #: What is told first.
 _KINDS = ("different", "refused", "absent")
@@ -33,10 +33,7 @@ class Strayed:
     exact: bool
 
     def __str__(self) -> str:
-        sides: dict[str, list[int]] = {}
-        for rank, place in self.places.items():
-            sides.setdefault(place, []).append(rank)
-        told = ", ".join(f"{place} on {listed(ranks)}" for place, ranks in sides.items())
+        told = by_line(self.places)
         if not self.exact:
             return f"at {numbered(self.sequence)} or before, where what is recorded begins: {told}"
         return f"likely at {numbered(self.sequence)}, the first that was called from different lines: {told}"
@@ -95,6 +92,14 @@ class Parting:
         """``lane 'eval'``, or ``lane 'eval' of ranks 0, 2``."""
         of = "" if self.group == "world" else f" of ranks {self.group.replace('-', ', ')}"
         return f"lane {self.lane!r}{of}"
+
+
+def by_line(places: Mapping[int, str]) -> str:
+    """``train.py:8 on ranks 0, 2, train.py:12 on rank 1``."""
+    sides: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        sides.setdefault(place, []).append(rank)
+    return ", ".join(f"{place} on {listed(ranks)}" for place, ranks in sides.items())
 
 
 def partings(flights: Mapping[int, Flight]) -> list[Parting]:

@@ -26,6 +26,7 @@ from asynccoll.flight.layout import (
     WORDS,
 )
 from asynccoll.host import shared_memory
+from asynccoll.host.words import shortened
 
 __all__ = ["Recorder", "mark_ended"]
 
@@ -227,7 +228,7 @@ class Recorder:
         if layout.ENDING.unpack_from(self._buffer, layout.ENDING_AT)[1]:
             return
         if why:
-            self.say(why=why[:_WHY_CHARACTERS])
+            self.say(why=shortened(why, _WHY_CHARACTERS))
         mark_ended(self._buffer, how, code, host.monotonic())
 
     def close(self) -> None:

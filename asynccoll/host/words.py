@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["duration", "lane_name", "listed"]
+__all__ = ["duration", "lane_name", "listed", "shortened"]
 
 
 def duration(seconds: float) -> str:
@@ -30,3 +30,14 @@ def lane_name(lane: str, group: str) -> str:
 def listed(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 0, 2``."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def shortened(text: str, most: int) -> str:
+    """``text`` of at most so many characters: what is too much is cut off behind a clause, or a word."""
+    if len(text) <= most:
+        return text
+    kept = text[: most - 4]
+    at = max(kept.rfind(mark) for mark in ("; ", ", ", ": "))
+    if at < most // 2:
+        at = kept.rfind(" ")
+    return f"{kept[: at + 1] if at > 0 else kept} ..."

@@ -24,6 +24,7 @@ from asynccoll.testing.live import RankError, World, world
 from asynccoll.testing.report import Report
 from asynccoll.testing.schedules import PCT, RandomWalk, Replay
 from asynccoll.testing.simulation import simulate
+from asynccoll.testing.strays import Stray
 from asynccoll.testing.threads import Event
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Stall",
     "Stop",
     "StoreLost",
+    "Stray",
     "World",
     "drawn_faults",
     "explore",

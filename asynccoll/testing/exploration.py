@@ -9,7 +9,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, fields
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, field, fields, replace
+from io import StringIO
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
@@ -21,14 +23,22 @@ from asynccoll.testing.report import Report, leaves
 from asynccoll.testing.schedules import PCT, RandomWalk
 from asynccoll.testing.shrinking import Case, Tried, smallest
 from asynccoll.testing.simulation import simulate
+from asynccoll.testing.strays import Stray, merged
 from asynccoll.testing.targets import Target, of_function
 
-__all__ = ["Exploration", "Faults", "explore", "explore_target"]
+__all__ = ["Exploration", "Faults", "explore", "explore_target", "schedules"]
 
 #: Drawn anew for each seed: from a source of luck, and how many ranks there are.
 Faults = Callable[[random.Random, int], Sequence[Fault]]
 #: How many seeds another process tries before it tells.
 _AT_ONCE = 20
+#: Is told how many schedules were tried, and what was paired at different lines in them.
+_Told = Callable[[int, Sequence[Stray]], None]
+
+
+def schedules(number: int) -> str:
+    """``1 schedule``, ``1,000 schedules``."""
+    return f"{number:,} schedule{'s' * (number != 1)}"
 
 
 @dataclass
@@ -40,6 +50,9 @@ class Exploration:
     seconds: float = 0.0
     #: what was wrong; None if nothing was
     wrong: str | None = None
+    #: calls that were paired at different lines, of the case that goes wrong, or else of all that were tried:
+    #: see ``Report.strays``
+    strays: list[Stray] = field(default_factory=list)
     #: the case that goes wrong, made as small as could be
     world_size: int = 0
     seed: int = 0
@@ -47,6 +60,8 @@ class Exploration:
     taken: dict[int, int] = field(default_factory=dict, repr=False)
     #: a program that shows it again
     script: str = ""
+    #: what the ranks of that case have printed, where it was kept (``quiet``)
+    printed: str = ""
 
     def check(self) -> None:
         """Raise AssertionError, with the script, if something was found."""
@@ -54,7 +69,7 @@ class Exploration:
             raise AssertionError(f"{self}\n{self.wrong}\n\n{self.script}")
 
     def __str__(self) -> str:
-        tried = f"{self.schedules:,} schedules in {self.seconds:.0f} s"
+        tried = f"{schedules(self.schedules)} in {self.seconds:.0f} s"
         found = "nothing was found" if self.wrong is None else f"seed {self.seed} goes wrong"
         return f"{tried}: {found}"
 
@@ -68,6 +83,7 @@ def explore(
     expect: Callable[[Report], object] | None = None,
     shrink_seconds: float = 30.0,
     fewest_ranks: int | None = None,
+    quiet: bool = False,
     progress: Callable[[Exploration], object] | None = None,
     **options: object,
 ) -> Exploration:
@@ -89,6 +105,8 @@ def explore(
         shrink_seconds: how long what was found is made smaller.
         fewest_ranks: on how many ranks it is tried at least. Unless given 1; with ``expect``, which may know
             how many ranks there are, ``world_size``.
+        quiet: what ranks print to ``sys.stdout`` is not shown; that of the case that was found is in
+            ``Exploration.printed``.
         progress: called now and then.
         options: those of ``simulate``. Without ``schedule``, odd seeds go by ``PCT()``, even ones by
             ``RandomWalk()``.
@@ -104,6 +122,7 @@ def explore(
         expect=expect,
         shrink_seconds=shrink_seconds,
         fewest_ranks=fewest_ranks,
+        quiet=quiet,
         progress=progress,
         **options,
     )
@@ -118,16 +137,18 @@ def explore_target(
     expect: Callable[[Report], object] | None = None,
     shrink_seconds: float = 30.0,
     fewest_ranks: int | None = None,
+    quiet: bool = False,
     progress: Callable[[Exploration], object] | None = None,
     **options: Any,
 ) -> Exploration:
     """The same, of a function that is known by its file."""
-    look = _Looking(faults, expect, options)
+    look = _Looking(faults, expect, quiet, options)
     found = Exploration(world_size=options.get("world_size", 4))
     begun = time.monotonic()
 
-    def told(count: int) -> None:
+    def told(count: int, strays: Sequence[Stray]) -> None:
         found.schedules += count
+        found.strays = merged([*found.strays, *strays])
         found.seconds = time.monotonic() - begun
         if progress is not None:
             progress(found)
@@ -150,6 +171,7 @@ class _Looking:
 
     faults: Sequence[Fault] | Faults
     expect: Callable[[Report], object] | None
+    quiet: bool
     options: dict[str, Any]
 
     def case(self, seed: int) -> Case:
@@ -164,16 +186,23 @@ class _Looking:
         """What becomes of it."""
         options = self.options | {"world_size": case.world_size, "seed": case.seed, "faults": case.faults}
         options["schedule"] = case.schedule or self.options.get("schedule") or _schedule(case.seed)
+        printed = StringIO()
+        with redirect_stdout(printed) if self.quiet else nullcontext():
+            tried = self._judged(main, case, options)
+        return replace(tried, printed=printed.getvalue()) if tried.wrong is not None else tried
+
+    def _judged(self, main: Callable[..., object], case: Case, options: dict[str, Any]) -> Tried:
         try:
             report = simulate(main, **options)
         except TimeoutError as error:
             return Tried(f"seed {case.seed}: {error}", "waits for what is not simulated", {})
+        strays = tuple(report.strays)
         expect = self.expect or (_expect_with_faults if case.faults else Report.check)
         try:
             expect(report)
         except AssertionError as error:
-            return Tried(f"{error}", _kind(report, error), report.taken)
-        return Tried(None)
+            return Tried(f"{error}", _kind(report, error), report.taken, strays)
+        return Tried(None, strays=strays)
 
 
 def _schedule(seed: int) -> RandomWalk | PCT:
@@ -192,7 +221,7 @@ def _kind(report: Report, error: AssertionError) -> str:
 
 def _expect_with_faults(report: Report) -> None:
     rest = {rank: error for rank, error in report.errors.items() if not all(map(_is_told, leaves(error)))}
-    Report(report.seed, errors=rest, deadlock=report.deadlock, mismatches=report.mismatches).check()
+    replace(report, errors=rest).check()
 
 
 def _is_told(error: BaseException) -> bool:
@@ -202,19 +231,17 @@ def _is_told(error: BaseException) -> bool:
     )
 
 
-def _first_here(
-    target: Target, look: _Looking, seeds: Iterable[int], told: Callable[[int], None]
-) -> int | None:
+def _first_here(target: Target, look: _Looking, seeds: Iterable[int], told: _Told) -> int | None:
     for seed in seeds:
         tried = look.at(target.function, look.case(seed))
-        told(1)
+        told(1, tried.strays)
         if tried.wrong is not None:
             return seed
     return None
 
 
 def _first_by_others(
-    target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: Callable[[int], None]
+    target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: _Told
 ) -> int | None:
     """The first that ``jobs`` processes find: the lowest seed, whichever is quicker."""
     sent = target.sendable()
@@ -230,9 +257,7 @@ def _first_by_others(
             raise
 
 
-def _first_of(
-    jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int], told: Callable[[int], None]
-) -> int | None:
+def _first_of(jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int], told: _Told) -> int | None:
     running: set[Any] = set()
     bad: list[int] = []
     while not bad:
@@ -242,13 +267,13 @@ def _first_of(
             break
         done, running = wait(running, return_when=FIRST_COMPLETED)
         for one in done:
-            tried, found = one.result()
-            told(tried)
+            tried, found, strays = one.result()
+            told(tried, strays)
             bad += [] if found is None else [found]
     for one in running:
         if not one.cancel():  # begun before: seeds that come earlier may be among them
-            tried, found = one.result()
-            told(tried)
+            tried, found, strays = one.result()
+            told(tried, strays)
             bad += [] if found is None else [found]
     return min(bad, default=None)
 
@@ -272,14 +297,18 @@ def _heed(enough: Event) -> None:
     _ends_with.append(enough)
 
 
-def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, int | None]:
+def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, int | None, list[Stray]]:
+    """How many were tried, the one that went wrong, and what was paired at different lines."""
     main = Target.found(sent)
+    strays: list[Stray] = []
     for count, seed in enumerate(seeds, 1):
-        if look.at(main, look.case(seed)).wrong is not None:
-            return count, seed
+        tried = look.at(main, look.case(seed))
+        strays = merged([*strays, *tried.strays])
+        if tried.wrong is not None:
+            return count, seed, strays
         if any(one.is_set() for one in _ends_with):
-            return count, None
-    return len(seeds), None
+            return count, None, strays
+    return len(seeds), None, strays
 
 
 def _shrink(
@@ -300,6 +329,7 @@ def _shrink(
     case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, fewest)
     found.wrong, found.seed = failed.wrong, case.seed
     found.world_size, found.faults = case.world_size, case.faults
+    found.strays, found.printed = list(failed.strays), failed.printed
     found.taken = dict(case.schedule.taken if case.schedule is not None else failed.taken or {})
     found.script = _script(target, look, case, found.taken)
 

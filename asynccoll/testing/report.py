@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError, PeerRefusedError
+from asynccoll.testing.strays import Stray, told
 from asynccoll.testing.threads import Event
 from asynccoll.trace import Timeline
 
@@ -50,6 +51,9 @@ class Report:
     deadlock: str | None = None
     #: calls of the transport that could not have worked: ranks that made different ones
     mismatches: list[str] = field(default_factory=list)
+    #: calls that were paired although ranks made them from different lines: a branch of the program may mean
+    #: that; else a rank has skipped a call, and results mix different ones
+    strays: list[Stray] = field(default_factory=list)
     #: the calls of the transport, faults and errors, in order; at most 100,000
     events: list[Event] = field(default_factory=list)
     #: by rank: what it did when, as ``ac.trace.recording`` has it; in simulated seconds
@@ -69,18 +73,23 @@ class Report:
     def check(self) -> None:
         """Raise AssertionError if a rank raised, nobody could go on, or calls did not match.
 
-        It tells what each rank raised, the cause first; of many ranks the first of them.
+        It tells what each rank raised, the cause first; of many ranks the first of them. Calls that were
+        paired at different lines come last.
         """
         if self.errors:
             ranks = self._from_the_cause()
-            told = [_raised(rank, one) for rank in ranks[:_MOST_TOLD] for one in leaves(self.errors[rank])]
+            raised = [_raised(rank, one) for rank in ranks[:_MOST_TOLD] for one in leaves(self.errors[rank])]
             if len(ranks) > _MOST_TOLD:
-                told.append(f"and {len(ranks) - _MOST_TOLD} more ranks raised: see report.errors")
-            raise AssertionError(f"seed {self.seed}: " + "\n".join(told)) from self.errors[ranks[0]]
+                raised.append(f"and {len(ranks) - _MOST_TOLD} more ranks raised: see report.errors")
+            raise AssertionError(self._told("\n".join(raised))) from self.errors[ranks[0]]
         if self.deadlock is not None:
-            raise AssertionError(f"seed {self.seed}: {self.deadlock}")
+            raise AssertionError(self._told(self.deadlock))
         if self.mismatches:
-            raise AssertionError(f"seed {self.seed}: {self.mismatches[0]}")
+            raise AssertionError(self._told(self.mismatches[0]))
+
+    def _told(self, wrong: str) -> str:
+        strays = told(one for one in self.strays if str(one) not in wrong)
+        return f"seed {self.seed}: {wrong}" + (f"\n{strays}" if strays else "")
 
     def first_cause(self) -> tuple[int, BaseException]:
         """The rank that was first to raise something of its own, and what; else the first to raise at all."""

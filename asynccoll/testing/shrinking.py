@@ -12,6 +12,7 @@ from typing import Any
 
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.schedules import Replay
+from asynccoll.testing.strays import Stray
 
 __all__ = ["Case", "Tried", "smallest"]
 
@@ -31,11 +32,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a case: nothing wrong, or what, of which kind, and where another thread went on."""
+    """What became of a case: nothing wrong, or what, of which kind, and where another thread went on.
+
+    ``strays``: calls that were paired at different lines. ``printed``: by the ranks, to standard output, if
+    that was kept.
+    """
 
     wrong: str | None
     kind: str = ""
     taken: dict[int, int] | None = None
+    strays: tuple[Stray, ...] = ()
+    printed: str = ""
 
 
 def smallest(

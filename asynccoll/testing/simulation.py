@@ -20,6 +20,7 @@ from asynccoll.testing.world import Setting, World
 __all__ = ["simulate"]
 
 _one_at_a_time = threading.Lock()
+_LINES = ("any", "same")
 _NEAR = Link((2e-6, 2e-4), 1e10)
 
 
@@ -41,6 +42,7 @@ def simulate(
     operation_timeout: float = 20.0,
     check: str = "local",
     joined: bool = True,
+    lines: str = "any",
     real_seconds: float = 300.0,
 ) -> Report:
     """Run ``main(rank)``, or ``main()``, on ``world_size`` ranks in this process, as ``seed`` says.
@@ -82,6 +84,8 @@ def simulate(
         check: as of ``initialize``.
         joined: whether ``main`` finds its world joined; if not, it calls ``ac.initialize()`` itself, whose
             ``timeout`` and ``check`` count then.
+        lines: ``"same"`` where no branch of the program has ranks make one call from different lines: what is
+            in ``strays`` of the report is in its ``mismatches`` then, too, and ``check`` raises.
         real_seconds: after which TimeoutError is raised: code that waits for a thread or a socket that is not
             simulated never ends.
 
@@ -93,7 +97,7 @@ def simulate(
             ``main`` that needs more than its rank, or a simulation inside another.
         TimeoutError: see ``real_seconds``.
     """
-    _check(world_size, nodes, loop, transport, faults)
+    _check(world_size, nodes, loop, transport, faults, lines)
     of_rank = _of_rank(main)
     here = link or Link()
     setting = Setting(
@@ -112,6 +116,7 @@ def simulate(
         operation_timeout=operation_timeout,
         check=check,
         joined=joined,
+        lines=lines,
         real_seconds=real_seconds,
     )
     if not _one_at_a_time.acquire(blocking=False):
@@ -141,8 +146,11 @@ def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
     )
 
 
-def _check(world_size: int, nodes: int, loop: str, transport: str, faults: Sequence[Fault]) -> None:
-    for what, given, known in (("loop", loop, LOOPS), ("transport", transport, TRANSPORTS)):
+def _check(
+    world_size: int, nodes: int, loop: str, transport: str, faults: Sequence[Fault], lines: str
+) -> None:
+    chosen = (("loop", loop, LOOPS), ("transport", transport, TRANSPORTS), ("lines", lines, _LINES))
+    for what, given, known in chosen:
         if given not in known:
             raise InvalidArgumentError(f"{what} must be one of {', '.join(map(repr, known))}, got {given!r}")
     if world_size < 1:

@@ -8,10 +8,14 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from asynccoll.backends import table
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.testing.processes import exchanged
 
 __all__ = ["Target", "of_function", "of_path"]
 
@@ -73,8 +77,18 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     where = Path(file)
     if str(where.parent) not in sys.path:
         sys.path.insert(0, str(where.parent))
-    found = getattr(importlib.import_module(where.stem), name, None)
+    with exchanged(table, ("create",), SimpleNamespace(create=partial(_joins, where.name))):
+        module = importlib.import_module(where.stem)
+    found = getattr(module, name, None)
     if not callable(found):
         raise InvalidArgumentError(f"{where.name} has no function {name!r}")
     function: Callable[..., object] = found
     return function
+
+
+def _joins(file: str, *_: object, **__: object) -> object:
+    """In place of joining a world: of a script that runs while it is imported."""
+    raise InvalidArgumentError(
+        f"{file} joins a world while it is imported: it would really run, and write its files; put what "
+        'runs it under `if __name__ == "__main__":`'
+    )

@@ -36,6 +36,7 @@ from asynccoll.testing.processes import exchanged, processes
 from asynccoll.testing.report import Report
 from asynccoll.testing.scheduler import Scheduler
 from asynccoll.testing.statements import Source, instrumented
+from asynccoll.testing.strays import Strays
 from asynccoll.testing.threads import Killed, Schedule, SimulatedThread
 from asynccoll.testing.transport import Fabric, SimulatedBackend
 from asynccoll.testing.transports import TRANSPORTS
@@ -76,6 +77,7 @@ class Setting:
     operation_timeout: float
     check: str
     joined: bool
+    lines: str
     real_seconds: float
 
 
@@ -101,14 +103,16 @@ class World:
         self._ends: dict[int, Callable[[], None]] = {}  # of their timelines
         self._main_threads: list[SimulatedThread] = []
         self._left = size
+        self._strays = Strays()
         self.report: Report = Report(setting.seed)
 
     def run(self, main: Callable[[int], object]) -> Report:
         """From the first rank's beginning to the last one's end."""
-        scheduler, report, size = self._scheduler, self.report, self._setting.world_size
+        scheduler, report, setting = self._scheduler, self.report, self._setting
+        size = setting.world_size
         with (
             _on_one_core(),
-            instrumented(self._setting.statements),  # which looks for functions among what is collected
+            instrumented(setting.statements),  # which looks for functions among what is collected
             _uncollected(),
             _unheard(scheduler),
             processes(size) as enter,
@@ -123,13 +127,16 @@ class World:
                 live = partial(self._live, rank, main)
                 self._main_threads.append(scheduler.add(rank, "MainThread", live))
                 self._delivery.start(rank)
-            for fault in self._setting.faults:
+            for fault in setting.faults:
                 self._arm(fault)
-            scheduler.run(self._setting.real_seconds)
+            scheduler.run(setting.real_seconds)
             if self._loop.protests and (report.killed or report.errors):
                 gc.collect()
         report.deadlock = scheduler.stuck
         report.mismatches = self._delivery.mismatches
+        report.strays = self._strays.found(report.timelines)
+        if setting.lines == "same":
+            report.mismatches += map(str, report.strays)
         report.events = scheduler.events
         report.taken = scheduler.taken
         report.virtual_seconds = scheduler.elapsed
@@ -180,7 +187,8 @@ class World:
             runtime.finalize()
         except Killed:
             raise
-        except BaseException:
+        except BaseException as error:
+            self.report.errors[rank] = error  # before it leaves, of which the others hear
             runtime.finalize(abort=True)
             raise
         return result
@@ -214,6 +222,8 @@ class World:
         )
         if setting.joined:
             context.instead = _INSTEAD
+        # Nobody else has the context yet; its lock would be one more place where another thread may go on.
+        context.observers = (*context.observers, self._strays.observer(life, rank))
         timeline = self.report.timelines.setdefault(rank, Timeline(rank, setting.world_size))
         self._ends[rank] = follow(timeline, context)
         return context

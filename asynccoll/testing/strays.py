@@ -1,0 +1,125 @@
+"""Calls of a simulation that were paired although ranks made them from different lines of the program.
+
+Where a rank skips one of several equal calls, its next one takes the place: nothing fails, and results mix
+different calls. In a real job too little is seen to tell that from a branch that the program means, until
+ranks have been a call apart for a while (``flight.shifting``). Here every call is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asynccoll.flight import by_line
+from asynccoll.host.call_number import call_name, numbered
+from asynccoll.host.words import lane_name
+
+if TYPE_CHECKING:
+    from asynccoll.order.operation import Operation
+    from asynccoll.trace import Timeline
+
+__all__ = ["Stray", "Strays", "merged", "told"]
+
+#: So many are told of a report.
+_MOST_TOLD = 3
+_MEANING = (
+    "calls of different lines were paired; unless a branch of the program means it, a rank has skipped a call"
+    " there, or made one more, and results mix different calls:"
+)
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Calls of one operation on one lane that ranks made from the same two or more lines.
+
+    ``sequence`` is the place of the first of them, ``times`` says how many there are. ``places``: by rank,
+    the line.
+    """
+
+    operation: str
+    lane: str
+    sequence: int
+    times: int
+    places: Mapping[int, str]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What such calls of other places, and of other simulations, have in common."""
+        return self.operation, self.lane, *self.places.items()
+
+    def __str__(self) -> str:
+        where = by_line(self.places)
+        if self.times == 1:
+            name = call_name(self.operation, self.sequence)
+            return f"{name} on {self.lane} was made from different lines: {where}"
+        return (
+            f"{self.times:,} calls of {self.operation} on {self.lane}, the first {numbered(self.sequence)}, "
+            f"were made from different lines: {where}"
+        )
+
+
+def merged(strays: Iterable[Stray]) -> list[Stray]:
+    """Those of the same lines as one, in the order in which they were first seen."""
+    found: dict[tuple[object, ...], Stray] = {}
+    for one in strays:
+        known = found.get(one.key)
+        found[one.key] = one if known is None else replace(known, times=known.times + one.times)
+    return list(found.values())
+
+
+def told(strays: Iterable[Stray]) -> str:
+    """What they mean, and the first of them, a line each; "" if there are none."""
+    lines = [f"    {one}" for one in strays]
+    if not lines:
+        return ""
+    if len(lines) > _MOST_TOLD:
+        lines[_MOST_TOLD:] = [f"    and {len(lines) - _MOST_TOLD} more: see .strays"]
+    return "\n".join((_MEANING, *lines))
+
+
+#: By world, group, lane, place and operation.
+_Key = tuple[int, str, str, int, str]
+
+
+class Strays:
+    """What the ranks of a simulation call, by place.
+
+    Only looks on: one more callback at the end of a call would be one more place where another thread may
+    go on. Which calls failed the timelines know.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[_Key, dict[int, str]] = {}
+        self._lanes: dict[_Key, str] = {}
+
+    def observer(self, world: int, rank: int) -> Callable[[Operation, int], None]:
+        """For ``Context.observe``: ``world`` is that of several which ranks join one after the other."""
+        return partial(self._observe, world, rank)
+
+    def _observe(self, world: int, rank: int, operation: Operation, _: int) -> None:
+        if operation.sequence and operation.part == 1:  # a message goes from one line to another
+            lane = operation.lane
+            key = (world, lane.group.key, lane.key, operation.sequence, operation.name)
+            of = "world" if lane.group.is_world else "-".join(map(str, lane.group.ranks))
+            self._lanes[key] = lane_name(lane.name, of)
+            self._places.setdefault(key, {})[rank] = str(operation.place)
+
+    def found(self, timelines: Mapping[int, Timeline]) -> list[Stray]:
+        """Of the calls that did not fail."""
+        differ = [(key, places) for key, places in self._places.items() if len(set(places.values())) > 1]
+        if not differ:
+            return []
+        failed = {
+            (rank, span.name, span.sequence)
+            for rank, timeline in timelines.items()
+            for span in timeline.spans
+            if span.failed
+        }
+        return merged(
+            Stray(name, self._lanes[key], sequence, 1, {rank: places[rank] for rank in sorted(places)})
+            for key, places in differ
+            for (*_, sequence, name) in [key]
+            if not any((rank, name, sequence) in failed for rank in places)
+        )
