@@ -237,7 +237,7 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
         within = next((one.__name__ for one in (overlap, trace) if name in one.__all__), "")
         meant = f"ac.{within.rpartition('.')[2]}.{name}" if within else elsewhere.called_here(name)
         if meant:
-            raise AttributeError(f"asynccoll has no {name!r}: {meant}", name=name)
+            raise AttributeError(f"asynccoll has no {name!r}: write {meant}", name=name)
         if name in _IMPORTED_ALONE:
             raise AttributeError(f"asynccoll has no {name!r} yet: import asynccoll.{name}", name=name)
         told = f"module {__name__!r} has no attribute {name!r}"

@@ -90,12 +90,12 @@ def test_what_somebody_may_get_is_not(function: Callable[..., object]) -> None:
 
 
 def heard(main: Callable[[int], Coroutine[Any, Any, None]]) -> list[str]:
-    """The calls that two simulated ranks warn of."""
+    """What two simulated ranks are told to write."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         simulate(main, world_size=2).check()
     return [
-        str(one.message).split()[0] for one in found if issubclass(one.category, ac.DiscardedResultWarning)
+        str(one.message).split("`")[1] for one in found if issubclass(one.category, ac.DiscardedResultWarning)
     ]
 
 
@@ -114,10 +114,18 @@ def test_each_rank_that_would_have_got_a_result_is_told() -> None:
     async def scaled(_: int) -> None:
         ac.all_reduce(x, prescale=0.5).wait()
 
-    assert heard(all_reduced) == ["all_reduce"] * 2
-    assert heard(broadcast) == ["broadcast"]
-    assert heard(reduced) == ["reduce"]
-    assert heard(scaled) == ["all_reduce"] * 2
+    async def of_the_largest(_: int) -> None:
+        await ac.all_reduce(x, op="max")
+
+    async def in_torchs_words(_: int) -> None:
+        await ac.all_reduce(x, op=torch.distributed.ReduceOp.MAX)
+
+    assert heard(all_reduced) == ["x = await ac.all_reduce(x)"] * 2
+    assert heard(broadcast) == ["x = await ac.broadcast(x, src=1)"]
+    assert heard(reduced) == ["x = await ac.reduce(x, dst=1)"]
+    assert heard(scaled) == ["x = await ac.all_reduce(x)"] * 2
+    assert heard(of_the_largest) == ["x = await ac.all_reduce(x, op='max')"] * 2
+    assert heard(in_torchs_words) == ["x = await ac.all_reduce(x, op=...)"] * 2
 
 
 def test_what_has_an_effect_or_is_kept_is_fine() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -162,3 +164,25 @@ def test_is_all_reduce_indexed_by_rank(
 ) -> None:
     """reduce_scatter(x) == all_reduce(x)[rank], along any dimension."""
     world.run(identity, [rows, *tail], min(dim, len(tail)), *choice)
+
+
+async def lists(me: Rank) -> None:
+    xs = [torch.full((2,), 10.0 * me.rank + i) for i in range(me.size)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cut = await me.get(ac.reduce_scatter(xs))
+        assert [x.shape for x in cut] == [(1,), (1,)]
+        (one,) = told
+        assert "reduce_scatter cuts each tensor of a list into 2 parts" in str(one.message)
+        assert "`y = await ac.reduce_scatter(torch.cat(xs))`" in str(one.message)
+        assert one.filename == __file__
+        meant = await me.get(ac.reduce_scatter(torch.cat(xs)))
+        assert meant.tolist() == [10.0 + 2 * me.rank] * 2
+        for other in (tuple(xs), xs[:1], [xs[0], torch.ones(4)], [xs[0], xs[1].double()], {"a": xs}):
+            await me.get(ac.reduce_scatter(other))
+        assert len(told) == 1
+
+
+def test_a_list_as_torch_takes_it_is_told(pair: World, runner: str) -> None:
+    """Each of its tensors is cut, where torch would have summed them and given one to each rank."""
+    pair.run(lists, runner=runner)

@@ -64,9 +64,14 @@ _HOROVOD = {
     "shutdown": "ac.finalize()",
     "size": "ac.get_world_size()",
     "synchronize": "work.wait()",
+    "Average": 'op="avg"',
     "Compression": 'compression="fp16"',
     "DistributedOptimizer": "ac.async_optim(optimizer)",
+    "Max": 'op="max"',
+    "Min": 'op="min"',
     "ProcessSet": "ac.new_group(ranks)",
+    "Product": 'op="product"',
+    "Sum": 'op="sum"',
 }
 _IGNITE = {
     "model_name": "ac.backend()",

@@ -138,6 +138,13 @@ _IN_PLACE_IN_TORCH = {
     payload.broadcast: False,
     payload.reduce: True,
 }
+#: What else they take by position, and what of it nobody has to write.
+_SAID: dict[Callable[..., object], tuple[tuple[str, object], ...]] = {
+    payload.all_reduce: (("op", "sum"),),
+    payload.all_reduce_scaled: (("op", "sum"),),
+    payload.broadcast: (("src", 0),),
+    payload.reduce: (("dst", 0), ("op", "sum")),
+}
 
 
 class Common(TypedDict, total=False):
@@ -170,8 +177,8 @@ def _start(
     try:
         if timeout is not None:
             check_timeout(timeout)
-        if filled.get("out") is None and start in _IN_PLACE_IN_TORCH:
-            _check_result_is_kept(start, args, context.rank)
+        if filled.get("out") is None and start in _OTHER_IN_TORCH:
+            _OTHER_IN_TORCH[start](start, args, at)
         if block is not None:
             block.check_unread(start.__name__, filled.get("out"))
             if start not in _MESSAGES:
@@ -194,19 +201,58 @@ def _start(
         raise
 
 
-def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], rank: int) -> None:
+def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:
     """Warn where nothing is left of a call that in torch would have changed its input."""
     roots_own = _IN_PLACE_IN_TORCH[start]
-    if roots_own is not None and (args[1] == rank) is not roots_own:
+    if roots_own is not None and (args[1] == at.world.rank) is not roots_own:
         return
     if is_thrown_away(_DEPTH) and not isinstance(args[0], (bool, int, float, complex, str)):
         name = name_of(start)
         warnings.warn(
             f"{name} leaves its input as it is, and its result is thrown away here: write "
-            f"`x = await ac.{name}(x)`, or pass out=x; where only the waiting is meant, `_ = await ...`",
+            f"`x = await ac.{name}(x{_said(start, args)})`, or pass out=x; where only the waiting is meant, "
+            "`_ = await ...`",
             DiscardedResultWarning,
             stacklevel=_DEPTH + 1,
         )
+
+
+def _said(start: Callable[..., object], args: Sequence[object]) -> str:
+    """The root and the reduction of such a call, as they are written, unless nobody has to."""
+    names = _SAID.get(start, ())
+    given = [(name, x) for (name, usual), x in zip(names, args[1:], strict=False) if x != usual]
+    return "".join(f", {name}={_shown(x)}" for name, x in given)
+
+
+def _shown(x: object) -> str:
+    if isinstance(x, str):  # ours are texts with a name
+        return repr(str.__str__(x))
+    return repr(x) if isinstance(x, int) else "..."
+
+
+def _check_each_is_meant(_: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:
+    """Warn of a list with one tensor for each rank, all alike, as torch's reduce_scatter takes."""
+    xs, size = args[0], at.group.size
+    if (
+        type(xs) is not list
+        or len(xs) != size
+        or size == 1
+        or not all(isinstance(x, torch.Tensor) for x in xs)
+    ):
+        return
+    if len({(x.shape, x.dtype) for x in xs}) == 1:
+        warnings.warn(
+            f"reduce_scatter cuts each tensor of a list into {size} parts; torch's gives rank r the sum of "
+            "the r-th tensors: write `y = await ac.reduce_scatter(torch.cat(xs))` for that, and pass a tuple "
+            "if each is to be cut",
+            stacklevel=_DEPTH + 1,
+        )
+
+
+#: What looks at calls that mean something else in torch.
+_OTHER_IN_TORCH = dict.fromkeys(_IN_PLACE_IN_TORCH, _check_result_is_kept) | {
+    payload.reduce_scatter: _check_each_is_meant
+}
 
 
 def _lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:

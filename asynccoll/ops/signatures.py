@@ -83,7 +83,14 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 _IN_PLACE_IN_TORCH = ("all_reduce", "broadcast", "reduce", "recv")
 #: What gives something of another shape than torch fills.
 _OTHER_SHAPES = {"all_gather": ", one tensor, concatenated; y.chunk(world_size) are torch's list"}
+#: What torch sends from another argument than the first: it has memory for the result there.
+_SENT_IN_TORCH = {
+    "reduce_scatter": "torch.cat(input_list)",
+    "all_to_all": "input_tensor_list",
+    "scatter": "scatter_list if ac.get_rank() == {src} else None",
+}
 _NO_ASYNC_OP = "every call starts at once and returns a Work: drop async_op"
+_BY_POSITION = "data is passed by position"
 _RETURNED = "the result is returned: pass only what this rank sends"
 
 
@@ -131,23 +138,34 @@ def _misfit(
             said_by_name[meant.name] = x
         else:
             advice.append(_NO_ASYNC_OP if isinstance(x, bool) else _RETURNED)
+    if understood and any(one == _RETURNED or one.startswith(_BY_POSITION) for one in advice):
+        first = _sent_in_torch(function.__name__, written) or first
     right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
     text = "; ".join([str(said), *dict.fromkeys(advice)])
     if understood:  # else what was written here would mean something else
-        text += _to_write(function, first, right)
+        text += _to_write(function, right)
     return Misfit(InvalidCallError(text), said_by_name.get("group"), said_by_name)
 
 
-def _to_write(function: Callable[..., object], first: Sequence[str], right: str) -> str:
+def _sent_in_torch(name: str, written: dict[str, str]) -> list[str]:
+    """What the call of that name sends where it has memory for the result, too; empty: what its first is."""
+    sent = _SENT_IN_TORCH.get(name, "")
+    if name == "scatter":
+        written.setdefault("src", "0")
+    return [sent.format_map(written)] if sent else []
+
+
+def _to_write(function: Callable[..., object], right: str) -> str:
     """The call, and where its result is: who comes from torch looks for it in what was passed."""
     name = getattr(function, "__name__", repr(function))
     gives = str(inspect.signature(function).return_annotation)
     if not gives.startswith("Work["):
-        return f": write {name}({right})"
-    text = f": write {'' if gives == 'Work[None]' else 'y = '}await {name}({right})"
+        return f": write ac.{name}({right})"
+    text = f": write {'' if gives == 'Work[None]' else 'y = '}await ac.{name}({right})"
     text += _OTHER_SHAPES.get(name, "")
     if name in _IN_PLACE_IN_TORCH and "out=" not in right:
-        text += f", or await {name}({right}, out={first[0]}) to change {first[0]} itself, as torch does"
+        of_x = right.replace("like", "x", 1) if right.startswith("like") else right
+        text += f", or await ac.{name}({of_x}, out=x) to change x itself, as torch does"
     return text
 
 
@@ -166,4 +184,4 @@ def _on_name(name: str, value: object, named: Sequence[str]) -> tuple[str, dict[
     if meant := misfits.near(name, named):
         return f"did you mean {meant}=?", {meant: "..."}
     by_position = isinstance(value, (torch.Tensor, list, tuple, dict))
-    return f"data is passed by position, by name there are {', '.join(named)}", {} if by_position else None
+    return f"{_BY_POSITION}, by name there are {', '.join(named)}", {} if by_position else None
