@@ -308,3 +308,25 @@ def test_what_cannot_be_recorded_is_told(start, script, capsys):
     assert "no rank called ac.initialize()" in errors
     assert main(["trace", "merge", "nowhere"]) == 2
     assert "there is no recording in 'nowhere'" in capsys.readouterr().err
+
+
+def test_an_earlier_trace_is_replaced_and_said_and_nobody_elses_file_is(
+    start, script, tmp_path, capsys, monkeypatch
+):
+    script("import asynccoll as ac\n\nac.initialize()\nac.barrier().wait()\nac.finalize()\n")
+    theirs = tmp_path / "trace.json"
+    theirs.write_text('{"traceEvents": []}')
+    code, output, _ = start("trace", "run", "-o", "out", "-n", 1, "program.py").wait()
+    assert code == 0
+    assert "replaced" not in output
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "merge", "out"]) == 0
+    told = capsys.readouterr().out
+    assert "trace.html: open it in a browser; asynccoll-trace.json: for ui.perfetto.dev\n" in told
+    assert "replaced" not in told
+    assert theirs.read_text() == '{"traceEvents": []}'
+    assert json.loads((tmp_path / "asynccoll-trace.json").read_text())["traceEvents"]
+    theirs.unlink()
+    for replaced in ("trace.html", "trace.html, trace.json"):
+        assert main(["trace", "merge", "out"]) == 0
+        assert f"replaced from an earlier trace: {replaced}; with -o DIR" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -141,6 +141,21 @@ def _recording_in(output: Path | None) -> Iterator[Path]:
     yield output.resolve()
 
 
+def _written_to(directory: Path) -> tuple[Path, Path]:
+    """The page and the file for Perfetto: in the place of earlier ones, and of nobody else's.
+
+    Nobody has chosen these names, and other tools write a ``trace.json``, too.
+    """
+    from asynccoll.trace.page import is_page
+    from asynccoll.trace.perfetto import are_events
+
+    return _ours(directory / "trace.html", is_page), _ours(directory / "trace.json", are_events)
+
+
+def _ours(path: Path, is_ours: Callable[[Path], bool]) -> Path:
+    return path if not path.exists() or is_ours(path) else path.with_name(f"asynccoll-{path.name}")
+
+
 def _merge(given: argparse.Namespace) -> int:
     _show(given.directory, given)
     return 0
@@ -213,13 +228,19 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
     trace = load(directory)
     to = given.output or Path()
     check_writable(to)
-    written = [trace.to_html(to / "trace.html"), trace.to_perfetto(to / "trace.json")]
+    page, events = _written_to(to)
+    replaced = [str(path) for path in (page, events) if path.exists()]
+    written = [trace.to_html(page), trace.to_perfetto(events)]
     if given.json:
         print_json({**trace.to_dict(), "files": [str(path) for path in written]})
         return
     _print(trace)
     print()
     show(f"{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
+    if replaced:
+        show(
+            f"replaced from an earlier trace: {', '.join(replaced)}; with -o DIR each has a place of its own"
+        )
     _tell_later(directory, kept=directory == to.resolve() or given.kind == "merge")
 
 

@@ -11,9 +11,10 @@ from asynccoll.trace.findings import Findings
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, stack
 
-__all__ = ["write_page"]
+__all__ = ["is_page", "write_page"]
 
 _TEMPLATE = Path(__file__).with_name("page.html")
+_TITLE = b"<title>asynccoll trace</title>"
 _MARK = '"the data"'
 #: Microseconds are enough for the eye, and make the page half as large.
 _DIGITS = 6
@@ -25,6 +26,12 @@ def write_page(path: Path, parts: Sequence[Part], found: Findings, uncertain: fl
     # Inside of a script element, "</" would end it.
     path.write_text(_TEMPLATE.read_text().replace(_MARK, data.replace("</", "<\\/")))
     return path
+
+
+def is_page(path: Path) -> bool:
+    """Whether ``write_page`` has written this file."""
+    with path.open("rb") as file:
+        return _TITLE in file.read(1024)
 
 
 def _data(parts: Sequence[Part], found: Findings, uncertain: float | None) -> dict[str, object]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from asynccoll.trace.spans import Span, stack
 
-__all__ = ["write_events"]
+__all__ = ["are_events", "write_events"]
 
+#: How a file begins, for us to know it again: others write such files, too.
+_MADE_BY = {"otherData": {"made by": "asynccoll"}}
 #: A rank, the number of ranks, what its times count from, how long it was recorded, and its spans.
 Recorded = tuple[int, int, float, float, Sequence[Span]]
 
@@ -17,8 +19,15 @@ Recorded = tuple[int, int, float, float, Sequence[Span]]
 def write_events(path: Path, recorded: Iterable[Recorded]) -> Path:
     """Write all of them into ``path``."""
     events = [event for one in recorded for event in _events(*one)]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    path.write_text(json.dumps({**_MADE_BY, "traceEvents": events, "displayTimeUnit": "ms"}))
     return path
+
+
+def are_events(path: Path) -> bool:
+    """Whether ``write_events`` has written this file."""
+    begins = json.dumps(_MADE_BY).removesuffix("}").encode()
+    with path.open("rb") as file:
+        return file.read(len(begins)) == begins
 
 
 def _events(
