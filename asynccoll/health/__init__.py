@@ -7,7 +7,7 @@ then raises is the world's word.
 from asynccoll.health.blame import Blame
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
-from asynccoll.health.unmet import Unmet
+from asynccoll.health.waits import Waits
 from asynccoll.health.watchdog import Watch
 
-__all__ = ["Blame", "Liveness", "Refusals", "Unmet", "Watch"]
+__all__ = ["Blame", "Liveness", "Refusals", "Waits", "Watch"]

@@ -3,7 +3,7 @@
 What autograd leaves out of a loop is sent as zeros once backward has come to one of its layers. Where it
 comes to none (the loss does not depend on them; backward raised, or was skipped on this rank alone), there is
 nothing that could send them. So each loop has a number, the same on all ranks, and a rank that has waited for
-long in the backward of one says so (``health.unmet``). A rank that can no longer come to it refuses:
+long in the backward of one says so (``health.waits``). A rank that can no longer come to it refuses:
 
 - what autograd keeps of that loop is gone, or
 - its backward has raised here: it had come to that loop, or to another one that the peer's has come to, or
@@ -87,7 +87,7 @@ class Turn:
 
 
 class Turns:
-    """The loops over some layers on one rank: a ``Party`` of ``health.unmet``."""
+    """The loops over some layers on one rank: a ``Party`` of ``health.waits``."""
 
     def __init__(self, group: GroupLike, lane: str, of_backward: Sequence[str]) -> None:
         """``lane``: where loops gather. ``of_backward``: the lanes of backward, in ``Standing``'s order."""
@@ -96,14 +96,14 @@ class Turns:
         self._lane = lane
         self._of_backward = of_backward
         self._interrupted = False
-        self._unmet = context.unmet
+        self._waits = context.waits
         self._refuse = context.refusals.refuse
         self._rank = context.rank
         self._count = 0
         self._turns: deque[Turn] = deque(maxlen=_REMEMBERED)
         self._awaited: dict[str, object] | None = None
         self.name: str = f"{self._group.key}/{new_lane(f'{lane} turns')}"
-        self._unmet.add(self)
+        self._waits.add(self)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -169,7 +169,7 @@ class Turns:
             yield
         finally:
             self._awaited = None
-            self._unmet.withdraw(self)
+            self._waits.withdraw(self)
 
     def waits_for(self) -> Mapping[str, object] | None:
         """The loop in whose backward this rank waits; the newest here, and whether that holds up the next."""

@@ -28,7 +28,7 @@ from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.shifts import Shifts
 from asynccoll.health.stalls import stall_seconds, warn
-from asynccoll.health.unmet import Unmet
+from asynccoll.health.waits import Waits
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import caller
@@ -129,7 +129,7 @@ class Context:
         self.watch: Watch = Watch(self)
         shared = self.clients if self.world_size > 1 else None
         self.refusals: Refusals = Refusals(shared, self.rank)
-        self.unmet: Unmet = Unmet(shared, self.rank, self.refusals)
+        self.waits: Waits = Waits(shared, self.rank, self.refusals)
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
         self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
@@ -264,8 +264,8 @@ class Context:
         self.recorder.refused(ticket, f"{type(error).__name__}: {error}", now)
 
     def look_for_refusals(self) -> None:
-        """Halt the lanes on which a peer has refused a call, and refuse what a peer waits for in vain."""
-        self.unmet.look()
+        """Refuse what peers wait for and will never get; halt the lanes on which one has refused a call."""
+        self.waits.look()
         self.refusals.look(self.lanes())
 
     def add_group(self, ranks: tuple[int, ...]) -> Group:
