@@ -1,20 +1,24 @@
-"""Messages between two ranks through memory that they share: any number, in the order of their tag alone.
+"""Point-to-point messages of two ranks through memory that they share: any number, in order per tag.
 
-Each rank has a ring of records for the other to read: the slots of their region, with a note beside each.
+The protocol is that of MPI libraries. Each rank has a ring of records for the other to read: the slots of
+their region (``layout``), and for each slot a note of four words that says what the record is.
 
-- ``SENT``: there is a message, with this number, tag, dtype and length. A short one lies in the slot.
-- ``WANTED``: a receive has been matched with a message of which more is needed than was there.
-- ``PART``: the next part of what was wanted.
-- ``TAKEN``: a message has arrived, and its sender is rid of it.
+- ``RTS`` announces a message: number, tag, dtype and length. A short one is *eager*: its data is in the slot.
+- ``CTS``: a receive was matched with a message that was not eager, and its data is wanted.
+- ``DATA``: the next part of such a message.
+- ``ACK``: a message was received. Only this ends a send: sends are synchronous, as ``MPI_Ssend``.
 
-Records are read as they come, whether somebody waits for what they are about or not: so no tag waits for
-another. Long messages stay with their sender until they are wanted, and of short ones a bounded number lies
-with a receiver that has not asked for them.
+A receive is *posted* until it is matched; a message that came before its receive is *unexpected*. Records are
+read in order, by whoever drives the pair (``moving``), whether or not anybody waits for what they are about:
+so a message that nobody receives holds up no other tag. The data of a long message stays with its sender
+until CTS, and a receiver keeps at most ``_MOST_EAGER`` short ones: unexpected messages take bounded memory.
 
-**What makes it sound.** Every word has one writer; a record is committed by one store, of its step. What
-is posted next stands in ``_record`` before anything of it is written, and until what it says is noted here:
-after an interrupt, which may strike anywhere, that is finished first. A record is said to be read once all
-that it asks for is done, and all of that can be done once more.
+**What makes it sound.** Every word has one writer. A record is committed by one store, of its step into
+``POSTED``, after its note and its data; other processors see the stores of an x86-64 in that order, and
+processes share memory on no other. Ctrl-C may strike anywhere, also while the lock is held, which is then
+released in the middle of a step. So every step can be done again, and whoever takes the lock next does so: a
+record stays in ``_record`` from before the first word of it is written until its effect is noted here, and a
+record counts as read (``READ``) only when everything that it asks for is done.
 """
 
 from __future__ import annotations
@@ -35,24 +39,25 @@ from asynccoll.errors import CollectiveError, PeerRefusedError
 
 __all__ = ["Incoming", "Outgoing", "Pair"]
 
-_SENT, _WANTED, _PART, _TAKEN = range(1, 5)
-#: In place of a dtype: what was sent is the reason why there is no message.
+_RTS, _CTS, _DATA, _ACK = range(1, 5)
+#: In place of a dtype: there is no message, and the data is the reason, as text.
 _REFUSED = 255
 _NAMES = sorted(DTYPES_BY_NAME)
 _CODES = {DTYPES_BY_NAME[name]: code for code, name in enumerate(_NAMES)}
-#: How many messages of one tag the receiver knows of, of those that it has not taken.
+#: How many messages of one tag may be announced and not acknowledged.
 _MOST_ANNOUNCED = 16
-#: How many short messages may lie with the receiver, each of a slot's size at most.
-_MOST_LYING = 16
-#: How many parts are put ahead of the reader: further, they leave the cache.
+#: How many eager ones may be, of a slot's size at most each: the receiver may have to keep a copy.
+_MOST_EAGER = 16
+#: How many parts are posted ahead of the reader: more would have left the cache before it gets to them.
 _AHEAD = 3
-_SAYS = b"send"
+#: What stands in a slot's line of text. No rank reads it; a simulation logs a send by it.
+_TEXT = b"send"
 
 
 class Outgoing(InFlight):
-    """A message that is sent."""
+    """A send."""
 
-    __slots__ = ("announced", "code", "data", "moved", "number", "tag")
+    __slots__ = ("announced", "code", "data", "number", "posted_bytes", "tag")
 
     def __init__(self, pair: Pair, data: torch.Tensor, code: int, tag: int, number: int) -> None:
         super().__init__(pair)
@@ -60,14 +65,14 @@ class Outgoing(InFlight):
         self.code: int = code
         self.tag: int = tag
         self.number: int = number
-        #: the receiver knows of it
+        #: its RTS is posted
         self.announced: bool = False
-        #: so many bytes are posted, of one that was wanted
-        self.moved: int = 0
+        #: how much of it is posted as DATA
+        self.posted_bytes: int = 0
 
 
 class Incoming(InFlight):
-    """A message that is received, into ``data``."""
+    """A receive, into ``data``."""
 
     __slots__ = ("code", "data", "number", "tag")
 
@@ -79,22 +84,22 @@ class Incoming(InFlight):
         self.number: int = number
 
 
-class _Letter:
-    """A message that has been announced, and is not matched."""
+class _Unexpected:
+    """A message that the other rank has announced, until it is matched."""
 
-    __slots__ = ("code", "data", "number", "reader", "size")
+    __slots__ = ("code", "data", "number", "receive", "size")
 
     def __init__(self, number: int, code: int, size: int, data: torch.Tensor | None) -> None:
-        """``data``: of a short one, in its slot or where it was kept."""
+        """``data``: that of an eager one, in its slot or as a copy."""
         self.number = number
         self.code = code
         self.size = size
         self.data = data
-        self.reader: Incoming | None = None
+        self.receive: Incoming | None = None
 
 
 class _Record(NamedTuple):
-    """What is posted next."""
+    """What is posted next. ``message``: the send that it is about; None for a reply (CTS, ACK)."""
 
     step: int
     kind: int
@@ -105,7 +110,7 @@ class _Record(NamedTuple):
 
 
 class Pair(Mover):
-    """The messages of one rank with one other."""
+    """The messages between this rank and one other, as this rank sees them."""
 
     def __init__(
         self,
@@ -115,45 +120,47 @@ class Pair(Mover):
         ranks: Sequence[int],
         died: Callable[[], Sequence[int]],
     ) -> None:
-        """``died``: the ranks of the lane with which it is lost, whosever messages these are."""
+        """``died``: which ranks of the lane have ended; with any of them the whole lane is lost."""
         super().__init__(region, bells, where, ranks)
         self._died = died
         self._theirs = region.others[0]
         self._other = 1 - region.index
-        self._posted: int = 0
-        self._knocked: int = 0
+        self._posted: int = 0  # the step of the latest record
+        self._knocked: int = 0  # the same, when the other rank was last told that the ring is full
         self._numbers = count(1)
         self._record: _Record | None = None
-        self._sent: dict[int, Outgoing] = {}  # not taken
-        self._lines: dict[int, dict[int, Outgoing]] = {}  # the same by tag, in order
-        self._announcing: dict[int, Outgoing] = {}
-        self._lying: dict[int, None] = {}  # those that lie whole with the receiver
-        self._streaming: dict[int, Outgoing] = {}  # wanted, and not posted whole
-        self._answers: dict[tuple[int, int], None] = {}  # WANTED and TAKEN, by number
-        self._readers: dict[int, dict[int, Incoming]] = {}  # by tag: what waits for a message
-        self._letters: dict[int, dict[int, _Letter]] = {}  # by tag: what nobody waits for
-        self._taking: dict[int, Incoming] = {}  # wanted here
-        self._unmatched: dict[int, None] = {}  # tags that are to be looked at
+        # Of the sender, by number, oldest first.
+        self._sends: dict[int, Outgoing] = {}  # not acknowledged
+        self._sends_by_tag: dict[int, dict[int, Outgoing]] = {}  # the same
+        self._announcing: dict[int, Outgoing] = {}  # whose RTS is to be posted
+        self._eager: dict[int, None] = {}  # not acknowledged, and all of it posted with the RTS
+        self._streaming: dict[int, Outgoing] = {}  # whose CTS has come, with data yet to be posted
+        # Of the receiver: by tag, then by number.
+        self._receives: dict[int, dict[int, Incoming]] = {}  # posted
+        self._unexpected: dict[int, dict[int, _Unexpected]] = {}
+        self._tags_to_match: dict[int, None] = {}  # those of new receives
+        self._receiving: dict[int, Incoming] = {}  # after CTS, by the number of the message
+        self._replies: dict[tuple[int, int], None] = {}  # CTS and ACK to be posted: kind, number
 
     # Issuing
 
     def send(self, x: torch.Tensor, tag: int) -> Completion:
-        """``x``, flat; over when the other rank has taken it."""
+        """Send the flat ``x``; over when the other rank has received it."""
         return self._send(_bytes_of(x), _CODES[x.dtype], tag)
 
     def recv(self, x: torch.Tensor, tag: int) -> Completion:
-        """Into ``x``, flat."""
+        """Receive into the flat ``x``."""
         message = Incoming(self, _bytes_of(x), _CODES[x.dtype], tag, next(self._numbers))
-        return self._begin(message, partial(self._ask, message))
+        return self._begin(message, partial(self._enter_receive, message))
 
     def refuse(self, tag: int, why: str) -> Completion:
-        """In place of a send: tell the receiver so."""
+        """In place of a send: its receive fails with ``why``."""
         text = bytearray(why.encode()[: self.region.layout.slot_bytes])
         return self._send(torch.frombuffer(text, dtype=torch.uint8), _REFUSED, tag)
 
     def _send(self, data: torch.Tensor, code: int, tag: int) -> Completion:
         message = Outgoing(self, data, code, tag, next(self._numbers))
-        return self._begin(message, partial(self._line_up, message))
+        return self._begin(message, partial(self._enter_send, message))
 
     def _begin(self, message: InFlight, enter: Callable[[], object]) -> Completion:
         if not self._watched:  # the other rank may ring for this one from now on
@@ -165,8 +172,9 @@ class Pair(Mover):
                     return message
                 enter()
                 moved = self._move()
+                # What is to be received may be in the ring; no more than that, for the other rank may go on.
                 for _ in range(SLOTS):
-                    if not self._has_come():
+                    if not self._has_record():
                         break
                     moved = self._move() or moved
             if moved:
@@ -180,44 +188,44 @@ class Pair(Mover):
             raise
         return message
 
-    def _line_up(self, message: Outgoing) -> None:
-        """Send it after those of its tag."""
-        line = self._lines.setdefault(message.tag, {})
-        into = [self._sent, line]
-        if len(line) < _MOST_ANNOUNCED:
+    def _enter_send(self, message: Outgoing) -> None:
+        """Queue a send behind those of its tag."""
+        of_tag = self._sends_by_tag.setdefault(message.tag, {})
+        into = [self._sends, of_tag]
+        if len(of_tag) < _MOST_ANNOUNCED:
             into.append(self._announcing)
         # Within one call of C, so that an interrupt leaves it in all or in none.
         any(map(dict.__setitem__, into, repeat(message.number), repeat(message)))
 
-    def _ask(self, message: Incoming) -> None:
-        """Receive it after those of its tag."""
-        self._unmatched[message.tag] = None
-        self._readers.setdefault(message.tag, {})[message.number] = message
+    def _enter_receive(self, message: Incoming) -> None:
+        """Queue a receive behind those of its tag."""
+        self._tags_to_match[message.tag] = None
+        self._receives.setdefault(message.tag, {})[message.number] = message
 
     # What moves
 
     def _is_busy(self) -> bool:
-        return bool(self._sent or self._readers or self._taking or self._answers)
+        return bool(self._sends or self._receives or self._receiving or self._replies)
 
     def _goes_on_by_itself(self) -> bool:
-        """What lies whole with the receiver moves nobody but who waits for it."""
+        """Not if all that is left are ACKs of eager sends: these are read by whoever waits for them."""
         return bool(
             self._listened
-            or self._readers
-            or self._taking
-            or self._answers
-            or len(self._sent) > len(self._lying)
+            or self._receives
+            or self._receiving
+            or self._replies
+            or len(self._sends) > len(self._eager)
         )
 
     def _step(self) -> bool:
         if self._broken is not None:
             return False
-        taken = self._take()
-        while self._unmatched:
-            tag = next(iter(self._unmatched))
+        read = self._read()
+        while self._tags_to_match:
+            tag = next(iter(self._tags_to_match))
             self._match(tag)
-            self._unmatched.pop(tag, None)
-        return self._post() or taken
+            self._tags_to_match.pop(tag, None)
+        return self._post() or read
 
     # Posting
 
@@ -227,69 +235,72 @@ class Pair(Mover):
         while (record := self._record or self._next()) is not None:
             self._record = record
             slot = record.step % SLOTS
-            if words[self._mine + POSTED + slot] != record.step:
+            if words[self._mine + POSTED + slot] != record.step:  # else it was committed before an interrupt
                 self.region.write_note(slot, record.note)
                 if record.data is not None:
                     self._slot(self.region.index, slot, record.data.numel()).copy_(record.data)
                 words[self._mine + POSTED + slot] = record.step
-            self._was_posted(record)
+            self._note_posted(record)
             self._posted = record.step
             self._record = None
             posted = True
         return posted
 
     def _next(self) -> _Record | None:
-        """What is to be posted next; None if there is nothing, or no room."""
-        if not (self._answers or self._announcing or self._streaming):
+        """What is to be posted next, replies first; None if there is nothing, or no room."""
+        if not (self._replies or self._announcing or self._streaming):
             return None
         step = self._posted + 1
         unread = step - self._words[self._theirs + READ]
         if unread > SLOTS:
             self._knock()
             return None
-        if self._answers:
-            kind, number = next(iter(self._answers))
+        if self._replies:
+            kind, number = next(iter(self._replies))
             return _Record(step, kind, number, None, (kind, number, 0, 0), None)
         if self._announcing:
-            return self._announcement(step, next(iter(self._announcing.values())))
+            return self._rts_record(step, next(iter(self._announcing.values())))
         if self._streaming and unread <= _AHEAD:
-            return self._part(step, next(iter(self._streaming.values())))
+            return self._data_record(step, next(iter(self._streaming.values())))
         return None
 
     def _knock(self) -> None:
-        """Have the other rank read, once: it need not look, if what it has sent lies here whole."""
-        if self._answers and self._knocked != self._posted:
+        """Ring for the other rank, once, to read the full ring: replies have no room.
+
+        If all that it sent was eager and nobody there waits for it, it does not look by itself.
+        """
+        if self._replies and self._knocked != self._posted:
             self._knocked = self._posted
             self._bells.ring(self._other)
 
-    def _announcement(self, step: int, message: Outgoing) -> _Record:
-        self.region.write_text(step % SLOTS, _SAYS)
+    def _rts_record(self, step: int, message: Outgoing) -> _Record:
+        self.region.write_text(step % SLOTS, _TEXT)
         size = message.data.numel()
         refused = message.code == _REFUSED
-        lies = size <= self.region.layout.slot_bytes and (refused or len(self._lying) < _MOST_LYING)
-        kind = _SENT | message.code << 8 | message.tag << 32
-        note = kind, message.number, size, int(lies)
-        return _Record(step, _SENT, message.number, message, note, message.data if lies else None)
+        eager = size <= self.region.layout.slot_bytes and (refused or len(self._eager) < _MOST_EAGER)
+        kind = _RTS | message.code << 8 | message.tag << 32
+        note = kind, message.number, size, int(eager)
+        return _Record(step, _RTS, message.number, message, note, message.data if eager else None)
 
-    def _part(self, step: int, message: Outgoing) -> _Record:
-        size = min(self.region.layout.slot_bytes, message.data.numel() - message.moved)
-        data = message.data.narrow(0, message.moved, size)
-        note = _PART, message.number, size, message.moved
-        return _Record(step, _PART, message.number, message, note, data)
+    def _data_record(self, step: int, message: Outgoing) -> _Record:
+        size = min(self.region.layout.slot_bytes, message.data.numel() - message.posted_bytes)
+        data = message.data.narrow(0, message.posted_bytes, size)
+        note = _DATA, message.number, size, message.posted_bytes
+        return _Record(step, _DATA, message.number, message, note, data)
 
-    def _was_posted(self, record: _Record) -> None:
-        """Note what the other rank has been told."""
+    def _note_posted(self, record: _Record) -> None:
+        """Note that the other rank can read ``record``."""
         message = record.message
         if message is None:
-            self._answers.pop((record.kind, record.number), None)
-        elif record.kind == _SENT:
+            self._replies.pop((record.kind, record.number), None)
+        elif record.kind == _RTS:
             message.announced = True
             if record.data is not None:
-                self._lying[record.number] = None
+                self._eager[record.number] = None
             self._announcing.pop(record.number, None)
         else:
-            message.moved = record.note[3] + record.note[2]
-            if message.moved == message.data.numel():
+            message.posted_bytes = record.note[3] + record.note[2]
+            if message.posted_bytes == message.data.numel():
                 self._streaming.pop(record.number, None)
 
     def _slot(self, rank: int, slot: int, size: int) -> torch.Tensor:
@@ -297,12 +308,12 @@ class Pair(Mover):
 
     # Reading
 
-    def _has_come(self) -> bool:
+    def _has_record(self) -> bool:
         """Whether there is a record to read."""
         step = self._words[self._mine + READ] + 1
         return bool(self._words[self._theirs + POSTED + step % SLOTS] == step)
 
-    def _take(self) -> bool:
+    def _read(self) -> bool:
         """Read one record; whether there was one."""
         words = self._words
         step = words[self._mine + READ] + 1
@@ -311,107 +322,107 @@ class Pair(Mover):
             return False
         what, number, size, more = self.region.note(self._other, slot)
         kind = what & 255
-        if kind == _SENT:
+        if kind == _RTS:
             data = self._slot(self._other, slot, size) if more else None
-            self._announced(number, what >> 8 & 255, what >> 32, size, data)
-        elif kind == _PART:
-            self._more(number, more, self._slot(self._other, slot, size))
-        elif kind == _TAKEN:
-            self._was_taken(number)
-        elif (message := self._sent.get(number)) is not None:
+            self._got_rts(number, what >> 8 & 255, what >> 32, size, data)
+        elif kind == _DATA:
+            self._got_data(number, more, self._slot(self._other, slot, size))
+        elif kind == _ACK:
+            self._got_ack(number)
+        elif (message := self._sends.get(number)) is not None:
             self._streaming[number] = message
         words[self._mine + READ] = step
         return True
 
-    def _announced(self, number: int, code: int, tag: int, size: int, data: torch.Tensor | None) -> None:
-        """The other rank sends a message, and this is its data if it is short."""
-        letter = self._letters.get(tag, {}).get(number)
-        if letter is None:
-            if number in self._taking or (_TAKEN, number) in self._answers:
-                return  # it was done with when an interrupt came
-            letter = _Letter(number, code, size, data)
-            self._letters.setdefault(tag, {})[number] = letter
+    def _got_rts(self, number: int, code: int, tag: int, size: int, data: torch.Tensor | None) -> None:
+        """The other rank announces a message; ``data`` is that of an eager one, in its slot."""
+        message = self._unexpected.get(tag, {}).get(number)
+        if message is None:
+            if number in self._receiving or (_ACK, number) in self._replies:
+                return  # it was matched before an interrupt
+            message = _Unexpected(number, code, size, data)
+            self._unexpected.setdefault(tag, {})[number] = message
         self._match(tag)
-        if letter.data is not None and number in self._letters.get(tag, {}):
-            letter.data = letter.data.clone()
+        if message.data is not None and number in self._unexpected.get(tag, {}):
+            message.data = message.data.clone()  # it stays, while its slot is given back
 
     def _match(self, tag: int) -> None:
-        """Give the receives of a tag the messages that have come, in order."""
-        letters, readers = self._letters.get(tag, {}), self._readers.get(tag, {})
-        while letters:
-            letter = next(iter(letters.values()))
-            if letter.reader is None:
-                if not readers:
+        """Match the messages of a tag with its receives, in order."""
+        messages, receives = self._unexpected.get(tag, {}), self._receives.get(tag, {})
+        while messages:
+            message = next(iter(messages.values()))
+            if message.receive is None:
+                if not receives:
                     break
-                letter.reader = next(iter(readers.values()))
-            self._deliver(letter, letter.reader)
-            readers.pop(letter.reader.number, None)
-            letters.pop(letter.number, None)
-        if not letters:
-            self._letters.pop(tag, None)
-        if not readers:
-            self._readers.pop(tag, None)
+                message.receive = next(iter(receives.values()))  # the same one if this is done again
+            self._deliver(message, message.receive)
+            receives.pop(message.receive.number, None)
+            messages.pop(message.number, None)
+        if not messages:
+            self._unexpected.pop(tag, None)
+        if not receives:
+            self._receives.pop(tag, None)
 
-    def _deliver(self, letter: _Letter, reader: Incoming) -> None:
-        into = reader.data
-        if letter.code != reader.code or letter.size != into.numel():
-            self._done_with(letter.number, reader, self._misfit(letter, reader))
-        elif letter.data is None:
-            self._taking[letter.number] = reader
-            self._answers[_WANTED, letter.number] = None
+    def _deliver(self, message: _Unexpected, receive: Incoming) -> None:
+        into = receive.data
+        if message.code != receive.code or message.size != into.numel():
+            self._acknowledge(message.number, receive, self._misfit(message, receive))
+        elif message.data is None:
+            self._receiving[message.number] = receive
+            self._replies[_CTS, message.number] = None
         else:
-            into.copy_(letter.data)
-            self._done_with(letter.number, reader, None)
+            into.copy_(message.data)
+            self._acknowledge(message.number, receive, None)
 
-    def _misfit(self, letter: _Letter, reader: Incoming) -> CollectiveError:
-        """Why that message is none that the receive could take."""
-        if letter.code == _REFUSED:
-            assert letter.data is not None
-            return PeerRefusedError(bytes(letter.data.numpy()).decode(errors="replace"))
-        sent, wanted = DTYPES_BY_NAME[_NAMES[letter.code]], DTYPES_BY_NAME[_NAMES[reader.code]]
+    def _misfit(self, message: _Unexpected, receive: Incoming) -> CollectiveError:
+        """Why the receive fails with that message."""
+        if message.code == _REFUSED:
+            assert message.data is not None
+            return PeerRefusedError(bytes(message.data.numpy()).decode(errors="replace"))
+        sent, wanted = DTYPES_BY_NAME[_NAMES[message.code]], DTYPES_BY_NAME[_NAMES[receive.code]]
         return unlike(
-            letter.size // sent.itemsize,
+            message.size // sent.itemsize,
             sent,
-            reader.data.numel() // wanted.itemsize,
+            receive.data.numel() // wanted.itemsize,
             wanted,
         )
 
-    def _more(self, number: int, start: int, data: torch.Tensor) -> None:
-        """A part of a message that this rank wants."""
-        reader = self._taking.get(number)
-        if reader is None:
-            return  # it was done with when an interrupt came
+    def _got_data(self, number: int, start: int, data: torch.Tensor) -> None:
+        """The next part of a message, which goes to ``start`` in the memory of its receive."""
+        receive = self._receiving.get(number)
+        if receive is None:
+            return  # this was the last part, and was taken before an interrupt
         end = start + data.numel()
-        reader.data.narrow(0, start, data.numel()).copy_(data)
-        if end == reader.data.numel():
-            self._done_with(number, reader, None)
-            self._taking.pop(number, None)
+        receive.data.narrow(0, start, data.numel()).copy_(data)
+        if end == receive.data.numel():
+            self._acknowledge(number, receive, None)
+            self._receiving.pop(number, None)
 
-    def _done_with(self, number: int, reader: Incoming, error: CollectiveError | None) -> None:
-        self._answers[_TAKEN, number] = None
-        self._over(reader, error)
+    def _acknowledge(self, number: int, receive: Incoming, error: CollectiveError | None) -> None:
+        self._replies[_ACK, number] = None
+        self._over(receive, error)
 
-    def _was_taken(self, number: int) -> None:
-        message = self._sent.get(number)
+    def _got_ack(self, number: int) -> None:
+        message = self._sends.get(number)
         if message is None:
             return
         self._over(message, None)
-        line = self._lines.get(message.tag, {})
-        line.pop(number, None)
-        if not line:
-            self._lines.pop(message.tag, None)
-        for one in islice(line.values(), _MOST_ANNOUNCED):
+        of_tag = self._sends_by_tag.get(message.tag, {})
+        of_tag.pop(number, None)
+        if not of_tag:
+            self._sends_by_tag.pop(message.tag, None)
+        for one in islice(of_tag.values(), _MOST_ANNOUNCED):
             if not one.announced:
                 self._announcing[one.number] = one
-        self._lying.pop(number, None)
-        self._sent.pop(number, None)
+        self._eager.pop(number, None)
+        self._sends.pop(number, None)  # last: until then an interrupted ACK is taken again
 
     # Ends
 
     def flush(self, seconds: float) -> None:
-        """Say of all that was taken here that it was, before this rank leaves: its sender waits for that."""
+        """Post the ACKs that are due before this rank leaves: their senders wait for them."""
         deadline = host.monotonic() + seconds
-        while self._answers and not self._gone() and host.monotonic() < deadline:
+        while self._replies and not self._gone() and host.monotonic() < deadline:
             if not self._move_on():
                 host.sleep(SHORTEST_NAP_SECONDS)
 
@@ -419,20 +430,20 @@ class Pair(Mover):
         return sorted({*super()._gone(), *self._died()})
 
     def _drop(self, error: CollectiveError) -> None:
-        readers = [one for line in self._readers.values() for one in line.values()]
-        for message in (*self._sent.values(), *readers, *self._taking.values()):
+        receives = [one for of_tag in self._receives.values() for one in of_tag.values()]
+        for message in (*self._sends.values(), *receives, *self._receiving.values()):
             self._over(message, error)
         for held in (
-            self._sent,
-            self._lines,
+            self._sends,
+            self._sends_by_tag,
             self._announcing,
-            self._lying,
+            self._eager,
             self._streaming,
-            self._answers,
-            self._readers,
-            self._letters,
-            self._taking,
-            self._unmatched,
+            self._replies,
+            self._receives,
+            self._unexpected,
+            self._receiving,
+            self._tags_to_match,
         ):
             held.clear()
         self._record = None
