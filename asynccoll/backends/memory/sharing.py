@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening
-from asynccoll.backends.memory.beside import Beside
+from asynccoll.backends.memory.by_device import ByDevice
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.hub import Bells, Hub
@@ -100,7 +100,7 @@ class Sharing(Backend):
             near = self._in_memory(watching)
             if self.device.type in _CPU:
                 return near
-            return Beside(near, self._inner.open(replace(watching, carried=_CPU)))
+            return ByDevice(near, self._inner.open(replace(watching, carried=_CPU)))
 
     @contextmanager
     def _noticing_ends(self, opening: Opening) -> Iterator[Opening]:

@@ -1,4 +1,4 @@
-"""A lane in two: tensors on the CPU go through memory, those on the backend's device by the backend."""
+"""A lane on two transports: CPU tensors go through shared memory, others through the backend."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from asynccoll.backends.api import Communicator, Completion, ReduceOp
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 
-__all__ = ["Beside"]
+__all__ = ["ByDevice"]
 
 
-class Beside:
-    """``near`` and ``rest``, by the device of what is passed."""
+class ByDevice:
+    """``near`` for tensors on the CPU, ``rest`` for those on a device."""
 
     parts = None
 
@@ -73,7 +73,7 @@ class Beside:
         self._near.retire()
         return self._rest.retire()
 
-    def inherit(self, previous: Beside) -> None:
+    def inherit(self, previous: ByDevice) -> None:
         self._near.inherit(previous._near)
         self._rest.inherit(previous._rest)
 
