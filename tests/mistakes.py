@@ -198,10 +198,10 @@ _TRAINING = (
     ("overlap/gradients.py", "(again or not self._syncing)", "again and self._syncing"),
     (
         "overlap/gradients.py",
-        "bucket.parts, bucket.named = self._parts, self._named",
+        "bucket.summed_over, bucket.named = self._summed_over, self._named",
         "bucket.named = self._named",
     ),
-    ("overlap/gradients.py", "            self._join_new()\n", ""),
+    ("overlap/gradients.py", "            self._add_new_parameters()\n", ""),
     (
         "overlap/gathering.py",
         """        parts = {f"layer {self.name}": [number, *(""",

@@ -39,12 +39,12 @@ class AskingReducer(GradientReducer):
     _calls = BY_OPTIMIZER
 
     @property
-    def _held(self) -> bool:
+    def _sends_at_await(self) -> bool:
         return self._size > 1 and self.rounds > 0
 
     def needed(self) -> Steps[bool]:
         """Whether a step has to await the gradients: unless they are reduced, and no rank has added more."""
-        if not self._held:
+        if not self._sends_at_await:
             return self.touched or not self.rounds
         question: Work[Any] = all_reduce(self.touched, op="or", **self._tail())
         try:

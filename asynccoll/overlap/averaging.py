@@ -26,7 +26,7 @@ from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import check_unaliased, check_whole, tensors_of, unique
-from asynccoll.overlap.beside import Beside
+from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
@@ -38,7 +38,7 @@ __all__ = ["ParameterAverager", "average_parameters"]
 _FINISH = 0
 
 
-class ParameterAverager(Beside):
+class ParameterAverager(Companion):
     """Averages parameters every so many steps; ``average_parameters`` makes it, awaited once a step.
 
     A round begins with a copy of the parameters, whose average is started. ``delay`` steps later, every

@@ -69,7 +69,7 @@ class BackwardReducer(GradientReducer):
         with self._lock:
             if task == self._task:
                 return
-            if self._begun:
+            if self._sending:
                 raise InvalidArgumentError(_BROKEN_BACKWARD)
             self._task = task
         at_end = partial(_end, weakref.ref(self), task)

@@ -26,8 +26,9 @@ _REFERENCES = 3
 class Bucket:
     """Gradients that are sent together, with ``tail`` further elements behind them.
 
-    Before the tail it divides by ``parts``. ``dtype`` is that of the reduction. Where it is not the
-    parameters' own, each ``.grad`` keeps its own memory, and the result is rounded to it once.
+    The gradients are padded to a multiple of ``parts``, not counting the tail. ``dtype`` is that of the
+    reduction. Where it is not the parameters' own, each ``.grad`` keeps its own memory, and the result is
+    rounded to it once.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Bucket:
         self._strides = [parameter.stride() for parameter in parameters]
         #: Gradients that are being sent, and their versions and their parameters' then.
         self._sent: dict[int, tuple[torch.Tensor, int, int]] = {}
-        #: Gradients that are the sum of all ranks' already (with op="sum"), and into how many parts they go.
+        #: Gradients that are the sum of all ranks' already (with op="sum").
         self._summed: list[torch.Tensor | None] = [None] * len(parameters)
-        self.parts = 1
+        #: how many ranks a gradient that was reduced before is summed over (op="sum"): ``divide``
+        self.summed_over: int = 1
         #: how errors call a parameter
         self.named: Callable[[torch.Tensor], str] = named_in(None)
         self.begin()
@@ -108,7 +110,11 @@ class Bucket:
             self.views[index] = self._views()[index]
 
     def divide(self, index: int) -> None:
-        """Leave this rank its part of what all ranks have summed before: it is about to be summed again."""
+        """Divide a gradient that was summed over all ranks before, since it is about to be summed again.
+
+        Backward adds to it (no ``zero_grad`` between), and each rank has the whole sum: without this it would
+        count once for every rank.
+        """
         summed, self._summed[index] = self._summed[index], None
         gradient = self.parameters[index].grad
         if summed is None or gradient is None:
@@ -120,10 +126,10 @@ class Bucket:
                 "that was summed over all ranks (op='sum'), and nobody can tell whether it is to be summed "
                 "again: change gradients in place (grad.mul_(...)), zero them, or use op='avg'"
             )
-        gradient.div_(self.parts)
+        gradient.div_(self.summed_over)
 
-    def told(self, index: int) -> None:
-        """That the gradient at ``index`` has changed while it was being sent is an error already."""
+    def reported(self, index: int) -> None:
+        """An error has said already that the gradient at ``index`` changed while it was being sent."""
         self._sent.pop(index, None)
 
     def check_unwritten(self, may_be_gone: bool = False) -> None:
@@ -171,7 +177,7 @@ class Bucket:
             for index in range(len(self.parameters)):
                 if self.has[index]:
                     self._give(index)
-        if self.parts > 1:
+        if self.summed_over > 1:
             self._summed = [parameter.grad for parameter in self.parameters]
 
     def _give(self, index: int) -> None:

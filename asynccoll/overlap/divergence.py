@@ -19,7 +19,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.accepted import tensors_of
-from asynccoll.overlap.beside import Beside
+from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.parameters import named_tensors
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -27,7 +27,7 @@ from asynccoll.world.group import GroupLike
 __all__ = ["ParameterChecker", "check_parameters"]
 
 
-class ParameterChecker(Beside):
+class ParameterChecker(Companion):
     """Compares parameters over all ranks every so many awaits; ``check_parameters`` makes it.
 
     ``await checking`` once a step, or ``checking.wait()`` without a loop; ``every - 1`` of them do nothing.

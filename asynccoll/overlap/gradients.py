@@ -3,14 +3,14 @@
     gradients = ac.overlap_gradients(model)
     for x, y in loader:
         optimizer.zero_grad()
-        loss_fn(model(x), y).backward()    # buckets leave as they fill
+        loss_fn(model(x), y).backward()    # buckets are sent as they fill
         await gradients                    # or gradients.wait(): every .grad is now the average
         optimizer.step()
 
 Parameters are put into buckets in reverse order, which is about the order in which backward reaches
-them. A bucket is reduced in place as soon as its last gradient is there and the buckets before it have
-left, so that all ranks send the same things in the same order. Each ``.grad`` becomes a view of its
-bucket: nothing is copied back. The first bucket is small, to get the line going early.
+them. A bucket is reduced in place as soon as its last gradient is there and the buckets before it were
+sent, so that all ranks send the same buckets in the same order. Each ``.grad`` becomes a view of its
+bucket: nothing is copied back. The first bucket is small, so that sending begins early.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 Built on the public operations alone.
@@ -52,8 +52,8 @@ from asynccoll.overlap.accepted import (
     named_in,
     source_of,
 )
-from asynccoll.overlap.beside import Beside
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
+from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.forwards import Forwards, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
@@ -68,7 +68,7 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["GradientReducer", "overlap_gradients"]
 
-#: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one leaves early.
+#: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one is sent early.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -84,7 +84,7 @@ _log = logging.getLogger("asynccoll.shift")
 _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
-class GradientReducer(Beside):
+class GradientReducer(Companion):
     """Reduces the gradients of a model bucket by bucket, as backward makes them.
 
     ``overlap_gradients`` makes one. Once a step it is awaited as a ``Work`` is: ``await gradients``, or
@@ -93,17 +93,17 @@ class GradientReducer(Beside):
 
     - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; where no
       rank made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
-    - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates; what has gathered
-      is sent with the next backward outside of it. Without ``zero_grad`` the next gradients are added to
-      those that are reduced already, as with DDP, for ``op="sum"`` too.
-    - **Start.** Parameters (of a module also the buffers) become those of the first rank when it is made,
-      which waits for all ranks, as DDP does; ``init_sync=False`` leaves that to you.
-    - **Parameters that come later**, added or unfrozen, take part from the next await on, the same on every
-      rank; so do those that an optimizer is given by ``add_param_group``, in ``ac.async_optim``.
+    - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates, and the sum is sent
+      with the next backward outside of it. Without ``zero_grad`` the next gradients are added to those that
+      are reduced already, as with DDP, for ``op="sum"`` too.
+    - **Start.** When it is made, all ranks get the parameters of the first rank (of a module also the
+      buffers). That waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
+    - **Later parameters**, added or unfrozen on every rank alike, take part from the next await on; so do
+      those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``.
     - **Errors.** If backward raises, awaiting completes the step with what there is, so that ranks stay
       in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
-      ``InvalidArgumentError``, as does an optimizer's step. Await fails as collectives do; after a cancelled
-      or timed-out await the next one goes on with the same step.
+      ``InvalidArgumentError``, as does an optimizer's step. The await raises what a collective would; after a
+      cancelled or timed-out await the next one goes on with the same step.
     - ``with`` (or ``async with``) closes it at the end; after ``close()`` backward is as it was.
 
     Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
@@ -112,9 +112,9 @@ class GradientReducer(Beside):
     """
 
     _use = "`await gradients` (or gradients.wait()) between backward and the optimizer's step"
-    #: whether gradients may be set to None while they are being sent
+    #: whether ``.grad`` may be set to None while it is being sent; else that is an error
     _may_be_gone = False
-    #: what its user writes, who may know nothing of it but an optimizer
+    #: the calls that errors tell its user to write: one of an optimizer does not know that there is a reducer
     _calls: Calls = BY_REDUCER
 
     def __init__(
@@ -147,10 +147,12 @@ class GradientReducer(Beside):
         self._reduce_dtype = reduce_dtype
         self._size = group_size(group)
         self._scale = 1.0 / self._size if op == "avg" else 1.0
-        self._parts = self._size if op == "sum" else 1
+        self._summed_over = self._size if op == "sum" else 1
         self._spot = caller(1)
+        # No other reducer of this rank may have this lane, or one of these parameters.
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
-        if (conflict := _conflict(*self._identity)) is not None:  # on this rank, perhaps not on its peers
+        if (conflict := _conflict(*self._identity)) is not None:
+            # Raised here, and told to the peers: for them there may be no conflict, and they would wait.
             refuse(conflict, group=group, lane=self._lane, name="overlap_gradients")
         self._buffers = module_with_buffers(model, broadcast_buffers)
         self._first_rank = first_rank(**self._tail()) if self._buffers is not None else 0
@@ -158,54 +160,59 @@ class GradientReducer(Beside):
             start_alike(model if isinstance(model, torch.nn.Module) else self._source(), **self._tail())
         self._limits = (first_bucket_bytes, bucket_bytes)
         self._buckets: list[Bucket] = []
+        # Of this step, one for each bucket that was sent, in order. A new list for every step: by it a waiter
+        # knows whether the step that it has waited for is still the current one.
         self._works: list[Work[torch.Tensor]] = []
-        self._refreshed: list[Work[None]] = []  # what is waited for besides the buckets
+        self._buffer_works: list[Work[None]] = []  # of this step, awaited after those
         self._syncing = True
-        #: how often gradients have come, or were zeroed by an optimizer of ours: what tells steps apart
+        #: counts changes of gradients: made by backward, zeroed by an optimizer of ours (``steps.Resumable``)
         self.news: int = 0
-        self._begun = False  # whether a gradient is in its bucket, or has left
-        self._gathered = False  # whether backward has run under no_sync since the last reduction
-        self._reductions = 0
-        self._has_stepped = False  # whether an optimizer has, since the last reduction
+        self._sending = False  # whether backward has put a gradient into its bucket since the last reduction
+        self._accumulated = False  # whether backward has run under no_sync since then
+        self._has_stepped = False  # whether an optimizer has stepped since then
+        self._reductions = 0  # so far: what an optimizer does before the first one tells nothing
         #: the calls of methods of its optimizer that nobody waits for
         self.forgotten: Forgotten = Forgotten()
-        #: reductions since the last step, where somebody says ``stepped``; as many on every rank
+        #: reductions since the last ``stepped``, which optimizers of ours call; the same on every rank
         self.rounds: int = 0
-        self._lock = host.Lock()  # with several devices, several threads run one backward
+        # With several devices, several threads run one backward. Held until a bucket is issued, so that
+        # buckets go in order, also while the window waits for older ones: those end without it.
+        self._lock = host.Lock()
         self._hooks: list[object] = []
         self._forwards = Forwards(model) if isinstance(model, torch.nn.Module) else None
         if self._forwards is not None:
             self._hooks.append(self._forwards.handle)
         self._tells = True  # of a step that was left out: the first time
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
-        self._join(parameters)
+        self._add_parameters(parameters)
         _live[self] = None
-        _look_at_steps()
+        _hook_optimizers()
 
     def _tail(self) -> dict[str, Any]:
+        """The keyword arguments that end the signature of every operation."""
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
-        """The first bucket of all also tells the others which step this rank is at."""
+        """Buckets for ``parameters``; the very first also carries ``marks``, by which ranks compare steps."""
         members = list(assign(parameters, first, limit))
         marks = [0 if self._buckets or index else len(self._marks()) for index in range(len(members))]
         return [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
 
-    def _join(self, parameters: list[torch.Tensor]) -> None:
-        """Have these parameters take part."""
+    def _add_parameters(self, parameters: list[torch.Tensor]) -> None:
+        """Make buckets for these parameters, and hook them."""
         for bucket in self._assigned(parameters[::-1], *self._limits):
-            bucket.parts, bucket.named = self._parts, self._named
+            bucket.summed_over, bucket.named = self._summed_over, self._named
             self._buckets.append(bucket)
             for index, parameter in enumerate(bucket.parameters):
                 self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))
                 self._hooks += self._before(parameter, bucket, index)
 
     def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[object]:
-        """Hooks for before backward adds to a gradient."""
-        return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.parts > 1 else ()
+        """Hooks that run before backward adds to a gradient."""
+        return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.summed_over > 1 else ()
 
-    def _join_new(self) -> None:
-        """Have parameters that were added or unfrozen take part, from this step on."""
+    def _add_new_parameters(self) -> None:
+        """The same for parameters that were added or unfrozen meanwhile: they take part from this step on."""
         known = self._identity[2]
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
@@ -213,7 +220,7 @@ class GradientReducer(Beside):
             conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
             if conflict is not None:
                 raise conflict
-            self._join(new)
+            self._add_parameters(new)
             known.update(id(x) for x in new)
 
     def __repr__(self) -> str:
@@ -228,7 +235,7 @@ class GradientReducer(Beside):
 
     async def _reduced(self) -> None:
         with self._step() as works:
-            in_flight: list[Work[Any]] = [*works, *self._refreshed]
+            in_flight: list[Work[Any]] = [*works, *self._buffer_works]
             await wait_all(in_flight)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -237,40 +244,41 @@ class GradientReducer(Beside):
         Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the step goes on with the next wait.
         """
         with self._step() as works:
-            _wait_each([*works, *self._refreshed], timeout)
+            _wait_each([*works, *self._buffer_works], timeout)
 
     @contextmanager
     def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
-        """Send what has not left, wait in the block, and be ready for the next step."""
+        """Send the buckets that are left, wait in the block, and get ready for the next step."""
         works = self._send_all()
         try:
             yield works
         except CollectiveTimeoutError:
             raise  # the buckets are still in flight
         except Exception as error:
-            self._begin(works)
+            self._end_step(works)
             if isinstance(error, PeerLostError):
                 self._calls.add_cure(error)
             raise
-        self.rounds += 1  # on every rank, though one may refuse what it has got
+        self.rounds += 1  # on every rank, also where the result is refused below
         try:
             self._adopt()
         finally:
-            self._begin(works)
+            self._end_step(works)
 
     def _send_all(self) -> list[Work[torch.Tensor]]:
-        """Send what has not left; the works of all buckets."""
+        """Send the buckets that are left; the works of all."""
         with self._lock:
-            self._join_new()
+            self._add_new_parameters()
             for bucket in self._buckets[len(self._works) :]:
                 self._send(bucket)
-            if self._buffers is not None and not self._refreshed:
-                self._refreshed = [send_buffers(self._buffers, src=self._first_rank, **self._tail())]
+            if self._buffers is not None and not self._buffer_works:
+                self._buffer_works = [send_buffers(self._buffers, src=self._first_rank, **self._tail())]
             return self._works
 
     def _adopt(self) -> None:
+        """Check what was reduced, and make it the gradients."""
         first = self._buckets[0]
-        # Elsewhere reading a number waits for the device.
+        # Only on the CPU: reading the marks from a device would wait for it.
         if isinstance(first, FlaggedBucket) and first.flat.device.type == "cpu":
             self._check_marks([int(x) for x in first.marks.real.tolist()])
         for bucket in self._buckets:
@@ -282,7 +290,7 @@ class GradientReducer(Beside):
         """One for each rank. This one's says whether an optimizer has stepped since the last reduction.
 
         And, from the second reduction on, whether a forward had no backward: before the first one, some ranks
-        may have tried the model out.
+        may have tried the model out. They are summed with the gradients, so every rank gets all of them.
         """
         forwards = self._forwards if self._reductions else None
         own, rank = (
@@ -303,12 +311,12 @@ class GradientReducer(Beside):
             if get_rank(self._group) == 0:
                 _log.warning(told)
 
-    def _begin(self, ended: list[Work[torch.Tensor]]) -> None:
-        """Expect the next step, unless somebody else who waited has done so."""
+    def _end_step(self, ended: list[Work[torch.Tensor]]) -> None:
+        """Get ready for the next step, unless another waiter of this one has done so."""
         with self._lock:
             if self._works is ended:
-                self._works, self._refreshed = [], []
-                self._begun = self._gathered = self._has_stepped = False
+                self._works, self._buffer_works = [], []
+                self._sending = self._accumulated = self._has_stepped = False
                 self._reductions += 1
                 if self._forwards is not None:
                     self._forwards.begin()
@@ -320,54 +328,56 @@ class GradientReducer(Beside):
     @property
     def touched(self) -> bool:
         """Whether backward has run here since the last reduction."""
-        return self._begun or self._gathered
+        return self._sending or self._accumulated
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to have the optimizer, or a scaler for it, use gradients that are under way."""
+        """Raise if the optimizer, or a scaler for it, is about to use gradients that are being reduced."""
         mine = self._identity[2]
-        if self._begun and any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
+        if self._sending and any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
             raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step with gradients that have been reduced; the last parameter of each group tells whose."""
+        """Note that ``optimizer`` steps, if it has parameters of ours: one of each group is looked up."""
         if self._reductions:
             last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
             self._has_stepped = self._has_stepped or any(id(x) in self._identity[2] for x in last)
 
     def stepped(self) -> None:
-        """The parameters have been updated with the gradients: what follows are those of the next step."""
+        """The parameters have been updated: the gradients from now on are of the next step."""
         self.rounds = 0
 
     # During backward
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
-        """A gradient is complete: on whichever thread runs backward."""
+        """The hook of a gradient that backward has accumulated, on a thread of backward."""
         with self._lock:
             self.news += 1
             if self._forwards is not None:
                 self._forwards.answered()
+            # A second backward, whose gradients were added to what is being sent.
             again = bucket.has[index] or len(self._works) == len(self._buckets)
-            if self._begun and (again or not self._syncing):
-                bucket.told(index)
-                told = self.forgotten.last() or f"{self!r}: {self._calls.second_backward}"
-                raise InvalidArgumentError(told)
+            if self._sending and (again or not self._syncing):
+                bucket.reported(index)
+                reason = self.forgotten.last() or f"{self!r}: {self._calls.second_backward}"
+                raise InvalidArgumentError(reason)
             if not self._syncing:
                 bucket.check(index)
-                self._gathered = True
+                self._accumulated = True
                 return
             bucket.put(index, self._scale)
-            self._begun = True
-            while len(self._works) < len(self._buckets) and not self._held:
+            self._sending = True
+            while len(self._works) < len(self._buckets) and not self._sends_at_await:
                 if self._buckets[len(self._works)].waiting:
                     break
                 self._send(self._buckets[len(self._works)])
 
     @property
-    def _held(self) -> bool:
-        """Whether buckets leave at the await only, and not during backward."""
+    def _sends_at_await(self) -> bool:
+        """Whether buckets are sent by the await only, not during backward."""
         return False
 
     def _send(self, bucket: Bucket) -> None:
+        """Start the reduction of the next bucket. Called with the lock held."""
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
             bucket.own_marks = self._marks()
         bucket.fill(self._scale)
@@ -376,7 +386,7 @@ class GradientReducer(Beside):
                 work = self._reduce(bucket.flat, bucket)
             else:
                 work = self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
-        work.detach()  # a step that is not awaited is noticed by the next backward
+        work.detach()  # a step that nobody awaits is reported by the next backward, not by each work
         self._works.append(work)
 
     def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
@@ -386,8 +396,8 @@ class GradientReducer(Beside):
     def no_sync(self) -> Iterator[None]:
         """A block in which backward accumulates gradients on this rank and sends nothing.
 
-        The same on every rank. What has gathered is sent by the next backward outside of it, or by the
-        next await. Not between a backward outside of it and the await of that: its gradients are being sent.
+        Use it alike on every rank. The accumulated gradients are sent by the next backward outside of it, or
+        by the next await. Not between a backward outside of it and its await: those are being sent.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -398,7 +408,7 @@ class GradientReducer(Beside):
     # Leaving
 
     def close(self) -> None:
-        """Remove the hooks. What is in flight is not waited for; gradients stay where they are."""
+        """Remove the hooks, without waiting for what is in flight; gradients stay where they are."""
         self._unhook()
         _live.pop(self, None)
         for work in self._works:
@@ -466,11 +476,10 @@ def overlap_gradients(
 
     Raises:
         InvalidArgumentError: what was passed is neither a module nor parameters (an optimizer, say); the
-            model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size
-            that cannot be; a living reducer has this lane or one of these parameters. From backward, of
-            ``create_graph=True``.
-        CollectiveMismatchError: the ranks have not the same parameters.
-        PayloadTypeError: from backward, of a sparse gradient.
+            model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size is invalid; a reducer
+            that is not closed has this lane or one of these parameters. From backward: ``create_graph=True``.
+        CollectiveMismatchError: the ranks do not have the same parameters.
+        PayloadTypeError: from backward, for a sparse gradient.
 
     Source: Li et al., VLDB 2020 (``torch.nn.parallel.DistributedDataParallel``).
     """
@@ -490,10 +499,10 @@ def overlap_gradients(
 
 
 @functools.cache
-def _look_at_steps() -> None:
-    """From now on a forgotten await is told by the first step, whichever optimizer makes it."""
+def _hook_optimizers() -> None:
+    """From now on any optimizer that steps raises if an await was forgotten. Once per process."""
     register_optimizer_step_pre_hook(_check_step)
-    # Nor does torch count what a scaler writes to gradients as a write, which the await looks for.
+    # A scaler as well: what it writes to gradients does not raise their version, so the await could not tell.
     before_scaling(lambda _, optimizer, __: _check_awaited(optimizer))
 
 
@@ -509,17 +518,17 @@ def _check_awaited(optimizer: torch.optim.Optimizer) -> None:
 
 
 def living() -> list[GradientReducer]:
-    """The reducers of this process that are neither closed nor gone."""
+    """The reducers of this process that were neither closed nor collected."""
     return list(_live)
 
 
 def _conflict(
     rank: int, lane: str, ids: set[int], but: GradientReducer | None = None
 ) -> InvalidArgumentError | None:
-    """Why a reducer cannot have this lane and these parameters: what of them another one has."""
+    """Why a reducer cannot have this lane and these parameters: another one has the lane, or one of them."""
     if _shared(rank, lane, ids, but) is None:
         return None
-    gc.collect()  # one that is dropped may be in a circle yet, on some ranks and not on others
+    gc.collect()  # one that was dropped may still be in a reference cycle, on some ranks and not on others
     return _shared(rank, lane, ids, but)
 
 
@@ -543,7 +552,7 @@ def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) ->
 def _hook(
     reducer: weakref.ref[GradientReducer], bucket: Bucket, index: int
 ) -> Callable[[torch.Tensor], None]:
-    """What backward calls; a weak reference, so that a reducer that is dropped takes its hooks along."""
+    """What backward calls. It holds the reducer weakly, so that one that is dropped takes its hooks along."""
 
     def arrived(_: torch.Tensor) -> None:
         alive = reducer()

@@ -1,4 +1,4 @@
-"""What stands beside a model is neither it nor its optimizer, and says so where it is taken for one."""
+"""A companion of a model is neither the model nor its optimizer, and says so if it is used as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands beside a model, and is awaited: what it says where it is taken for the model, or the optimizer.
+"""Objects that work on a model without wrapping it, and what they say if they are used as the model itself.
 
 Other libraries return the model in a wrapper, so ``model = ac.overlap_gradients(model)`` is soon written.
 """
@@ -12,19 +12,19 @@ from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidCallError
 
-__all__ = ["Beside"]
+__all__ = ["Companion"]
 
-#: What those have that are taken for it; ``training`` and ``param_groups`` get there when one is made.
+#: The attributes of a model or an optimizer; instances alone have ``training`` and ``param_groups``.
 _THEIRS = frozenset({*dir(nn.Module), *dir(Optimizer), "training", "param_groups"})
 
 
-class Beside:
-    """Neither the model nor the optimizer, which stay as they are."""
+class Companion:
+    """Base of what is neither the model nor the optimizer, and leaves both as they are."""
 
-    #: what its user does with it
+    #: what its user should do with it, for errors
     _use = ""
 
-    # Type checkers are to go on telling that there is none of this.
+    # Hidden from type checkers, so that they still report these uses.
     if not TYPE_CHECKING:
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
