@@ -99,19 +99,19 @@ class XlaBackend(Backend):
     def open(self, opening: Opening) -> XlaCommunicator:
         from asynccoll.backends.xla.collectives import Members
         from asynccoll.backends.xla.communicator import XlaCommunicator
-        from asynccoll.backends.xla.meeting import Alone, Meeting, Together
+        from asynccoll.backends.xla.launching import Launcher, ProcessLauncher, ThreadLauncher
 
-        meeting: Meeting
+        launcher: Launcher
         if self._replicas is not None:
-            meeting = Together(self._replicas, opening.name, opening.rank, opening.size)
+            launcher = ThreadLauncher(self._replicas, opening.name, opening.rank, opening.size)
         elif opening.is_world:
-            meeting = Alone()
+            launcher = ProcessLauncher()
         else:
             raise UnsupportedOpError(
                 f"on TPU every device runs every program: only the world can communicate, not ranks "
                 f"{list(opening.ranks)}"
             )
-        return XlaCommunicator(self, Members(opening.ranks, opening.rank, self._size), meeting)
+        return XlaCommunicator(self, Members(opening.ranks, opening.rank, self._size), launcher)
 
     async def on_host(self, value: object) -> None:
         """Wait until everything in ``value`` is computed, without holding the loop."""
@@ -216,7 +216,7 @@ def _check_place(request: Request, rank: int, size: int) -> None:
 
 
 def _check_devices(here: int, size: int) -> None:
-    """Ranks meet in this process, all of them, or by their devices, one for each process."""
+    """Refuse a process that has several ranks, but not all: nothing launches for those (``launching``)."""
     if 1 < here < size:
         raise LaunchEnvironmentError(
             f"this process has {here} of {size} devices (TPU v2 and v3: two a chip); ranks are either all "

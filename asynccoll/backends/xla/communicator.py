@@ -31,26 +31,26 @@ from asynccoll.backends.xla.device import take_settled
 from asynccoll.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from asynccoll.backends.xla.meeting import Meeting
+    from asynccoll.backends.xla.launching import Launcher
 
 __all__ = ["XlaCommunicator"]
 
 
-def _bring(call: Call, meet: Callable[[], object]) -> None:
+def _bring(call: Call, arrive: Callable[[], object]) -> None:
     try:
         call.stage()
     except BaseException as error:
         call.error = error  # the others are told when they come
-    meet()
+    arrive()
 
 
 class XlaCommunicator:
     """The calls of one group, lane and epoch."""
 
-    def __init__(self, replica: Replica, members: Members, meeting: Meeting) -> None:
+    def __init__(self, replica: Replica, members: Members, launcher: Launcher) -> None:
         self._replica = replica
         self._members = members
-        self._meeting = meeting
+        self._launcher = launcher
 
     def _start(
         self,
@@ -61,11 +61,11 @@ class XlaCommunicator:
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Completion:
         call = Call(self._replica, collective, x, deliver, shape, splits)
-        meet = self._meeting.enter(call)
+        arrive = self._launcher.enter(call)
         if shape is None and take_settled(x):
-            meet()
+            arrive()
         else:
-            self._replica.progress.submit(partial(_bring, call, meet))
+            self._replica.progress.submit(partial(_bring, call, arrive))
         return call.promise
 
     # Arithmetic
@@ -139,11 +139,11 @@ class XlaCommunicator:
         """XLA has no messages between two ranks."""
 
     def close(self) -> None:
-        """Nothing is held outside of the meeting."""
+        """Nothing is held outside of the launcher."""
 
     def abort(self) -> None:
         rank = self._members.ranks[self._members.index]
-        self._meeting.give_up(PeerLostError(f"replica {rank} has aborted", (rank,)))
+        self._launcher.give_up(PeerLostError(f"replica {rank} has aborted", (rank,)))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""How the calls of one communicator come together, by where its ranks are.
+"""Who launches the collectives of one communicator: one rank for all of them, or each its own.
 
-Replicas that are threads of this process meet here, are compared and launched together. Where each rank
-is a process with a device of its own (TPU), a call is launched at once, alone: the devices meet.
+Where the ranks are threads of this process (the CPU client), the last one to arrive at a call compares the
+calls of all ranks and launches them together. Where each rank is a process with a device of its own (TPU),
+each launches its side when its input is ready, and the devices wait for each other.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from asynccoll.errors import CollectiveError
 if TYPE_CHECKING:
     from asynccoll.backends.xla.replicas import Replicas
 
-__all__ = ["Alone", "Meeting", "Together"]
+__all__ = ["Launcher", "ProcessLauncher", "ThreadLauncher"]
 
 
-class Meeting(Protocol):
-    """Where the calls of one communicator meet."""
+class Launcher(Protocol):
+    """Launches the calls of one rank on one communicator."""
 
     def enter(self, call: Call) -> Callable[[], object]:
-        """Give ``call`` its place in the order; what is returned is called once its input is there.
+        """Accept ``call``, in the order of the lane. Call what is returned when its input is on the device.
 
-        In any thread, for it only hands over.
+        That may be in any thread: it only passes the call to a progress thread.
         """
         ...
 
     def give_up(self, error: CollectiveError) -> None:
-        """This rank will not come any more."""
+        """This rank makes no more calls: those that wait for it on other ranks fail with ``error``."""
         ...
 
 
-class Together:
-    """Among replica threads: off the device, until the last has come."""
+class ThreadLauncher:
+    """For replicas that are threads: their calls wait off the device until the last rank arrives."""
 
     def __init__(self, world: Replicas, name: str, index: int, size: int) -> None:
         self._launching = world.launching
@@ -49,14 +50,15 @@ class Together:
     def enter(self, call: Call) -> Callable[[], object]:
         self._place += 1
         place = self._place
-        return lambda: self._meet(place, call)
+        return lambda: self._arrive(place, call)
 
-    def _meet(self, place: int, call: Call) -> None:
+    def _arrive(self, place: int, call: Call) -> None:
         if self._room.arrive(place, self._index, call):
             call.replica.progress.submit(self._launch)
 
     def _launch(self) -> None:
-        """Launch what is complete, in order; another thread may have done it already."""
+        """Launch what all ranks have arrived at, in order; another thread may have done so already."""
+        # One lock for all communicators: every device gets its launches in the same order.
         with self._launching:
             while (calls := self._room.take()) is not None:
                 launch(cast("list[Call]", calls), self._name)
@@ -65,11 +67,8 @@ class Together:
         self._room.give_up(error)
 
 
-class Alone:
-    """One replica in this process: the others launch theirs in processes of their own."""
-
-    def __init__(self) -> None:
-        self._ordered: object = None
+class ProcessLauncher:
+    """For one replica in each process. Calls are launched in the order in which their inputs are ready."""
 
     def enter(self, call: Call) -> Callable[[], object]:
         return lambda: call.replica.progress.submit(lambda: self._launch(call))
@@ -91,7 +90,7 @@ class Alone:
         call.end()
 
     def _exchange(self, call: Call) -> list[list[int]]:
-        """The split sizes of all ranks."""
+        """The split sizes of all ranks, gathered by a collective of its own: here they meet nowhere else."""
         assert call.splits is not None
         device = call.replica.xla
         members = call.collective.members
@@ -105,4 +104,4 @@ class Alone:
         return matrix
 
     def give_up(self, error: CollectiveError) -> None:
-        """Nobody waits for this rank here."""
+        """Nothing to do: the other ranks wait on their devices, where they cannot be told."""
