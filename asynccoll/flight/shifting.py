@@ -1,13 +1,18 @@
-"""Whether two ranks are a call apart: from some call on, each of one is paired with another one of the other.
+"""Whether two ranks are a call apart: from some call on, each call of one meets a later one of the other.
 
-If a rank skips one of several calls that are alike, its next one takes the place, and so for ever: nothing
-fails, and results mix different calls. It shows in the lines: those of one rank are the other's, one or two
-places on. Ranks may call from different lines as they please (``if rank == 0: ... else: ...``), and that must
-not be taken for it. So it counts as a shift only where both ranks called from both lines together before, and
-had the two at one place never but in this shift; the first place that does not fit ends it; and enough of
-them must be seen.
+If a rank skips one of several calls that are alike, its next call is paired with what it has skipped, and so
+on for good: nothing fails, and results mix different calls. It shows in the lines that they were called from:
+those of one rank are the other's, one or two calls on. Ranks may also call from different lines on purpose
+(``if rank == 0: ... else: ...``), which is no shift. So it counts as one only if
 
-Pure: a ``Comparison`` remembers what was seen before, for of a ring much is overwritten between two looks.
+- each of the two lines was called by both ranks together before,
+- the two lines were never paired before,
+- all calls from the first suspicious one on (a *run*) fit the same shift, and
+- enough of them came from different lines (``_ENOUGH``).
+
+Here a call has a ``sequence``, its number in the order of its lane, and a ``place``, the line that made it,
+as in ``reading.Call``. Pure: a ``Comparison`` remembers what it has seen, because much of a recorder's ring
+is overwritten between two looks.
 """
 
 from __future__ import annotations
@@ -25,15 +30,15 @@ __all__ = ["Comparison", "Made", "Shift", "made"]
 #: By how many calls two ranks may be apart.
 _MOST_APART = 2
 _SHIFTS = tuple(by for apart in range(1, _MOST_APART + 1) for by in (apart, -apart))
-#: So many places must have come from different lines: of two lines in a loop, the steps are half as many.
+#: How many calls of a run must have come from different lines: four steps of a loop that calls from two.
 _ENOUGH = 8
 _NUMBERS = range(RECORDS)
-#: Of a record, where its part is, in halves of words.
+#: Where a record has its part, in units of four bytes.
 _PART = 6
 
 
 class Made(NamedTuple):
-    """What is recorded of a call, but for its numbers."""
+    """A call as it was recorded, without its numbers. ``of``: its payload; ``place``: file and line."""
 
     group: str
     lane_key: str
@@ -43,16 +48,16 @@ class Made(NamedTuple):
     place: str
 
 
-#: The calls of a lane that did not fail, by their places.
+#: The calls of a lane that did not fail, by ``sequence``.
 Calls = Mapping[int, Made]
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Of one lane: since the call at ``sequence`` ``ranks`` are ``by`` calls apart.
+    """Since the call ``sequence`` of one lane, ``ranks`` are ``by`` calls apart.
 
-    ``made``: what each called there. ``exact``: whether the call before was seen, and was none of it; else
-    they may be apart for longer.
+    ``made``: what each of them called there. ``exact``: whether the call before was compared as well, and was
+    none of it; otherwise they may have been apart for longer.
     """
 
     ranks: tuple[int, int]
@@ -79,79 +84,84 @@ class Shift:
 
 @dataclass(slots=True)
 class _Run:
-    """Places one after the other that look like a shift; ``seen``: how often it was by so many calls."""
+    """Consecutive calls that may be a shift. Begins as ``Shift`` does.
+
+    ``counts``: each shift that all of them fit, with how many of them speak for it. ``pairs``: their lines.
+    """
 
     sequence: int
     made: tuple[Made, Made]
     exact: bool
-    seen: dict[int, int] = field(default_factory=lambda: dict.fromkeys(_SHIFTS, 0))
+    counts: dict[int, int] = field(default_factory=lambda: dict.fromkeys(_SHIFTS, 0))
     pairs: set[frozenset[str]] = field(default_factory=set)
 
 
 class Comparison:
-    """Of two ranks on one lane."""
+    """What was found out by comparing two ranks on one lane, so far."""
 
     def __init__(self, ranks: tuple[int, int]) -> None:
         self._ranks = ranks
-        self._latest = 0  # the place that was compared last
-        #: Lines that both ranks have called from at one place.
-        self._together: set[str] = set()
-        #: Pairs of lines at one place, which are no shift: the program means it.
-        self._meant: set[frozenset[str]] = set()
+        self._latest = 0  # the sequence that was compared last
+        #: lines that both ranks made a call from
+        self._shared: set[str] = set()
+        #: pairs of lines that were no shift: the program calls from both on purpose
+        self._intended: set[frozenset[str]] = set()
         self._run: _Run | None = None
 
     def look(self, one: Calls, other: Calls) -> Shift | None:
-        """Compare what was not compared yet; a shift, if there is one."""
+        """Compare the calls that are new to it; the shift, if enough of them have shown one."""
         if not one or not other:
             return None
-        last = max(one) - _MOST_APART  # of those beyond not all neighbours are known
-        for place in sorted(place for place in one.keys() & other.keys() if self._latest < place <= last):
-            mine, theirs = one[place].place, other[place].place
+        last = max(one) - _MOST_APART  # later ones have neighbours that are not recorded yet
+        new = sorted(number for number in one.keys() & other.keys() if self._latest < number <= last)
+        for sequence in new:
+            mine, theirs = one[sequence].place, other[sequence].place
             if mine == theirs and self._run is None:
-                self._together.add(mine)
-            elif (found := self._apart(place, one, other)) is not None:
+                self._shared.add(mine)
+            elif (found := self._suspect(sequence, one, other)) is not None:
                 return found
-            self._latest = place
+            self._latest = sequence
         return None
 
-    def _apart(self, place: int, one: Calls, other: Calls) -> Shift | None:
-        """A place from different lines, or in the run that such a one has begun."""
-        mine, theirs = one[place].place, other[place].place
+    def _suspect(self, sequence: int, one: Calls, other: Calls) -> Shift | None:
+        """Compare a call from different lines, or any that follows one in a run."""
+        mine, theirs = one[sequence].place, other[sequence].place
         pair = frozenset((mine, theirs))
-        if self._run is None and pair not in self._meant:
-            self._run = _Run(place, (one[place], other[place]), self._latest == place - 1)
+        if self._run is None and pair not in self._intended:
+            self._run = _Run(sequence, (one[sequence], other[sequence]), self._latest == sequence - 1)
         run = self._run
         if run is None:
             return None
         differ = mine != theirs
         if differ:
             run.pairs.add(pair)
-        tells = differ and self._together >= pair and pair not in self._meant
-        self._go_on(run, {by: one.get(place + by) for by in _SHIFTS}, theirs, tells)
-        if not run.seen:
-            self._meant |= run.pairs
+        counts = differ and self._shared >= pair and pair not in self._intended
+        self._narrow(run, {by: one.get(sequence + by) for by in _SHIFTS}, theirs, counts)
+        if not run.counts:
+            self._intended |= run.pairs
             self._run = None
             if not differ:
-                self._together.add(mine)
+                self._shared.add(mine)
             return None
-        by = next((by for by, times in run.seen.items() if times >= _ENOUGH), None)
+        by = next((by for by, count in run.counts.items() if count >= _ENOUGH), None)
         return None if by is None else Shift(self._ranks, abs(by), run.sequence, run.made, run.exact)
 
     @staticmethod
-    def _go_on(run: _Run, near: Mapping[int, Made | None], theirs: str, tells: bool) -> None:
-        """Leave of the run what this place agrees with."""
+    def _narrow(run: _Run, near: Mapping[int, Made | None], theirs: str, counts: bool) -> None:
+        """Drop the shifts that one more call does not fit; it speaks for the others, if it ``counts``."""
         for by, neighbour in near.items():
-            if by in run.seen and neighbour is not None:
+            if by in run.counts and neighbour is not None:
                 if neighbour.place == theirs:
-                    run.seen[by] += tells
+                    run.counts[by] += counts
                 else:
-                    del run.seen[by]
+                    del run.counts[by]
 
 
 def made(memory: memoryview | bytes) -> dict[tuple[str, str], dict[int, Made]]:
-    """What is in a recorder's ``memory``, as far as it is compared here: by lane and place.
+    """The calls in a recorder's ``memory`` as they are compared here, by lane and ``sequence``.
 
-    Several times as fast as ``read``: it is done again and again, in a program that has other things to do.
+    Several times as fast as ``read``, since a running program does this every few seconds. The memory may be
+    another rank's, which goes on writing: a record with two different tickets is left out.
     """
     records = memoryview(bytes(memory[RECORDS_AT:HEADERS_AT]))
     words = records.cast("Q")
@@ -159,11 +169,11 @@ def made(memory: memoryview | bytes) -> dict[tuple[str, str], dict[int, Made]]:
     parts = records.cast("I")[_PART :: 2 * WORDS].tolist()
     known: dict[int, Made | None] = {}
     found: dict[tuple[str, str], dict[int, Made]] = {}
-    for number, part, ticket, again, text, place, failed in zip(_NUMBERS, parts, *columns, strict=True):
-        if part == 1 and place and not failed and ticket == again and ticket % RECORDS == number:
+    for number, part, ticket, again, text, sequence, failed in zip(_NUMBERS, parts, *columns, strict=True):
+        if part == 1 and sequence and not failed and ticket == again and ticket % RECORDS == number:
             if text not in known:
-                said = parts_at(memory, text)
-                known[text] = Made(*said) if len(said) == len(PARTS) else None
+                fields = parts_at(memory, text)
+                known[text] = Made(*fields) if len(fields) == len(PARTS) else None
             if (one := known[text]) is not None:
-                found.setdefault((one.group, one.lane_key), {})[place] = one
+                found.setdefault((one.group, one.lane_key), {})[sequence] = one
     return found
