@@ -11,7 +11,7 @@ from typing import Any
 from asynccoll.backends.api import Promise
 from asynccoll.testing.scheduler import running
 
-__all__ = ["Device", "devices", "marked", "order_after"]
+__all__ = ["Device", "devices", "order_after", "recorded"]
 
 
 class Device:
@@ -53,8 +53,8 @@ class Event:
 devices: list[Device] = []
 
 
-def marked(device: object) -> Event:
-    """As ``streams.marked``."""
+def recorded(device: object) -> Event:
+    """As ``streams.recorded``."""
     scheduler = running()
     assert scheduler is not None and scheduler.current is not None
     return devices[scheduler.current.rank].event()

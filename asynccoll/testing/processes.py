@@ -32,7 +32,7 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
         exchanged(shared_memory, ("Memory", "exit_code", "look", "process_state"), network),
         exchanged(dumps, ("directory_for",), network),
         _simulated_locks(),
-        exchanged(streams, ("marked", "order_after"), device),
+        exchanged(streams, ("recorded", "order_after"), device),
     ):
         kept = [one for one, _ in state.kept]
         real = _exchange(kept, [_new(make()) for _, make in state.kept])

@@ -2,7 +2,7 @@
 
 An operation that is ordered by a stream (nccl) is ready when it has been issued. What follows is here: how
 a second stream is ordered after a result, and on which stream another thread issues a call. How the host
-waits for the device is in ``waiting.landing``.
+waits for the device is in ``waiting.synchronizing``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Mark", "carried", "current", "marked", "on_stream", "order_after"]
+__all__ = ["Mark", "carried", "current", "on_stream", "order_after", "recorded"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def marked(device: torch.device) -> Any:
-    """An event at the end of what the stream that is current holds now; who waits for it sleeps."""
+def recorded(device: torch.device) -> Any:
+    """An event recorded on the current stream; the host sleeps while it waits for it."""
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -37,7 +37,7 @@ class Mark:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event = marked(device)
+        self._event = recorded(device)
 
     def order(self) -> None:
         """Order the current stream after it."""

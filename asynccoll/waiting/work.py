@@ -31,9 +31,9 @@ from asynccoll.modes.captured import as_called
 from asynccoll.transport.streams import Mark
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult
-from asynccoll.waiting.landing import landing
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.suspending import block, pause, quick, suspend
+from asynccoll.waiting.synchronizing import synchronized
 
 if TYPE_CHECKING:
     import asyncio
@@ -179,7 +179,7 @@ class Work(NotItsResult, Generic[T]):
             last = self._operations[-1]
             world = last.lane.world
             await world.computed(value)
-            if self._streamed and (left := landing(self._operations, world.device)) is not None:
+            if self._streamed and (left := synchronized(self._operations, world.device)) is not None:
                 try:
                     await Work((left,), None)
                 except CollectiveTimeoutError:
