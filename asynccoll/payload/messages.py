@@ -63,7 +63,7 @@ class Message(NamedTuple):
         return self.body if isinstance(self.body, bytes) else bytes(self.body.cpu().numpy())
 
     def body_tensor(self) -> torch.Tensor:
-        """The body as a flat tensor, at an address fit for any dtype."""
+        """The body as a flat tensor, aligned for any dtype."""
         if isinstance(self.body, torch.Tensor):
             return self.body
         return torch.frombuffer(bytearray(self.body), dtype=torch.uint8) if self.body else _EMPTY

@@ -1,6 +1,9 @@
-"""A list with a part for each rank, as scatter and all_to_all take it: tensors of any shape, values, trees.
+"""The list that scatter and all_to_all take, with a part for each rank: tensors of any shape, values, trees.
 
-Every part describes itself, so that its receiver need not know what it is.
+A part is sent as a message that says what it is, so its receiver need not know. For all_to_all the messages
+of all parts are joined into one buffer of bytes, which is exchanged with a split size for each rank.
+
+(The parts of a call in ``order.cut`` are something else: the native calls that it is made of.)
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from asynccoll.plan.trees import flatten, is_tree, unflatten
 
 __all__ = ["join_messages", "part_message", "part_of", "parts_of", "split_messages", "tensors_of"]
 
-#: A joined message starts with its kind and the lengths of header and body; all is padded to whole units.
+#: A message in a buffer: its kind and the lengths of header and body, the header, the body.
 _LENGTHS = struct.Struct("<BHQ")
-_UNIT_BYTES = 16
+#: Bodies, and so messages, begin at multiples of this: aligned for any dtype, they need no copy on arrival.
+_ALIGNMENT_BYTES = 16
 
 
 def parts_of(name: str, x: Sequence[object], size: int) -> list[object]:
-    """The parts of the list ``x``, one for each of ``size`` ranks, each fit to be sent."""
+    """The parts of the list ``x``, one for each of ``size`` ranks, if all of them can be sent."""
     if len(x) != size:
         raise InvalidArgumentError(
             f"{name}: got a list of {len(x)} for {size} ranks; pass one part for each rank of the group"
@@ -46,28 +50,28 @@ def _sendable(name: str, part: object) -> object:
 
 
 def tensors_of(parts: Sequence[object]) -> list[torch.Tensor]:
-    """All tensors in ``parts``: those that autograd may be recording."""
+    """All tensors in ``parts``, for the caller to see whether autograd records them."""
     return [leaf for part in parts for leaf in flatten(part)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def part_message(part: object) -> Message:
-    """The message of one part."""
+    """The message of one part: a tree as a whole by the codec, a tensor or a value as itself."""
     return to_message(part, SAFE if is_tree(part) else None)
 
 
 def part_of(message: Message, device: torch.device) -> object:
-    """The part that came, its tensor on ``device`` if it was sent from one of that type."""
+    """The part in a message; a tensor is put on ``device`` if that is of the type it was sent from."""
     return from_message(message, device, SAFE)
 
 
 def join_messages(messages: Sequence[Message]) -> tuple[torch.Tensor, list[int]]:
-    """All of them as bytes on the CPU, one after the other, and how many bytes each has."""
+    """The messages one after the other, in one tensor of bytes on the CPU; and the length of each there."""
     pieces: list[torch.Tensor] = []
     lengths = []
     for message in messages:
         head = _LENGTHS.pack(message.kind, len(message.header), message.size_bytes) + message.header
-        head += bytes(-len(head) % _UNIT_BYTES)
-        rest = bytes(-message.size_bytes % _UNIT_BYTES)
+        head += bytes(-len(head) % _ALIGNMENT_BYTES)
+        rest = bytes(-message.size_bytes % _ALIGNMENT_BYTES)
         body = message.body_tensor().cpu()
         these = [_bytes(head), body, *([_bytes(rest)] if rest else [])]
         lengths.append(sum(piece.numel() for piece in these))
@@ -76,14 +80,14 @@ def join_messages(messages: Sequence[Message]) -> tuple[torch.Tensor, list[int]]
 
 
 def split_messages(joined: torch.Tensor) -> list[Message]:
-    """The messages again, in memory of ``joined``, where every body is fit for any dtype."""
+    """The messages again; their bodies are views of ``joined``, aligned for any dtype."""
     messages, start = [], 0
     while start < joined.numel():
         kind, header, body = _LENGTHS.unpack(bytes(joined[start : start + _LENGTHS.size].numpy()))
         at = start + _LENGTHS.size
-        begin = at + header + -(_LENGTHS.size + header) % _UNIT_BYTES
+        begin = at + header + -(_LENGTHS.size + header) % _ALIGNMENT_BYTES
         messages.append(Message(kind, bytes(joined[at : at + header].numpy()), joined[begin : begin + body]))
-        start = begin + body + -body % _UNIT_BYTES
+        start = begin + body + -body % _ALIGNMENT_BYTES
     return messages
 
 
