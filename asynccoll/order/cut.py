@@ -1,28 +1,32 @@
 """What a refused call does to a lane, on one rank. ``lane`` changes it, ``refusals`` tells the peers.
 
-A *place* is the number of a call on its lane: every call of the user's takes one on every rank, made or
-refused. A call of several operations (a tree, a ``coalescing`` block) has *parts* at its place, which all
-ranks send in the same order; who refuses it says how many of them it had sent, and those stand. An *epoch* is
-a run of places for which all ranks make the same native calls in the same order. It ends with a refusal, in
-three steps, and this is what holds in each:
+The lane halts, all ranks agree on where it resumes, and it goes on there.
 
-1. *Halted* at place P, since this rank refused P, or heard that a peer did. Nothing at or above P is issued
-   from now on: calls that are accepted there are held. P can only fall, when a lower refusal is heard of.
-   What is below P goes on as ever, for every rank makes those calls, and so do the parts of P that stand.
-   What else was issued at or above P has lost its peers, and fails at once.
-2. *Stated*: everything below P has been accepted, issued and is over. This rank says once, for this epoch,
-   how far it went: the highest place that it issued (``issued``), that or its own refused place
-   (``reached``), and the refusal. It does nothing more on this lane until all ranks have said the same.
-3. *Settled*: from the same statements every rank works out the same verdict. The epoch ended at the lowest
-   refused place; the next one begins above the highest place that anybody reached. Calls between fail on
-   every rank (unless they were over), those that a user has yet to make, too. What was held above goes on,
-   up to the next refusal in it. The communicator is kept if nobody issued anything at or above the cut;
-   else some ranks are ahead of others on it, and every rank opens another.
+A *place* is a call's number in the order of its lane (``sequence`` of an ``Operation``, whose own ``place``
+is the line that called it). Each collective call of the user takes one place on every rank, whether it is
+made or refused. A call of several operations (a tree, a ``coalescing`` block) has *parts* at its place, which
+all ranks issue in the same order. A rank that refuses such a call says how many parts it had issued before;
+these remain valid. An *epoch* is a run of places for which all ranks make the same native calls in the same
+order. A refusal ends it, in three steps:
+
+1. *Halted* at place P: this rank has refused P, or has heard that a peer did. Nothing at or above P is issued
+   from now on, except the parts of P that remain valid; calls accepted there are held. P can only fall, when
+   a lower refusal is heard of. What is below P goes on as before, since every rank makes those calls.
+   Whatever else had been issued at or above P has lost its peers, and fails at once.
+2. *Stated*: everything below P, and the valid parts of P, have been accepted, issued and are over. This rank
+   says once, for this epoch, how far it went: the highest place that it issued (``issued``), the higher of
+   that and of the place that it refused itself (``reached``), and the refusal. It does nothing more on this
+   lane until all ranks have said the same.
+3. *Settled*: from the same statements every rank computes the same verdict. The epoch ended at the lowest
+   refused place; the next one begins above the highest place that any rank reached. The calls between fail on
+   every rank, unless they were over: also those that the user has yet to make. What was held above goes on,
+   up to the next refusal among it. The communicator is kept if no rank issued anything at or above the
+   refused place; otherwise some ranks may be ahead of others on it, and every rank opens another.
 
 So in every epoch all ranks begin at the same place, on communicators that are in step, and a result is given
 only if every rank made that call in that epoch. Each step is one change under the lane's lock, made before
-anybody is woken; so a waiter that is told of a refusal finds the lane halted. Messages have no place,
-and no part in this.
+anybody is woken; so a waiter that is told of a refusal finds the lane halted. Point-to-point messages have no
+place, and no part in this.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "Refusal", "Statement", "Verdict"]
 
 
+#: A refusal is sent as text: by this the peers know that the calls differ, on whichever ranks.
 _MISMATCH = f"{CollectiveMismatchError.__name__}: "
 
 
@@ -51,12 +56,12 @@ class Refusal:
     rank: int
     place: int
     why: str
-    #: so many parts of it were sent, as on every rank
+    #: how many parts of it this rank had issued, which every rank does: they remain valid
     stands: int = 0
 
     @property
     def begins(self) -> tuple[int, int]:
-        """The place, and the last part there, that is not lost."""
+        """What it loses begins behind this: the place, and the last part there that remains valid."""
         return self.place, self.stands
 
     def loses(self, place: int, part: int) -> bool:
@@ -64,9 +69,9 @@ class Refusal:
         return (place, part) > self.begins
 
     def error(self, lane: object, place: int) -> CollectiveError:
-        """What becomes of the call at ``place``: this one, or one that was lost with it."""
+        """What the waiters of the call at ``place`` get: it is the refused one, or was lost with it."""
         behind = f"call {numbered(place)} on {lane} was in flight behind {numbered(self.place)}"
-        if self.why.startswith(_MISMATCH):  # who found it need not be the one that differs
+        if self.why.startswith(_MISMATCH):  # the rank that noticed need not be the one that differs
             differ = self.why.removeprefix(_MISMATCH)
             if place == self.place:
                 return CollectiveMismatchError(differ)
@@ -84,7 +89,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """How far a rank went in an epoch, and what it refused there, if it did."""
+    """A rank's vote on where an epoch ends: how far it went there, and what it refused, if anything."""
 
     issued: int
     reached: int
@@ -93,7 +98,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks work out from all statements."""
+    """What every rank computes from the statements of all: a pure function of them, so it is the same."""
 
     refusal: Refusal
     resumes: int
@@ -111,45 +116,51 @@ class Verdict:
         )
 
     def covers(self, place: int) -> bool:
-        """Whether the call at ``place`` was lost, or what was left of it."""
+        """Whether the call at ``place`` was lost, or the parts of it that did not remain valid."""
         return self.refusal.place <= place < self.resumes
 
 
 class Cut:
-    """The end of one epoch, as far as this rank has come with it. Changed with the lane's lock held."""
+    """The end of one epoch, as far as this rank has got. Changed with the lane's lock held."""
 
     __slots__ = ("epoch", "held", "issued", "mine", "peak", "reached", "refusal", "stated", "verdict")
 
     def __init__(self, epoch: int, refusal: Refusal, peak: int) -> None:
         self.epoch: int = epoch
-        self.refusal: Refusal = refusal  # the lowest known
+        self.refusal: Refusal = refusal  # the lowest that is known here
         self.peak: int = peak  # the highest place that may have been issued when the lane was halted
-        self.mine: Refusal | None = None  # what this rank has refused in this epoch
-        self.held: deque[Job | Refusal] = deque()  # accepted, or refused, above; in order
+        self.mine: Refusal | None = None  # what this rank will say that it refused in this epoch
+        self.held: deque[Job | Refusal] = deque()  # accepted, or refused here, above it; by place
         self.stated: bool = False
-        self.issued: int = 0  # once stated
+        self.issued: int = 0  # as stated; 0 until then
         self.reached: int = 0  # likewise
         self.verdict: Verdict | None = None
 
     @property
     def place(self) -> int:
-        """At and above which nothing is issued."""
+        """At and above which nothing is issued, except the parts that remain valid."""
         return self.refusal.place
 
     def state(self, issued: int) -> None:
-        """All below is over, and this rank has issued nothing above ``issued``: this stands from now on."""
+        """Fix what this rank says: all below is over, and it has issued nothing above ``issued``.
+
+        What is below the cut counts as issued, even where it was lost with an earlier epoch.
+        """
         self.issued = max(issued, self.place - 1)
         self.reached = max(self.issued, self.mine.place if self.mine is not None else 0)
         self.stated = True
 
     def claim(self, refusal: Refusal) -> None:
-        """This rank's refusal in this epoch; one above it may belong to the next."""
+        """Have this be the refusal that this rank states.
+
+        One that it made before is higher, and is held like a call: it may belong to the next epoch.
+        """
         if self.mine is not None:
             self.hold(self.mine)
         self.mine = refusal
 
     def hold(self, *those: Job | Refusal) -> None:
-        """Keep ``those`` back; they go on in the order of their places, whatever was held first."""
+        """Keep ``those`` until the verdict, in the order of their places, whichever came first."""
         self.held = deque(sorted((*self.held, *those), key=_order))
 
 

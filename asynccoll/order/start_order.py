@@ -1,12 +1,17 @@
-"""One order of starts for all lanes of a group, where the device needs one (nccl on several GPUs).
+"""One order of starts for the lanes of a group, where the device needs one (nccl on several GPUs).
 
-NCCL kernels of different communicators can wait for each other when they start in different order on
-different ranks. There, the group's first rank passes its lanes through a turnstile, one operation at
-a time, and announces each passage through the store; the others let the same lane pass at the same
-place. The default lane does not go through it and never pays.
+NCCL kernels of two communicators can deadlock if ranks launch them in different order. So there the group's
+first rank leads: one lane at a time passes its *turnstile* with one operation, and each passage is announced
+through the store. A thread on every other rank follows: it lets the same lanes pass in the same order, one
+at a time, each until its operation has issued its last native call. The default lane has no turnstile, so its
+calls never wait for the store.
 
-A passage is for one operation of one epoch. Where that operation was given up meanwhile (``cut``), the lane
-goes through with nothing, so that every rank lets as many through.
+A passage is for one operation of one epoch. If a refusal has cancelled that operation meanwhile (``cut``),
+its lane passes without issuing anything, so that every rank counts the same passages.
+
+Locks are taken in the order turnstile, then lane: the leader holds its own while it asks a lane what there is
+to start. So a lane calls ``request`` and ``release`` without its lock. ``admit`` is called with neither held,
+because the lane may issue its operation in there and call ``release``.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Turnstile"]
 
-#: So long a follower waits in the store before it looks whether it is to end.
+#: How long a follower waits in the store before it checks whether it is to stop.
 _SLICE = timedelta(seconds=1)
 _PAUSE_SECONDS = 0.001
 
@@ -38,14 +43,14 @@ class Passing(Protocol):
     key: str
 
     def next_epoch_to_pass(self) -> int | None:
-        """The epoch of its next operation that waits here; None if none does."""
+        """The epoch of its next operation that waits for a passage; None if none does."""
 
     def admit(self, epoch: int) -> None:
-        """Its next operation may start: that of the first rank's ``epoch``."""
+        """Its next operation may start; ``epoch`` is the one in which the first rank starts it."""
 
 
 class Passengers(Protocol):
-    """The group whose lanes go through one turnstile."""
+    """The group whose lanes pass one turnstile."""
 
     size: int
     rank: int
@@ -69,9 +74,9 @@ class Turnstile:
         self._closed = False
         self._leads = group.rank == 0
         self._lock = host.Lock()
-        self._waiting: deque[Passing] = deque()  # on the first rank: who asked, in order
+        self._waiting: deque[Passing] = deque()  # on the first rank: the lane of each request, in order
         self._occupied = False
-        self._passed = 0
+        self._passed = 0  # how many passages there were; the number of the next one
         self._free = host.Event()
         self._free.set()
         if not self._leads:
@@ -79,15 +84,15 @@ class Turnstile:
             self._thread.start()
 
     def request(self, lane: Passing) -> None:
-        """An operation of ``lane`` is queued and wants to start."""
+        """An operation of ``lane`` is queued and wants to start. Called without the lane's lock."""
         if not self._leads:
-            return  # it starts when the first rank's does
+            return  # it starts when the first rank has started its own
         with self._lock:
             self._waiting.append(lane)
         self._admit()
 
     def release(self) -> None:
-        """The operation that was let through has issued its last call."""
+        """The operation that was let through has issued its last call. Called without the lane's lock."""
         if self._leads:
             with self._lock:
                 self._occupied = False
@@ -104,33 +109,35 @@ class Turnstile:
                 if not self._waiting:
                     return
                 lane = self._waiting.popleft()
-                epoch = lane.next_epoch_to_pass()  # None: what asked has been given up
+                epoch = lane.next_epoch_to_pass()  # None: the operation that asked was given up
             self._occupied = True
-            # A key for each follower, so that one who leaves can wake itself by setting its own.
+            # A key for each follower, so that one that leaves can wake its own thread by setting its own.
             keys = [self._key(self._passed, rank) for rank in range(1, self._group.size)]
-            said = json.dumps([lane.name, lane.key, epoch])
+            announced = json.dumps([lane.name, lane.key, epoch])
             try:
-                self._store.multi_set(keys, [said] * len(keys))  # type: ignore[attr-defined]  # stub
-            except RuntimeError:  # the store is gone: nobody passes any more, and the operations tell
+                self._store.multi_set(keys, [announced] * len(keys))  # type: ignore[attr-defined]  # stub
+            except RuntimeError:
+                # The store is gone: the turnstile stays occupied, so nothing starts any more, and waiters
+                # learn from their operations which rank is lost.
                 return
             self._passed += 1
         lane.admit(epoch)
 
     def _follow(self) -> None:
         try:
-            while (said := self._next()) is not None:
-                name, key, epoch = json.loads(said)
+            while (announced := self._next()) is not None:
+                name, key, epoch = json.loads(announced)
                 lane = self._named(name, key)
                 if lane is None:
                     return
                 self._free.clear()
                 lane.admit(epoch)
                 self._free.wait()
-        except RuntimeError:  # the store went with rank 0: the operations themselves tell
+        except RuntimeError:  # the store went with its rank: waiters learn that from their operations
             return
 
     def _next(self) -> bytes | None:
-        """What the first rank lets through next; None once this rank leaves."""
+        """The announcement of the next passage; None once this rank leaves."""
         key = self._key(self._passed, self._group.rank)
         while not self._closed:
             try:
@@ -139,13 +146,13 @@ class Turnstile:
                 raise
             except RuntimeError:  # nothing yet
                 continue
-            said = self._store.get(key)
+            announced = self._store.get(key)
             if self._closed:
                 return None
             self._passed += 1
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 self._store.delete_key(key)
-            return said
+            return announced
         return None
 
     def _named(self, name: str, key: str) -> Passing | None:
@@ -158,7 +165,7 @@ class Turnstile:
         return None
 
     def close(self) -> None:
-        """End the thread: one that still waits in the store when the interpreter goes aborts it."""
+        """End the thread: still waiting in the store at exit, it would abort the interpreter."""
         self._closed = True
         self._free.set()
         if self._thread is not None:
@@ -166,5 +173,5 @@ class Turnstile:
                 store.set(self._key(self._passed, self._group.rank), "")
             self._thread.join(timeout=1.0)
 
-    def _key(self, place: int, rank: int) -> str:
-        return f"asynccoll/order/{self._group.key}/{place}/{rank}"
+    def _key(self, passage: int, rank: int) -> str:
+        return f"asynccoll/order/{self._group.key}/{passage}/{rank}"
