@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,23 @@ def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch)
         ac.initialize("serial")
     ac.initialize("serial", check="off")
     ac.finalize()
+
+
+async def after_a_block(me: Rank) -> None:
+    works = []
+    with contextlib.suppress(LookupError):
+        async with ac.coalescing():
+            works = [ac.all_reduce(torch.ones(2)), ac.broadcast(torch.ones(2), src=0)]
+            if me.rank == 1:
+                raise LookupError("no data")
+    for work in works:
+        with raising(ac.CollectiveError, "no data"):
+            await me.get(work)
+    await me.check("behind it", ac.all_reduce, torch.ones(2), expect=torch.full((2,), 2.0))
+
+
+def test_a_call_behind_a_block_that_one_rank_has_not_sent_is_none_of_it(checked: World) -> None:
+    checked.run(after_a_block)
 
 
 HINTED: dict[str, tuple[tuple[str, str], str]] = {

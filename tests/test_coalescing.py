@@ -283,14 +283,14 @@ def test_a_refusal_that_is_settled_inside_the_block_is_said_by_its_works(pair: W
 
 async def settled_in_between(me: Rank) -> None:
     lane = current().world.lane()
-    epoch, resume, agreed, inside = lane.epoch, lane.resume, threading.Event(), threading.Event()
+    epoch, resume, agreed, inside = lane.epoch, lane.halting.resume, threading.Event(), threading.Event()
 
     def later(*args: Any) -> Any:
         agreed.set()
         inside.wait()
         return resume(*args)
 
-    lane.resume = later  # type: ignore[method-assign]
+    lane.halting.resume = later  # type: ignore[method-assign]
     try:
         with raising(ac.InvalidArgumentError, "timeout"):
             ac.all_reduce(_full(1, 2), timeout=-1)
@@ -301,7 +301,7 @@ async def settled_in_between(me: Rank) -> None:
             works = [ac.all_reduce(_full(1, 2)), ac.all_reduce([_full(1, 2), 1]), ac.broadcast_object(1)]
     finally:
         inside.set()
-        del lane.resume
+        del lane.halting.resume
     for work in works:
         with raising(ac.PeerRefusedError, "refused its side"):
             await me.get(work)

@@ -14,7 +14,7 @@ from asynccoll import host
 from asynccoll.flight import Headers, Recorder
 from asynccoll.health import confirming
 from asynccoll.health.prediction import Prediction
-from asynccoll.order.lane import Lane
+from asynccoll.order.queue import Queue
 from asynccoll.testing import Kill, Link, Stop, simulate
 
 # What is expected
@@ -297,14 +297,14 @@ def test_a_lane_for_which_the_recorder_has_no_room_leaves_the_others_headers_alo
 
 def test_a_held_call_that_a_refusal_overtakes_is_lost_or_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its rank was about to begin with it: nobody says any more what the others call."""
-    start = Lane._start_queued
+    start = Queue.start
 
-    def late(lane: Lane) -> None:
-        if lane._queue and lane._queue[0].gate is not None and lane.sequence == 8:
+    def late(queue: Queue) -> None:
+        if queue._jobs and queue._jobs[0].gate is not None and queue._jobs[-1].place == 8:
             host.sleep(5)
-        start(lane)
+        start(queue)
 
-    monkeypatch.setattr(Lane, "_start_queued", late)
+    monkeypatch.setattr(Queue, "start", late)
 
     async def main(rank: int) -> str:
         for _ in range(6):

@@ -224,7 +224,7 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [RandomWalk(), PCT()], ids=["walk", "PCT"])
-@pytest.mark.parametrize("statements", [(), ("asynccoll.order.lane", "asynccoll.waiting.work")])
+@pytest.mark.parametrize("statements", [(), ("asynccoll.order.queue", "asynccoll.waiting.work")])
 def test_a_replay_is_the_same(schedule: Any, statements: tuple[str, ...]) -> None:
     for seed in range(5):
         first = simulate(steps, world_size=3, seed=seed, schedule=schedule, statements=statements)

@@ -634,7 +634,7 @@ def torn_away(me: Rank, where: str) -> None:
             armed = False
             raise KeyboardInterrupt
 
-    def rest(real: Callable[[], bool] = lane._rest) -> bool:
+    def rest(real: Callable[[], bool] = lane.queue._rest) -> bool:
         if where == "the lane":
             interrupt()
         return real()
@@ -647,7 +647,7 @@ def torn_away(me: Rank, where: str) -> None:
         return last
 
     ac.barrier().wait()
-    lane._rest = rest
+    lane.queue._rest = rest
     progress.watch = lambda _: None  # else it may take the program from a waiter who is late
     try:
         if me.rank == 1:
@@ -662,7 +662,7 @@ def torn_away(me: Rank, where: str) -> None:
         with contextlib.suppress(ac.CollectiveError):  # of the one that was interrupted itself
             work.wait()
     finally:
-        del lane._rest, progress.watch
+        del lane.queue._rest, progress.watch
     if where == "the program":  # nobody knows how far it came: to the peers it is refused, and what is behind
         with contextlib.suppress(ac.PeerRefusedError):
             ac.all_reduce(1).wait()

@@ -25,7 +25,7 @@ from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.order.cut import Refusal, Verdict
 from asynccoll.order.operation import Estimate
 from asynccoll.runtime import process as runtime
-from asynccoll.transport.completion import READY, Completion, Promise
+from asynccoll.transport.completion import READY, Completion, Promise, Ready
 from asynccoll.world.context import Context, Identity
 from patience import patient
 from ranks import Rank, raising
@@ -449,17 +449,30 @@ def test_what_is_held_goes_on_in_order() -> None:
 
     lane.run("first", first)
     others = [lane.issue(Estimate("other"), lambda _: READY) for _ in range(2, 7)]
-    cut = lane.refuse("the seventh", None)
+    cut = lane.halting.refuse("the seventh", None)
     assert cut is not None
-    lane.hear(0, Refusal(1, 4, "a peer's"))
-    lane.refuse("broke off", 2)
+    lane.halting.hear(0, Refusal(1, 4, "a peer's"))
+    lane.halting.refuse("broke off", 2)
     gate.settle()
-    assert lane.conclude(cut)
-    following = lane.resume(cut, Verdict(Refusal(0, 2, "broke off"), 3, in_step=True))
+    assert lane.halting.conclude(cut)
+    following = lane.halting.resume(cut, Verdict(Refusal(0, 2, "broke off"), 3, in_step=True))
     assert following is not None
     assert following.place == 7
     went_on = [one.sequence for one in others if one.done() and one.error() is None]
     assert went_on == [3, 5, 6]
+
+
+def test_a_program_that_is_over_at_once_fails_with_what_its_last_call_does() -> None:
+    lane = Context(SerialBackend(), Identity(), check="off").world.lane("at once")
+    lane.issue(Estimate("first"), lambda _: READY)  # opens it
+
+    def program(_: Any) -> Generator[Completion, None, Completion]:
+        yield from ()
+        return Ready(RuntimeError("no room"))
+
+    operation = lane.run("program", program, awaited_soon=True)
+    assert operation.done()
+    assert "no room" in str(operation.error())
 
 
 async def given_up(me: Rank, seen: str) -> None:

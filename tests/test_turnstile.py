@@ -21,13 +21,13 @@ async def opposite_orders(me: Rank) -> list[str]:
     started: list[str] = []
     for name in LANES:
         lane = context.world.lane(name)
-        drive = lane._advance
+        drive = lane.queue._advance
 
         def recorded(job: object, drive: object = drive, name: str = name) -> None:
             started.append(name)
             drive(job)  # type: ignore[operator]  # the method that was replaced
 
-        lane._advance = recorded  # type: ignore[method-assign,assignment]  # a spy on the real one
+        lane.queue._advance = recorded  # type: ignore[method-assign,assignment]  # a spy on the real one
 
     async def child(name: str, value: float) -> None:
         for turn in range(ROUNDS):

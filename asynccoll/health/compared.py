@@ -44,7 +44,7 @@ class Compared:
         self._lane = lane
         self._rank = rank
         self._recorder = recorder
-        self._headers = Headers(recorder, lane.number, lane.group.key, lane.key, near)
+        self._headers = Headers(recorder, lane.records.number, lane.group.key, lane.key, near)
         self._headers.restart(lane.epoch)
 
     def restart(self, epoch: int) -> None:

@@ -110,7 +110,9 @@ class Refusals:
             return
         with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
             setattr(reason, _TOLD, True)
-        self._settle(lane, lane.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name))
+        self._settle(
+            lane, lane.halting.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name)
+        )
 
     # The ranks that wait for it
 
@@ -121,7 +123,7 @@ class Refusals:
         with self._store() as store:
             count = store.add(_COUNT, 0)
         for lane in lanes:
-            if lane.refusals_seen != count and not lane.is_halted:
+            if lane.refusals_seen != count and not lane.halting.is_halted:
                 self._look(lane)
                 lane.refusals_seen = count
 
@@ -130,7 +132,7 @@ class Refusals:
             epoch = lane.epoch
             heard = self._heard(lane, epoch)
         for refusal in heard:
-            self._settle(lane, lane.hear(epoch, refusal))
+            self._settle(lane, lane.halting.hear(epoch, refusal))
 
     def published(self, lane: Lane) -> CollectiveError | None:
         """The refusal that explains a connection that closed, if there is one."""
@@ -178,7 +180,7 @@ class Refusals:
             if not cut.stated and self._conclude(lane, cut):
                 pace.hurry()
             if cut.stated and (statements := self._statements(lane, cut.epoch)) is not None:
-                following = lane.resume(cut, Verdict.of(statements))
+                following = lane.halting.resume(cut, Verdict.of(statements))
                 self._forget(lane, cut.epoch - 1)
                 return following
             pace.pause(for_peers=cut.stated)
@@ -186,8 +188,8 @@ class Refusals:
     def _conclude(self, lane: Lane, cut: Cut) -> bool:
         """Say how far this rank went, if it can be said."""
         for refusal in self._heard(lane, cut.epoch):
-            lane.hear(cut.epoch, refusal)
-        if lane.conclude(cut):
+            lane.halting.hear(cut.epoch, refusal)
+        if lane.halting.conclude(cut):
             self._state(lane, cut)
         return cut.stated
 

@@ -23,21 +23,22 @@ _GIVE_UP_SECONDS = 5.0
 class Connection:
     """One communicator after another, each for one epoch and those after it, until another is needed.
 
-    The lane holds its lock whenever it opens, installs or replaces one, and never when it waits, retires
-    or closes, which a library may take its time over.
+    The lane holds its lock whenever it opens or replaces one, or gives up, and never when it waits, retires
+    or closes, which a library may take its time over. What a helper thread has opened takes the lock itself.
     """
 
     def __init__(
         self,
         name: str,
+        lock: host.Lock,
         make: Callable[[int], Communicator],
-        made: Callable[[int, Communicator], None],
-        failed: Callable[[int, BaseException], None],
+        made: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         """``make`` one for an epoch; where a helper thread does, the lane is told without its lock held."""
         self.name = name
+        self.lock: host.Lock = lock
         self.communicator: Communicator | None = None
-        self.is_opening: bool = False
         self._make = make
         self._made = made
         self._failed = failed
@@ -46,12 +47,17 @@ class Connection:
         self._opener: host.Thread | None = None
         self._previous: Communicator | None = None  # the messages of which the next one takes over
         self._retired: list[Communicator] = []
+        self._begun = self._given_up = False
 
     def open(self, *, waits: bool) -> None:
-        """Open it; on a helper thread if that ``waits`` for the other members."""
-        self.is_opening = True
+        """Open the first, once; on a helper thread if that ``waits`` for the other members."""
+        if not self._begun:
+            self._open(waits=waits)
+
+    def _open(self, *, waits: bool) -> None:
+        self._begun = True
         if not waits:
-            self.install(self._make(self._epoch))
+            self._install(self._make(self._epoch))
             return
         self._opener = host.Thread(
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
@@ -62,20 +68,24 @@ class Connection:
         try:
             communicator = self._make(epoch)
         except BaseException as error:  # the lane's, and no longer this thread's
-            self._failed(epoch, error)
+            if epoch == self._epoch:
+                self._failed(error)
+            return
+        with self.lock:
+            wanted = epoch == self._epoch and not self._given_up
+            if wanted:
+                self._install(communicator)
+        if wanted:
+            self._made()
         else:
-            self._made(epoch, communicator)
-
-    def is_for(self, epoch: int) -> bool:
-        """Whether one made for ``epoch`` is still what is wanted."""
-        return epoch == self._epoch
+            self.retire(communicator)
 
     def opened(self) -> Communicator:
         """What one issues on, where it is known to be open."""
         assert self.communicator is not None
         return self.communicator
 
-    def install(self, communicator: Communicator) -> None:
+    def _install(self, communicator: Communicator) -> None:
         """Issue on this one from now on."""
         if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:
             inherit(self._previous)
@@ -86,7 +96,7 @@ class Connection:
         """Open another one; gives what it replaces, which is to be retired."""
         replaced, self.communicator = self.communicator, None
         self._epoch = epoch
-        self.open(waits=waits)
+        self._open(waits=waits)
         return replaced
 
     def retire(self, communicator: Communicator) -> None:
@@ -100,7 +110,8 @@ class Connection:
         return self._opened_once.wait(seconds)
 
     def give_up(self) -> None:
-        """Let nobody wait for one that is being opened."""
+        """Let nobody wait for one that is being opened: it is wanted no more."""
+        self._given_up = True
         self._opened_once.settle()
 
     def join(self) -> None:
@@ -110,6 +121,7 @@ class Connection:
 
     def close(self, *, abort: bool) -> None:
         """Close them all. All but the last have half-matched calls on them, as all have with ``abort``."""
+        self._given_up = True
         self.join()
         last = self.communicator or self._previous
         communicators = [*self._retired, *([last] if last else [])]

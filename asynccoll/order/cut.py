@@ -1,4 +1,4 @@
-"""What a refused call does to a lane, on one rank. ``lane`` changes it, ``refusals`` tells the peers.
+"""What a refused call does to a lane, on one rank. ``halting`` does it, ``refusals`` tells the peers.
 
 The lane halts, all ranks agree on where it resumes, and it goes on there.
 
@@ -41,8 +41,9 @@ from asynccoll.host.call_number import numbered
 
 if TYPE_CHECKING:
     from asynccoll.order.job import Job
+    from asynccoll.order.places import Places
 
-__all__ = ["Cut", "Refusal", "Statement", "Verdict"]
+__all__ = ["Cut", "Epochs", "Refusal", "Statement", "Verdict"]
 
 
 #: A refusal is sent as text: by this the peers know that the calls differ, on whichever ranks.
@@ -167,3 +168,113 @@ class Cut:
 def _order(one: Job | Refusal) -> tuple[int, int, bool]:
     """Where it comes: a refusal after the parts that stand."""
     return (*one.begins, True) if isinstance(one, Refusal) else (one.place, one.part, False)
+
+
+class Epochs:
+    """Which epoch a lane is in, on one rank, and the cut that ends it. Used with the lane's lock held."""
+
+    __slots__ = ("cut", "is_over", "issued", "number", "places", "settled")
+
+    def __init__(self, places: Places) -> None:
+        self.places: Places = places
+        self.number: int = 0
+        self.cut: Cut | None = None  # something is refused; None in the normal case
+        self.settled: Verdict | None = None  # the latest
+        #: the latest place that was queued and issued since, or whose call failed while it was being issued
+        self.issued: int = 0
+        self.is_over: bool = False  # there will be no more calls
+
+    @property
+    def unsettled(self) -> Cut | None:
+        """The cut, until all ranks have said how far they went."""
+        cut = self.cut
+        return cut if cut is not None and cut.verdict is None else None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether everything that is still made in this epoch has been accepted."""
+        cut = self.unsettled
+        return cut is not None and self.places.have_come_to(*cut.refusal.begins)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether what is left of the latest call is lost, as all ranks know."""
+        return self.refusal_at(self.places.latest) is not None
+
+    def refusal_at(self, place: int) -> Refusal | None:
+        """The refusal with which that place was lost, as all ranks know."""
+        settled = self.settled
+        return settled.refusal if settled is not None and settled.covers(place) else None
+
+    def refusal_of(self, place: int, part: int) -> Refusal | None:
+        """The refusal with which that part was lost, as far as is known."""
+        cut = self.unsettled
+        refusal = self.refusal_at(place) if cut is None else cut.refusal
+        return refusal if refusal is not None and refusal.loses(place, part) else None
+
+    def takes(self, job: Job) -> Refusal | bool:
+        """Whether a call that is accepted now may be queued; the refusal if it is lost with one already.
+
+        It is held, if neither, until there is a verdict.
+        """
+        if job.shares and job.place and (given_up := self.refusal_at(job.place)) is not None:
+            return given_up  # since the block took the place
+        cut = self.cut
+        if cut is None or not cut.refusal.loses(job.place, job.part):
+            return True
+        if cut.verdict is None:
+            if job.place == cut.place:  # lost, whatever the verdict will be
+                return cut.refusal
+            cut.held.append(job)
+            return False
+        if job.place < cut.verdict.resumes:  # its peers have given it up already
+            return cut.verdict.refusal
+        self.cut = None
+        return True
+
+    def halt(self, refusal: Refusal, peak: int, *, own: bool) -> Cut | None:
+        """Something is refused, by this rank if it is its ``own``: the cut, if that makes it or lowers it."""
+        cut, place = self.cut, refusal.place
+        if cut is not None and cut.verdict is not None:  # and this rank on its way to where it resumes
+            if place < cut.verdict.resumes:
+                return None
+            cut = None
+        if cut is None:
+            cut = self.cut = Cut(self.number, refusal, peak)
+        elif refusal.begins >= cut.refusal.begins or cut.stated:
+            if own and (cut.stated or place > cut.place):
+                cut.hold(refusal)  # it may belong to the next epoch
+            return None
+        cut.refusal, cut.peak = refusal, peak
+        if own:
+            cut.claim(refusal)
+        return cut
+
+    def settle(self, cut: Cut, verdict: Verdict) -> list[Job]:
+        """The next one begins, with what was held and is still wanted, up to the next refusal in that."""
+        self.number += 1
+        cut.verdict = self.settled = verdict
+        if self.places.latest >= verdict.resumes - 1:
+            self.cut = None
+        held = [one for one in cut.held if one.place >= verdict.resumes]
+        cut.held.clear()
+        first = next((one for one in held if isinstance(one, Refusal)), None)
+        following: Cut | None = None
+        if first is not None:
+            following = self.cut = Cut(self.number, first, first.place - 1)
+            following.mine = first
+        jobs: list[Job] = []
+        for one in held:
+            if not isinstance(one, Refusal) and (first is None or not first.loses(one.place, one.part)):
+                jobs.append(one)
+            elif following is not None and one is not first:
+                following.hold(one)
+        return jobs
+
+    def end(self) -> list[Job]:
+        """There are no more calls; comes back what was held."""
+        self.is_over = True
+        held = [] if self.cut is None else [one for one in self.cut.held if not isinstance(one, Refusal)]
+        if self.cut is not None:
+            self.cut.held.clear()
+        return held

@@ -15,6 +15,8 @@ from asynccoll.transport.streams import current
 if TYPE_CHECKING:
     import torch
 
+    from asynccoll.order.operation import Operation
+
 __all__ = ["Job", "Program", "Start", "What", "returned"]
 
 #: One native call, given the communicator.
@@ -64,19 +66,17 @@ class Job:
         start: Start | None,
         program: Program | None,
         *,
-        what: What = None,
         driven_by: Callable[[], object] | None = None,
         sent: Callable[[], Iterable[Completion]] = tuple,
-        gate: Promise | None = None,
     ) -> None:
         #: what its first call waits for, and why it is not to be made if that ends with an error
-        self.gate: Promise | None = gate
+        self.gate: Promise | None = None
         self.place: int = 0  # in the lane's order; a message has none
         self.part: int = 1  # of those at its place
         self.ticket: int = 0  # of its record
         #: its place with other parts of one call, some of which may have been issued
         self.shares: bool = False
-        self.what: What = what
+        self.what: What = None
         self.called: Spot = NOWHERE
         self.start: Start | None = start
         self.program = program
@@ -88,6 +88,11 @@ class Job:
         self.promise.sent = sent
         self.generator: Generator[Completion, None, Completion] | None = None
         self.step: Completion | None = None
+
+    def becomes(self, operation: Operation, spot: Spot, what: What, *, shares: bool) -> None:
+        """``operation`` ends with it."""
+        self.place, self.part, self.ticket = operation.sequence, operation.part, operation.ticket
+        self.called, self.what, self.shares = spot, what, shares
 
     def abandon(self) -> None:
         """Nobody goes on with it; what it waits for may still write to its memory."""

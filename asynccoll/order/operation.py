@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, PeerLostError, forget_frames
+from asynccoll.errors import CollectiveError, forget_frames
 from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asynccoll.order.needs import Members, World
     from asynccoll.transport.communicator import Communicator
 
-__all__ = ["Estimate", "Operation"]
+__all__ = ["Estimate", "Operation", "Order"]
 
 #: An inline wait holds the loop, so it is for operations expected to end within this time.
 INLINE_SECONDS = 1e-3
@@ -62,7 +62,11 @@ class Order(Protocol):
     key: str
     group: Members
     world: World
-    epoch: int
+    broken: CollectiveError | None
+
+    @property
+    def epoch(self) -> int:
+        """How often its ranks have come in step again after a refusal."""
 
     @property
     def communicator(self) -> Communicator | None:
@@ -74,8 +78,8 @@ class Order(Protocol):
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
         """What is left of ``operation`` when it is done."""
 
-    def lose(self, error: PeerLostError) -> None:
-        """A rank of the group is gone."""
+    def lose(self, error: CollectiveError) -> None:
+        """A rank of the group is gone, or calls are out of step: give it up."""
 
 
 class Operation:

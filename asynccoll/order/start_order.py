@@ -37,7 +37,7 @@ _PAUSE_SECONDS = 0.001
 
 
 class Passing(Protocol):
-    """A lane, as the turnstile lets its operations through."""
+    """The queue of a lane, as the turnstile lets its operations through."""
 
     name: str
     key: str
@@ -60,7 +60,7 @@ class Passengers(Protocol):
         """The name by which its members meet."""
 
     def meant(self, name: str, key: str) -> Passing | None:
-        """The lane whose ranks meet by ``key``, opened if it is the next of its name."""
+        """That of the lane whose ranks meet by ``key``, opened if it is the next of its name."""
 
 
 class Turnstile:
@@ -156,7 +156,7 @@ class Turnstile:
         return None
 
     def _named(self, name: str, key: str) -> Passing | None:
-        """The lane that is meant, which this rank may have yet to open again after a close."""
+        """That of the lane that is meant, which this rank may have yet to open again after a close."""
         while not self._closed:
             lane = self._group.meant(name, key)
             if lane is not None:

@@ -79,7 +79,7 @@ def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseExcept
     role, _, _ = name.partition("_")
     reason = f"{type(error).__name__}: {error}"
     if role == "recv":
-        lane.note_refused(name, peer, tag, reason)
+        lane.records.refused(name, 0, tag, peer, reason)
         return
     why = f"rank {lane.world.rank} refused its side: {reason}"
 

@@ -200,8 +200,8 @@ class Context:
             raise self._without_store(lane, error) from None
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
-        if lane.compared is None and not self.backend.compares_calls:
-            lane.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
+        if lane.announcing.compared is None and not self.backend.compares_calls:
+            lane.announcing.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
         return opened
 
     def _without_store(self, lane: Lane, error: BaseException) -> CollectiveError:
@@ -303,7 +303,7 @@ class Context:
                     host.sleep(LAND_POLL_SECONDS)
         # Whom a refusal of ours is still on its way to must not find us gone.
         lanes = [lane for group in self._sorted_groups() for lane in group.lanes()]
-        while any(lane.is_settling for lane in lanes) and host.monotonic() < deadline:
+        while any(lane.halting.is_settling for lane in lanes) and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
         # Nor who holds a call until it knows that ours, which may be over already, was the same.
         deadline = min(deadline, host.monotonic() + TELL_SECONDS)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
+    from asynccoll.order.queue import Queue
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.completion import Completion
@@ -41,6 +42,9 @@ __all__ = ["MAX_LANES", "Group", "GroupLike"]
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
 #: Lanes cost threads and descriptors; a program that needs more has a leak of names.
 MAX_LANES = 32
+#: How soon it is noticed that a lane which is to be closed is over.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.02
 #: How long at most those threads are waited for that close lanes: nobody may end while one is in native code.
 _CLOSE_SECONDS = 10.0
 
@@ -197,7 +201,12 @@ class Group:
 
     def _close(self, lane: Lane) -> None:
         context = self.context
-        lane.wait_until_over()
+        for operation in lane.outstanding():
+            context.watch_over(operation)  # a peer may be gone, or have refused its side
+        pause = _FIRST_PAUSE_SECONDS
+        while lane.outstanding() and lane.broken is None and not context.closed:
+            host.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if context.clients is not None and self.size > 1 and lane.broken is None:
             # A peer may still be in a call in which this rank has done its part.
             with contextlib.suppress(RuntimeError, CollectiveError):
@@ -261,18 +270,18 @@ class Group:
         with self._lock:
             return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
 
-    def meant(self, name: str, key: str) -> Lane | None:
-        """The lane whose ranks meet by ``key``, opened if it is the next of its name.
+    def meant(self, name: str, key: str) -> Queue | None:
+        """The queue of the lane whose ranks meet by ``key``, which is opened if it is the next of its name.
 
         One that is closing has calls in flight while its name is free, or another's. None where this rank has
         yet to close the one that had the name before.
         """
         with contextlib.suppress(StopIteration):
-            return self.known_by(key)
+            return self.known_by(key).queue
         if name in self.opened or self._next_key(name) != key:
             return None
         lane = self.lane(name)
-        return lane if lane.key == key else None
+        return lane.queue if lane.key == key else None
 
     def lanes(self) -> list[Lane]:
         """The open lanes, by name: the same order on every rank."""

@@ -1,0 +1,296 @@
+"""The calls of a lane that are queued, and who issues them: in order, and in one thread at a time.
+
+A *program* (an operation of several native calls that depend on each other) is driven from its
+completions, or by a waiter that comes at once (``stepping``): it goes on whether or not anybody waits.
+What comes after it queues until it has issued its last call.
+
+It must not know who is told of a call that fails, nor how a refusal is settled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from asynccoll.order.job import returned
+from asynccoll.order.stepping import Stepping
+from asynccoll.transport.completion import Completion, Promise, Ready
+from asynccoll.transport.streams import on_stream
+
+if TYPE_CHECKING:
+    from asynccoll import host
+    from asynccoll.order.announcing import Announcing
+    from asynccoll.order.connection import Connection
+    from asynccoll.order.cut import Epochs, Refusal
+    from asynccoll.order.failing import Failing
+    from asynccoll.order.job import Job
+    from asynccoll.order.ownership import Stream
+    from asynccoll.order.records import Records
+    from asynccoll.order.start_order import Turnstile
+    from asynccoll.transport.communicator import Communicator
+
+__all__ = ["Queue"]
+
+
+class Queue:
+    """Of one lane. What comes before ``start`` is called with the lane's lock held, the rest without."""
+
+    def __init__(
+        self,
+        name: str,
+        key: str,
+        lock: host.Lock,
+        connection: Connection,
+        epochs: Epochs,
+        announcing: Announcing,
+        records: Records,
+        failing: Failing,
+        turnstile: Turnstile | None,
+    ) -> None:
+        """``name`` and ``key``: the lane's, which a ``turnstile`` tells to other ranks."""
+        self.name: str = name
+        self.key: str = key
+        self.lock: host.Lock = lock
+        self._connection = connection
+        self._epochs = epochs
+        self._announcing = announcing
+        self._records = records
+        self._failing = failing
+        self._jobs: deque[Job] = deque()
+        self._active: Job | None = None
+        self._turnstile = turnstile
+        self._admitted: int | None = None  # the epoch for which the turnstile lets one operation start
+        self._driving = False
+        self._kicked = False
+
+    def is_free(self, stream: Stream | None) -> bool:
+        """Whether the next call, or one of ``stream``, may be issued by its caller."""
+        return (
+            self._connection.communicator is not None
+            and not self._jobs
+            and self._active is None
+            and not self._driving
+            and self._turnstile is None
+            and self._epochs.cut is None
+            and not self._failing.out_of_step
+            and not (self._epochs.places.shared and self._epochs.has_given_up)
+        ) or (stream is not None and self._only_awaits_others())
+
+    def _only_awaits_others(self) -> bool:
+        """Whether a collective holds up all the rest until it is known what other ranks call.
+
+        A message must not wait for it: its receiver may have to have it before it calls that.
+        """
+        first = self._active or (self._jobs[0] if self._jobs else None)
+        return (
+            first is not None
+            and first.gate is not None
+            and self._connection.communicator is not None
+            and self._epochs.cut is None
+            and not self._failing.out_of_step
+            and all(job.place for job in self._jobs)
+        )
+
+    def begin(self, job: Job, _: Communicator) -> Completion:
+        """Issue the first calls of a program that its waiter may drive, where nothing else is queued."""
+        promise, self._active = job.promise, job
+        try:
+            last = self._next_call(job)
+        except BaseException:  # refused by the native call itself, as it is for a single one
+            self._active = None
+            raise
+        if last is not None:
+            self._active = None
+            promise.follow(last)
+        return promise
+
+    def extend(self, jobs: Iterable[Job]) -> None:
+        """They come after those that are there."""
+        self._jobs.extend(jobs)
+
+    def take_out(self, refusal: Refusal) -> list[Job]:
+        """What is lost with ``refusal``, and not begun. What is begun is given up."""
+        lost = [job for job in self._jobs if refusal.loses(job.place, job.part)]
+        self._jobs = deque(job for job in self._jobs if not refusal.loses(job.place, job.part))
+        active = self._active
+        if active is not None and refusal.loses(active.place, active.part):
+            self._active = None
+            active.abandon()
+        return lost
+
+    def clear(self) -> list[Job]:
+        """Take out all, also what is begun."""
+        jobs = [*self._jobs] if self._active is None else [*self._jobs, self._active]
+        self._jobs, self._active = deque(), None
+        return jobs
+
+    def reached(self, latest: int) -> int:
+        """The highest place that may have been issued by its caller, where ``latest`` was accepted last."""
+        first = next((job for job in self._jobs if job.place), None)
+        # One that others were told of counts: it is not announced once more.
+        return latest if first is None else first.place - (not first.shares and first.gate is None)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing that has a place is left, nor being issued."""
+        return (
+            not self._driving
+            and (self._active is None or not self._active.place)
+            and not any(job.place for job in self._jobs)
+        )
+
+    def start(self) -> None:
+        """Something was queued: issue it if possible, and let no waiter hold it up."""
+        with self.lock:  # or it may be about to issue its first call, and then there is nothing to hand over
+            active = self._active
+            promise = None if active is None else active.promise  # once: it may be over any moment
+        if isinstance(promise, Stepping):
+            promise.hand_over()  # somebody else waits for its end now
+        self.request(1)
+        self.drive()
+
+    def drive(self) -> None:
+        """Issue queued operations as far as possible."""
+        with self.lock:
+            if self._driving:
+                self._kicked = True
+                return
+            self._driving = True
+        try:
+            self._issue_queued()
+        except BaseException:  # Ctrl-C, where a waiter drives
+            self._stop_driving()
+            raise
+
+    def _stop_driving(self) -> None:
+        """The driving waiter was interrupted, at any point: leave the rest to completions."""
+        with self.lock:
+            self._driving = self._kicked = False
+            active = self._active
+        if active is None or active.step is None:
+            self.drive()
+        else:
+            active.driven = False
+            active.step.add_callback(self.drive)
+
+    def _issue_queued(self) -> None:
+        while True:
+            job = self._active
+            if job is None:
+                with self.lock:
+                    if self._jobs and self._may_start(self._jobs[0]):
+                        job = self._active = self._jobs.popleft()
+                        self._epochs.issued = job.place or self._epochs.issued
+                        self._records.begun(job.ticket)
+                    elif self._rest():
+                        break
+            elif job.step is not None and not job.step.done():
+                with self.lock:
+                    if self._rest():
+                        break
+            if job is not None and (job.step is None or job.step.done()):
+                self._advance(job)
+        if self._admitted is not None:
+            self._pass_up()
+
+    def _may_start(self, job: Job) -> bool:
+        if self._connection.communicator is None or self._failing.out_of_step:
+            return False
+        return self._turnstile is None or not job.place or self._admitted == self._epochs.number
+
+    def _rest(self) -> bool:
+        """Give up driving, unless somebody called for it meanwhile. With the lock held."""
+        if self._kicked:
+            self._kicked = False
+            return False
+        self._driving = False
+        return True
+
+    def _advance(self, job: Job) -> None:
+        """Start the job's next call; after its last one the lane is free for the next job."""
+        interrupted: KeyboardInterrupt | None = None
+        try:
+            last = self._next_unless_refused(job)
+        except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
+            last = Ready(error)
+            if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
+                interrupted = error
+            if self._active is job:
+                self._failing.broke_off(job, error)
+        if last is not None:
+            with self.lock:
+                mine = self._active is job  # else it was given up meanwhile, and the turnstile told
+                if mine:
+                    self._active = None
+                passed = mine and job.place > 0 and self._admitted is not None
+                if passed:
+                    self._admitted = None
+            job.promise.follow(last)
+            if passed and self._turnstile is not None:
+                self._turnstile.release()
+        elif not job.driven:
+            assert job.step is not None
+            job.step.add_callback(self.drive)
+        if interrupted is not None:
+            raise interrupted
+
+    def _next_unless_refused(self, job: Job) -> Completion | None:
+        """``_next_call``, if nothing is found against it; None also if that is not known yet."""
+        found = self._announcing.objection(job)
+        if found is None:
+            return on_stream(job.stream, self._next_call, job)
+        if isinstance(found, Promise):
+            return None
+        self._failing.differs(found, job.place, job.part, job.promise)
+        return Ready(found)
+
+    def _next_call(self, job: Job) -> Completion | None:
+        """Make it; what comes back is the completion of the job's last."""
+        if job.start is not None:
+            return returned(job.start(self._connection.opened()))
+        try:
+            if job.step is not None and (error := job.step.error()) is not None:
+                assert job.generator is not None
+                job.step = job.generator.throw(error)
+            else:
+                if job.step is not None and job.step.stream_ordered:
+                    job.step.synchronize()  # what the program computes of it comes after it
+                if job.generator is None:
+                    assert job.program is not None
+                    job.generator = job.program(self._connection.opened())
+                job.step = returned(next(job.generator))
+        except StopIteration as stop:
+            return returned(stop.value)
+        return None
+
+    # What the turnstile asks and says
+
+    def request(self, times: int) -> None:
+        """So many were queued: they want to pass the turnstile, if there is one."""
+        if self._turnstile is not None:
+            for _ in range(times):
+                self._turnstile.request(self)
+
+    def next_epoch_to_pass(self) -> int | None:
+        """The epoch of the next operation that waits for the turnstile; None if none does."""
+        with self.lock:
+            return self._epochs.number if any(job.place for job in self._jobs) else None
+
+    def admit(self, epoch: int) -> None:
+        """The turnstile lets the next operation of this lane start: that of the first rank's ``epoch``."""
+        with self.lock:
+            self._admitted = epoch
+        self.drive()
+
+    def _pass_up(self) -> None:
+        """Go through the turnstile with nothing, where the operation that was to was given up."""
+        with self.lock:
+            barren = self._epochs.is_exhausted and not self._jobs and self._active is None
+            if self._admitted is None or self._admitted > self._epochs.number:
+                return  # the first rank has settled before us
+            if self._admitted == self._epochs.number and not barren:
+                return
+            self._admitted = None
+        assert self._turnstile is not None
+        self._turnstile.release()
