@@ -57,6 +57,21 @@ __all__ = [
 class AsyncCollError(Exception):
     """Base of everything this package raises."""
 
+    _raised: weakref.ref[AsyncCollError] | None = None
+
+    def for_waiter(self) -> AsyncCollError:
+        """A copy to raise, of an error that is kept: raising fills an error with frames.
+
+        The same one as long as somebody has it.
+        """
+        raised = None if self._raised is None else self._raised()
+        if raised is None:
+            raised = copy.copy(self)
+            raised.__dict__.pop("_raised", None)  # or it could not be pickled
+            raised.__cause__ = self.__cause__
+            self._raised = weakref.ref(raised)
+        return raised
+
 
 class NotInitializedError(AsyncCollError, RuntimeError):
     """There is no context to communicate in: ``initialize`` was not called, or ``finalize`` was."""
@@ -119,8 +134,6 @@ class CollectiveError(AsyncCollError, RuntimeError):
     are its name and its lane's, "" where no single one is meant.
     """
 
-    _raised: weakref.ref[CollectiveError] | None = None
-
     def __init__(
         self, message: str, ranks: tuple[int, ...] = (), *, operation: str = "", lane: str = ""
     ) -> None:
@@ -132,18 +145,6 @@ class CollectiveError(AsyncCollError, RuntimeError):
     def __reduce__(self) -> tuple[object, ...]:
         told = {"ranks": self.ranks, "operation": self.operation, "lane": self.lane}
         return type(self), (str(self),), told
-
-    def for_waiter(self) -> CollectiveError:
-        """A copy to raise, of an error that is kept: raising fills an error with frames.
-
-        The same one as long as somebody has it.
-        """
-        raised = None if self._raised is None else self._raised()
-        if raised is None:
-            raised = copy.copy(self)
-            raised.__cause__ = self.__cause__
-            self._raised = weakref.ref(raised)
-        return raised
 
 
 class ForkedProcessError(NotInitializedError, CollectiveError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -294,24 +295,27 @@ def test_random_refusals(several: World) -> None:
 # ---------------------------------------------------------------- in the middle of a call
 
 
-async def breaks_off(me: Rank, name: str) -> None:
-    """Rank 0 runs out of memory between the two rounds of a program."""
+async def breaks_off(me: Rank, name: str, kind: type[Exception], own: type[Exception]) -> None:
+    """On rank 0 ``kind`` is raised between the two rounds of a program, which gets ``own``."""
     await me.get(ac.all_reduce(1, lane=name))
     real = asynccoll.payload.messages._padded
     text = f"of rank {me.rank}: " + "x" * 2000
 
     def padded(message: Any, *rest: Any) -> Any:
         if b"of rank 0" in message.body_bytes():
-            raise MemoryError("no room for the second round")
+            raise kind("no room for the second round")
         return real(message, *rest)
 
     if me.rank == 0:  # alone: where ranks are threads, they share the module
         asynccoll.payload.messages._padded = padded
     try:
         work = ac.all_gather_object(text, lane=name)
-        with raising(ac.CollectiveError if me.rank == 0 else ac.PeerRefusedError, "no room") as caught:
+        with raising(own if me.rank == 0 else ac.PeerRefusedError, "no room") as caught:
             await me.get(work)
         assert isinstance(caught.error, ac.PeerRefusedError) is (me.rank > 0), "a rank is not its own peer"
+        with raising(type(caught.error), "no room"):
+            work.result()
+        pickle.loads(pickle.dumps(caught.error))
     finally:
         if me.rank == 0:
             asynccoll.payload.messages._padded = real
@@ -321,9 +325,20 @@ async def breaks_off(me: Rank, name: str) -> None:
     ac.close_lane(name)
 
 
-def test_a_program_that_breaks_off(several: World, runner: str) -> None:
-    """What fails on one rank between two native calls is a refusal: its peers do not wait for the rest."""
-    several.run(breaks_off, f"breaks off {next(_labels)}", runner=runner, timeout=patient(30))
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [(MemoryError, ac.CollectiveError), (ac.UnsupportedOpError, ac.UnsupportedOpError)],
+    ids=["foreign", "typed"],
+)
+def test_a_program_that_breaks_off(
+    several: World, runner: str, kind: type[Exception], own: type[Exception]
+) -> None:
+    """What fails on one rank between two native calls is a refusal: its peers do not wait for the rest.
+
+    That rank is told so as by a call that is refused at once: an error of ours is raised as it is.
+    """
+    label = f"breaks off {next(_labels)}"
+    several.run(breaks_off, label, kind, own, runner=runner, timeout=patient(30))
 
 
 # ---------------------------------------------------------------- what is left behind

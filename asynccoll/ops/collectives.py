@@ -25,7 +25,8 @@ Said once, for every function here:
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``, and ``InvalidCallError`` for arguments
   that do not fit the function; the peers that did call get a ``PeerRefusedError``. From ``await``:
-  ``CollectiveTimeoutError``, ``CollectiveMismatchError``, ``PeerLostError``, ``PeerRefusedError``.
+  ``CollectiveTimeoutError``, ``CollectiveMismatchError``, ``PeerLostError``, ``PeerRefusedError``; and those
+  above, where what is wrong is found only after a part was sent, or once the call's turn in a queue comes.
 
 In the examples two ranks call; ``r0``/``r1`` is what each gets.
 """

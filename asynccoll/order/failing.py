@@ -78,9 +78,11 @@ class Failing:
         self.out_of_step = True
         self._lane.world.find_out(self._lane, failure)
 
-    def explain(self, operation: Operation, native: BaseException) -> CollectiveError:
+    def explain(self, operation: Operation, native: BaseException) -> AsyncCollError:
         """The typed error for ``native``; the world says which rank is the culprit."""
         lane = self._lane
+        if isinstance(native, AsyncCollError) and not isinstance(native, CollectiveError):
+            return native  # of this rank's own call, which broke off for that reason
         refusal = self._epochs.refusal_of(operation.sequence, operation.part)
         if refusal is not None and native is not lane.broken:
             own = refusal.rank == lane.world.rank and refusal.place == operation.sequence

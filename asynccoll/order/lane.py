@@ -18,6 +18,7 @@ from torch.autograd import profiler
 from asynccoll import host
 from asynccoll.errors import (
     AbortedError,
+    AsyncCollError,
     CollectiveError,
     CollectiveMismatchError,
     PeerLostError,
@@ -375,7 +376,7 @@ class Lane:
         self.break_off(error)
         self.world.pass_on(self)
 
-    def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
+    def explain_failure(self, operation: Operation, native: BaseException) -> AsyncCollError:
         """The typed error for ``native``; see there."""
         return self._failing.explain(operation, native)
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, forget_frames
+from asynccoll.errors import AsyncCollError, CollectiveError, forget_frames
 from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
@@ -72,7 +72,7 @@ class Order(Protocol):
     def communicator(self) -> Communicator | None:
         """The communicator that operations are issued on; None until it is open."""
 
-    def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
+    def explain_failure(self, operation: Operation, native: BaseException) -> AsyncCollError:
         """The typed error for ``native``, with its culprit named."""
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
@@ -125,7 +125,7 @@ class Operation:
         self.deadline: float = called + timeout
         #: somebody has seen it end well
         self.over: bool = False
-        self.failure: CollectiveError | None = None
+        self.failure: AsyncCollError | None = None
         self.part: int = 1  # of those at its place
         self.peer: int = -1  # of a message: the index of the other rank
         self.tag: int = 0  # of a message
@@ -248,15 +248,16 @@ class Operation:
         except RuntimeError as error:
             self._fails(self.lane.explain_failure(self, error))
 
-    def error(self) -> CollectiveError | None:
+    def error(self) -> AsyncCollError | None:
         """Its error, as one of ours; None if it succeeded. Only once done. Kept: waiters raise a copy."""
         if self.failure is None and (native := self.completion.error()) is not None:
             self._fails(self.lane.explain_failure(self, native))
         return self.failure
 
-    def _fails(self, error: CollectiveError) -> None:
+    def _fails(self, error: AsyncCollError) -> None:
         forget_frames(error)  # its lane may keep it for long
         self.failure = error
-        error.operation = error.operation or self.name  # the first of those that fail with it
-        error.lane = error.lane or self.lane.name
+        if isinstance(error, CollectiveError):
+            error.operation = error.operation or self.name  # the first of those that fail with it
+            error.lane = error.lane or self.lane.name
         self.lane.world.recorder.failed(self.ticket, str(error), host.monotonic())

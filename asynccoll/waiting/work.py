@@ -75,7 +75,8 @@ class Work(NotItsResult, Generic[T]):
       operation and the host has not waited; ``await work.on_host()`` does.
     - All awaiters get the same object. Cancelling an awaiter stops its waiting, not the operation.
     - A work that fails raises the same error for every waiter: ``CollectiveTimeoutError``,
-      ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``.
+      ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``;
+      or what was wrong with this rank's own call, where that is found late (``UnsupportedOpError``, say).
     - Dropped without having been waited for, it warns (``UnawaitedWorkWarning``) with the place that
       created it; ``detach()`` says that this is meant.
     """
