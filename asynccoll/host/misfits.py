@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn, TypeVar
 
 from asynccoll.errors import AsyncCollError, InvalidCallError
@@ -22,8 +22,13 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Refuse = Callable[[Callable[..., object], Sequence[object], Mapping[str, object], TypeError], NoReturn]
 
 
-def fitting(function: Function, refuse: Refuse | None = None) -> Function:
-    """``function``, also a constructor, and of arguments that do not fit it an error that says what does."""
+def fitting(
+    function: Function, refuse: Refuse | None = None, *, left_out: Mapping[str, str] | None = None
+) -> Function:
+    """``function``, also a constructor, and of arguments that do not fit it an error that says what does.
+
+    ``left_out``: what others take by name, and why it is left out here.
+    """
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> object:
@@ -35,7 +40,7 @@ def fitting(function: Function, refuse: Refuse | None = None) -> Function:
             if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
                 raise
             said = error
-        return (refuse or _refuse)(function, args, given, said)
+        return (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
 
     return call  # type: ignore[return-value]  # by its signature
 
@@ -46,7 +51,11 @@ def near(name: str, names: Sequence[str]) -> str:
 
 
 def _refuse(
-    function: Callable[..., object], args: Sequence[object], given: Mapping[str, object], said: TypeError
+    function: Callable[..., object],
+    args: Sequence[object],
+    given: Mapping[str, object],
+    said: TypeError,
+    left_out: Mapping[str, str],
 ) -> NoReturn:
     parameters = list(inspect.signature(function).parameters.values())
     name, text = function.__name__, str(said)
@@ -55,13 +64,16 @@ def _refuse(
         text = f"{name}() {_by_binding(inspect.Signature(parameters), args[1:], given)}"
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    meant = {one: near(one, named) for one in given if one not in named and not takes_any}
-    advice = [
+    unknown = [one for one in given if one not in {*named, *left_out} and not takes_any]
+    meant = {one: near(one, named) for one in unknown}
+    advice = [f"leave {one}= out: {left_out[one]}" for one in given if one in left_out]
+    advice += [
         f"did you mean {right}=?" if right else f"by name there {_are(named)}" for right in meant.values()
     ]
     text = "; ".join([text, *dict.fromkeys(advice)])
     if all(meant.values()):  # else what was written here would mean something else
-        text += f": write {name}({_written(parameters, {meant.get(one, one) for one in given})})"
+        written = _written(parameters, {meant.get(one, one) for one in given if one not in left_out})
+        text += f": write ac.{name}({written})"
     raise InvalidCallError(text)
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -410,7 +411,17 @@ def available_backends() -> tuple[str, ...]:
     return table.available()
 
 
-@fitting
+@partial(
+    fitting,
+    left_out={
+        "backend": "a group uses the world's backend",
+        "timeout": "it is an argument of each call",
+        "use_local_synchronization": "only the members of a group need to call this",
+        "pg_options": "a group uses the world's options",
+        "group_desc": "a group is named by its ranks",
+        "device_id": "a group uses the world's device",
+    },
+)
 def new_group(ranks: object) -> Group:
     """The group of the global ``ranks`` (sorted, as torch does).
 
