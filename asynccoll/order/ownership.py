@@ -81,6 +81,7 @@ def _check_handover(node: actors.Descent, held: actors.Actor, before: Spot, lane
         f"{mine} issued a collective on {lane} at {caller().place}, but that lane "
         f"belongs to {'another ' * (mine == other)}{other}, which issued there at {before.place} and is "
         "still running. Two concurrent tasks on one lane can be scheduled in different order on different "
-        "ranks, which gives wrong numbers. Give each task its own lane: lane='name' on the call, `with "
-        "ac.lane('name'):` around it, or start the tasks in `ac.create_task_group()`"
+        "ranks, which gives wrong numbers. Give each task its own lane: start the tasks in "
+        "`ac.create_task_group()`, pass lane='name' to the call, or write `with ac.lane('name'):` around it "
+        "(and start the task by `ac.isolated(...)` if it uses no_grad or autocast, which leak at an await)"
     )
