@@ -237,6 +237,13 @@ def test_the_simulated_world_needs_what_a_plain_install_brings(tmp_path: Path) -
     assert done.stdout.strip() == str([(rank, [3.0, 3.0]) for rank in range(3)]), done.stdout + done.stderr
 
 
+def test_help_of_a_collective_tells_of_the_arguments_that_it_has() -> None:
+    for call in (ac.all_reduce, ac.barrier, ac.send, ac.recv, ac.gather_object):
+        told = re.findall(r"^- ``(\w+)``:", call.__doc__ or "", re.MULTILINE)
+        taken = inspect.signature(call).parameters
+        assert told == [name for name in ("group", "lane", "timeout", "out") if name in taken]
+
+
 MEANT = {
     "rank": "ac.get_rank()",  # Horovod's
     "init_process_group": 'ac.initialize("gloo")',  # torch's

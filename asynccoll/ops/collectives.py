@@ -291,18 +291,26 @@ _AS_EVERY_CALL = """
 As every collective it starts at once and returns a ``Work``: ``await`` it, or ``.wait()`` without a loop, and
 use what that gives. Inputs stay as they are, and must not be written to until then.
 
-- ``group``: the ranks that call, as ``ac.new_group`` or a list of ranks gives them; default: all.
-- ``lane``: the order that the call belongs to; tasks that run at the same time need one each.
-- ``timeout``: seconds, after which the await raises ``CollectiveTimeoutError``.
-- ``out``, where there is one: a tensor for the result; ``out=x`` reduces or receives in place.
+{arguments}
 
-Errors, and more of these: ``help("asynccoll.ops.collectives")``. ``python -m asyncio`` takes the examples.
+Errors, and more of these: ``help("asynccoll.ops.collectives")``. To try the examples: ``await`` works at the
+prompt of ``python -m asyncio``.
 """
+#: What an argument of that name is, for those that have it.
+_ARGUMENTS = {
+    "group": "the ranks that call, as ``ac.new_group`` or a list of ranks gives them; default: all.",
+    "lane": "the order that the call belongs to; tasks that run at the same time need one each.",
+    "timeout": "seconds, after which the await raises ``CollectiveTimeoutError``.",
+    "out": "a tensor for the result; ``out=x`` reduces or receives in place.",
+}
 
 
 def _fitting(function: Function) -> Function:
     """``fitting``; if a call does not fit, the peers are told."""
-    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n{_AS_EVERY_CALL}"
+    taken = inspect.signature(function).parameters
+    arguments = "\n".join(f"- ``{name}``: {told}" for name, told in _ARGUMENTS.items() if name in taken)
+    told = _AS_EVERY_CALL.format(arguments=arguments)
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n{told}"
     return fitting(function, _refuse_misfit)
 
 

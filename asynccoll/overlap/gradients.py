@@ -450,8 +450,8 @@ def overlap_gradients(
 
     Without a loop ``gradients.wait()`` ends the step. The order is ``zero_grad``, backward, ``await
     gradients``, clipping, ``optimizer.step()``. Of several backwards for one step all but the last go under
-    ``with gradients.no_sync():``. See ``help(ac.overlap.GradientReducer)`` for unused parameters,
-    accumulation and errors.
+    ``with gradients.no_sync():``. Every rank awaits once a step, also one that has no data for it. See
+    ``help(ac.overlap.GradientReducer)`` for unused parameters, accumulation and errors.
 
     On the CPU backward runs in the caller and holds the event loop; where other tasks are to go on
     meanwhile, run it in a thread: ``await asyncio.to_thread(loss.backward)``.
