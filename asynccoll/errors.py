@@ -6,7 +6,7 @@
     ├── BackendNotFoundError (ImportError)      unknown name, or its package is missing
     ├── LaunchEnvironmentError (ValueError)     contradictory or incomplete launcher variables
     ├── InvalidArgumentError (ValueError)       a value no call of this kind can have
-    │   └── InvalidCallError (TypeError)        arguments that do not fit the function
+    │   └── InvalidCallError (TypeError)        arguments that do not fit the function, or are of another type
     ├── PayloadTypeError (TypeError)            a payload no collective of this kind can carry
     ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the text names those that have it
     ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
@@ -90,7 +90,7 @@ class InvalidArgumentError(AsyncCollError, ValueError):
 
 
 class InvalidCallError(InvalidArgumentError, TypeError):
-    """The arguments do not fit the function: too many by position, or a name it does not have."""
+    """The arguments do not fit the function: too many by position, an unknown name, or another type."""
 
 
 class PayloadTypeError(AsyncCollError, TypeError):

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an optimizer that is a model": (
         lambda: ac.async_optim(nn.Linear(1, 1)),  # type: ignore[arg-type]
-        r"async_optim takes an optimizer of torch's, got a Linear: .*ac\.overlap_gradients",
+        r"optimizer of async_optim must be a torch.optim.Optimizer, got a Linear: .*ac\.overlap_gradients",
     ),
     "layers that are a model": (
         lambda: ac.overlap.shard_layers(nn.Linear(1, 1)),  # type: ignore[arg-type]

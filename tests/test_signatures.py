@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
-from typing import Any
+import warnings
+from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import asynccoll as ac
+from asynccoll import testing
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -171,6 +175,270 @@ def test_what_is_no_collective_says_as_much(name: str) -> None:
     assert isinstance(caught.error, TypeError)
     assert caught.error.__context__ is None
     assert "__init__" not in str(caught.error)
+
+
+def _net() -> torch.nn.Linear:
+    return torch.nn.Linear(2, 2)
+
+
+def _sgd(model: torch.nn.Module | None = None) -> torch.optim.SGD:
+    return torch.optim.SGD((model or _net()).parameters(), lr=0.1)
+
+
+def _sharded() -> Any:
+    model = _net()
+    return ac.overlap.shard_optimizer(model, _sgd(model), lane=ac.new_lane("sharded"))
+
+
+def _layers() -> Any:
+    return ac.overlap.shard_layers([_net()])
+
+
+def _sum() -> ac.Work[Any]:
+    return ac.all_reduce(X)
+
+
+async def _first(works: Any, **call: Any) -> None:
+    async for _ in called.as_completed(works, **call):
+        pass
+
+
+async def _never() -> None:
+    """A coroutine that is passed where a function is due."""
+
+
+def _rank(rank: int) -> int:
+    return rank
+
+
+def _two(stage: object) -> Any:
+    return testing.simulate(_rank, world_size=2, faults=stage)
+
+
+#: Arguments of another type than the function takes, and what the error says: which, and what was given.
+OF_ANOTHER_TYPE = {
+    "one work": (
+        lambda: asyncio.run(called.wait_all(_sum())),
+        "a list of Works",
+        "a Work: write wait_all([work])",
+    ),
+    "works by name": (
+        lambda: asyncio.run(called.wait_all({"a": _sum()})),
+        "works[0] of wait_all must be a Work",
+        "got 'a': write wait_all(works.values())",
+    ),
+    "no work among them": (
+        lambda: asyncio.run(called.wait_all([_sum(), None])),
+        "works[1] of wait_all must be a Work, as every call returns, got None",
+    ),
+    "results": (lambda: asyncio.run(called.wait_all([X])), "works[0]", "got a Tensor: coroutines"),
+    "no works": (lambda: asyncio.run(called.wait_all(None)), "a list of Works, got None"),
+    "works one by one": (lambda: called.wait_all(_sum(), _sum()), "write ac.wait_all(works)"),
+    "completed of one": (lambda: asyncio.run(_first(_sum())), "write as_completed([work])"),
+    "completed of none": (
+        lambda: asyncio.run(_first([_sum(), [_sum()]])),
+        "works[1] of as_completed",
+        "a list of Work",
+    ),
+    "patience": (lambda: _sum().wait(called), "timeout must be None or a number of seconds", "got a module"),
+    "patience in words": (lambda: _sum().wait(cast("Any", "3")), "a number of seconds, got '3'"),
+    "patience of torch's": (
+        lambda: _sum().wait(cast("Any", timedelta(seconds=3))),
+        "timedelta: write timeout=3",
+    ),
+    "no patience": (lambda: _sum().wait(float("nan")), "a number of seconds, got nan"),
+    "patience with many": (
+        lambda: asyncio.run(_first([_sum()], timeout="3")),
+        "a number of seconds, got '3'",
+    ),
+    "map": (lambda: _sum().map(cast("Any", 2)), "what work.map() calls must be a function, got 2"),
+    "callback": (
+        lambda: _sum().add_done_callback(cast("Any", None)),
+        "work.add_done_callback() calls",
+        "got None",
+    ),
+    "memory": (lambda: called.may_overlap(X, [X]), "must be tensors, got a tuple of Tensor"),
+    "model's optimizer": (lambda: called.auto_model(_sgd()), "the model of auto_model", "got a SGD"),
+    "model's class": (lambda: called.auto_model(torch.nn.Linear), "got the class Linear"),
+    "optimizer's model": (lambda: called.auto_optim(_net()), "the optimizer of auto_optim", "got a Linear"),
+    "awaited option": (
+        lambda: called.async_optim(_sgd(), bucket_byte=1),
+        "async_optim takes no bucket_byte=",
+        "mean bucket_bytes=?",
+    ),
+    "data": (lambda: called.auto_dataloader(None), "the dataset of auto_dataloader", "got None"),
+    "loader": (
+        lambda: called.auto_dataloader(torch.utils.data.DataLoader(cast("Any", [1]))),
+        "got a DataLoader: it makes the DataLoader itself: pass loader.dataset",
+    ),
+    "batch": (
+        lambda: called.auto_dataloader([1], batch_size="8"),
+        "batch_size must be an int of 1 or more, got '8'",
+    ),
+    "workers": (
+        lambda: called.auto_dataloader([1], num_workers=-1),
+        "num_workers must be an int from 0 up, got -1",
+    ),
+    "sampler": (
+        lambda: called.DistributedProxySampler([1]),
+        "Argument sampler should be instance of torch Sampler",
+    ),
+    "shares": (
+        lambda: called.DistributedProxySampler(torch.utils.data.SequentialSampler([1]), "2", 0),
+        "num_replicas must be an int of 1 or more, got '2'",
+    ),
+    "gradients of a function": (
+        lambda: called.overlap_gradients(lambda: None),
+        "expected a torch.nn.Module",
+        "a NoneType",
+    ),
+    "gradients' option": (
+        lambda: called.overlap_gradients(_net(), codec=None),
+        "'codec'",
+        "write ac.overlap.overlap_gradients(model)",
+    ),
+    "gradients' time": (
+        lambda: called.overlap_gradients(_net(), timeout="3"),
+        "timeout must be None or a positive number",
+    ),
+    "averages": (
+        lambda: called.overlap.average_parameters(_net()),
+        "'every'",
+        "write ac.overlap.average_parameters(model, every=...)",
+    ),
+    "prefetch of one": (
+        lambda: called.overlap.prefetch(_sum),
+        "starts must be an iterable of functions",
+        "got a function",
+    ),
+    "prefetch of works": (
+        lambda: next(iter(called.overlap.prefetch([_sum()]))),
+        "what prefetch starts must be a function without arguments, got a Work",
+    ),
+    "prefetch of nothing": (
+        lambda: next(iter(called.overlap.prefetch([lambda: None]))),
+        "must be a Work",
+        "got None",
+    ),
+    "sharded model": (
+        lambda: called.overlap.shard_optimizer(_net(), _net()),
+        "optimizer of shard_optimizer",
+        "a Linear",
+    ),
+    "sharded option": (
+        lambda: called.overlap.shard_optimizer(_net(), _sgd(), lanes="a"),
+        "shard_optimizer takes no lanes=; did you mean lane=?",
+    ),
+    "step of a scaler": (
+        lambda: _sharded().step(torch.amp.GradScaler("cpu")),
+        "closure must be None or a function that returns the loss",
+        "write step(scaler=scaler)",
+    ),
+    "step of an optimizer": (
+        lambda: called.async_optim(_sgd()).step(scaler=_sgd()),
+        "scaler must be a gradient scaler",
+    ),
+    "unscaled": (lambda: _sharded().unscale_(None), "scaler must be a gradient scaler, such as", "got None"),
+    "clipped": (lambda: _sharded().clip_grad_norm_(None), "max_norm must be a number, got None"),
+    "clipped by": (lambda: _layers().clip_grad_norm_(1.0, "inf"), "norm_type must be a number, got 'inf'"),
+    "state": (
+        lambda: _sharded().load_full_state_dict({}),
+        "with the entries 'state' and 'param_groups', got a dict",
+    ),
+    "state of layers": (
+        lambda: _layers().load_full_state_dict(_net()),
+        "the state must be a dict of tensors",
+    ),
+    "layers' optimizer": (
+        lambda: _layers().full_optimizer_state(_net()),
+        "optimizer must be a torch.optim.Optimizer",
+    ),
+    "window": (lambda: called.overlap.InFlight(1).start_blocking(_sum(), X), "write start(ac.all_reduce, x)"),
+    "window of a function": (
+        lambda: called.overlap.InFlight(1).start_blocking(len, X),
+        "that returns a Work, got 2",
+    ),
+    "DDP's time": (lambda: called.overlap.DDPState(timeout=-1), "timeout must be None or a positive number"),
+    "trace": (
+        lambda: called.trace.gather("trace.html"),
+        "the timeline must be what ac.trace.recording() gives",
+    ),
+    "trace's place": (lambda: called.trace.load(None), "where must be the path of a directory, got None"),
+    "span": (lambda: called.trace.span(3).__enter__(), "the name of a span must be a string, got 3"),
+    "hook": (lambda: called.trace.add_hook(None), "what add_hook calls must be a function"),
+    "codec": (lambda: called.Codec("mine", None, len), "encode of a Codec must be a function, got None"),
+    "sources": (lambda: called.recv_any(X, sources=1.0), "sources must be a list of ranks, got 1.0"),
+    "source": (
+        lambda: called.recv_any(X, sources=[[1]]),
+        "each of sources must be a rank, got a list of int",
+    ),
+    "spawned call": (
+        lambda: called.spawn("gloo", _never()),
+        "what the ranks run must be a function",
+        "without calling it",
+    ),
+    "spawned argument": (lambda: called.spawn("gloo", _rank, 3), "args must be a tuple, got 3", "write (x,)"),
+    "parallel call": (
+        lambda: called.Parallel().run(_rank(3)),
+        "what the ranks run must be a function, got 3",
+    ),
+    "world": (
+        lambda: called.initialize("gloo", rank=0, world_size="2"),
+        "world_size must be an int of 1 or more, got '2'",
+    ),
+    "simulated call": (
+        lambda: testing.simulate(cast("Any", _never())),
+        "main must be a function",
+        "without calling it",
+    ),
+    "simulated ranks": (
+        lambda: testing.simulate(_rank, world_size=cast("Any", "2")),
+        "world_size must be",
+        "'2'",
+    ),
+    "simulated loop": (lambda: testing.simulate(_rank, loop=cast("Any", [])), "loop must be one of"),
+    "seed": (lambda: testing.simulate(_rank, seed=cast("Any", None)), "seed must be an int, got None"),
+    "schedule": (
+        lambda: testing.simulate(_rank, schedule=cast("Any", "PCT")),
+        "schedule must be None, RandomWalk()",
+    ),
+    "statements": (lambda: testing.simulate(_rank, statements="json"), "write ['json']"),
+    "one fault": (lambda: _two(testing.Kill(1, at=1.0)), "faults must be a list of faults", "got a Kill"),
+    "no fault": (lambda: _two([1]), "each of faults must be a fault", "got 1"),
+    "fault of nobody": (
+        lambda: testing.Kill(cast("Any", "1"), at=1.0),
+        "rank of Kill must be an int",
+        "got '1'",
+    ),
+    "fault before": (lambda: testing.Kill(1, after_call=0), "after_call of Kill must be an int of 1 or more"),
+    "link": (lambda: testing.Link(cast("Any", None)), "latency of Link must be a number of seconds"),
+    "seeds": (lambda: testing.explore(_rank, seeds=cast("Any", 100)), "write range(100)"),
+    "expected": (
+        lambda: testing.explore(_rank, expect=cast("Any", 6)),
+        "expect must be None or a function, got 6",
+    ),
+    "ranks": (
+        lambda: testing.world(cast("Any", "2")),
+        "the size of a world must be an int of 1 or more, got '2'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_TYPE)
+def test_an_argument_of_another_type_is_named(name: str) -> None:
+    """Not by what Python misses in it somewhere inside; a caller that expects Python's error gets it."""
+    call, *says = OF_ANOTHER_TYPE[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # of the works that were refused
+        with raising(ac.InvalidArgumentError, *says):
+            call()
+
+
+@pytest.mark.parametrize("name", ["prescale", "postscale"])
+def test_a_factor_is_a_number(name: str) -> None:
+    """Of a tensor, Python asks whether it is true, which names no argument."""
+    with raising(ac.PayloadTypeError, f"{name} must be a number, got tensor"):
+        called.all_reduce(X, **{name: torch.ones(2)})
 
 
 def test_of_what_is_no_work_nobody_is_missing() -> None:

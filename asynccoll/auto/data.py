@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, distributed
 from torch.utils.data.sampler import Sampler
 
 from asynccoll.auto.place import Place, here
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.host.misfits import check_count, misfit
 from asynccoll.runtime.process import get_rank, get_world_size
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
@@ -162,15 +163,17 @@ class DistributedProxySampler(_Resumable):
         self, sampler: Sampler[object], num_replicas: int | None = None, rank: int | None = None
     ) -> None:
         if not isinstance(sampler, Sampler):
-            raise TypeError(
+            raise InvalidCallError(
                 f"Argument sampler should be instance of torch Sampler, but given: {type(sampler)}"
             )
         if isinstance(sampler, distributed.DistributedSampler):
-            raise TypeError("Argument sampler must not be a distributed sampler already")
+            raise InvalidCallError("Argument sampler must not be a distributed sampler already")
         if not hasattr(sampler, "__len__"):
-            raise TypeError("Argument sampler should have length")
+            raise InvalidCallError("Argument sampler should have length")
         num_replicas = get_world_size() if num_replicas is None else num_replicas
         rank = get_rank() if rank is None else rank
+        check_count("num_replicas", num_replicas)
+        check_count("rank", rank, 0)
         super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
         self.sampler = sampler
 
@@ -230,10 +233,21 @@ def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     - ``pin_memory`` is True where the device is a GPU, unless said otherwise. On xla-tpu the loader is
       wrapped in torch_xla's ``MpDeviceLoader``.
     """
+    _check_loader(dataset, kwargs)
     place = here()
     if place.rank == 0:
         _tell_uneven(kwargs.get("batch_size"), place.world_size)
     return dataloader_for(place, dataset, kwargs, shares_alone=True)
+
+
+def _check_loader(dataset: object, given: Mapping[str, object]) -> None:
+    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+        is_loader = isinstance(dataset, torch_data.DataLoader)
+        instead = "it makes the DataLoader itself: pass loader.dataset" if is_loader else ""
+        raise misfit("the dataset of auto_dataloader", "a torch.utils.data.Dataset", dataset, instead)
+    if given.get("batch_size") is not None:  # a loader without has batches of the dataset's own
+        check_count("batch_size", given["batch_size"])
+    check_count("num_workers", given.get("num_workers", 0), 0)
 
 
 def _tell_uneven(batch_size: Any, ranks: int) -> None:

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
+from asynccoll.host.misfits import check, check_options, fitting, misfit
 from asynccoll.ops.scopes import new_lane
 from asynccoll.overlap import broadcast_parameters, overlap_gradients
-from asynccoll.overlap.accepted import check_not_unscaled, check_whole, ddp_models, named_type
+from asynccoll.overlap.accepted import check_not_unscaled, check_scaler, check_step, check_whole, ddp_models
 from asynccoll.overlap.asking import AskingReducer
 from asynccoll.overlap.backward import BackwardReducer
 from asynccoll.overlap.pending import Methods, Pending
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 #: What ``auto_optim`` takes where backward averages; names of parameters are for Horovod's messages alone.
-_OPTIONS = frozenset(inspect.signature(overlap_gradients).parameters)
+_OPTIONS = tuple(inspect.signature(overlap_gradients).parameters)[1:]  # the first is the model
 _NAMES = "named_parameters"
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
@@ -71,6 +72,7 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.
         ValueError: ``device_ids`` among ``kwargs`` where this rank's device is a GPU.
         UnsupportedOpError: apex is in the model.
     """
+    check("the model of auto_model", model, nn.Module, "a torch.nn.Module", "auto_optim takes the optimizer")
     return model_for(here(), model, sync_bn, kwargs)
 
 
@@ -152,6 +154,10 @@ def auto_optim(optimizer: O, **kwargs: object) -> O:
         CollectiveMismatchError: the ranks have not the same parameters; from backward, a rank has run more
             backwards for a step than others.
     """
+    if not hasattr(optimizer, "param_groups"):  # of another library it need not be torch's
+        raise misfit(
+            "the optimizer of auto_optim", "a torch.optim.Optimizer", optimizer, "auto_model takes the model"
+        )
     return optim_for(here(), optimizer, kwargs)
 
 
@@ -159,7 +165,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
     """The same for a given place."""
     _refuse_apex(optimizer)
     training = place.training
-    if not _OPTIONS.issuperset(kwargs.keys() - {_NAMES}):
+    if not kwargs.keys() <= {*_OPTIONS, _NAMES}:
         own = training.own_optimizer(optimizer, kwargs)
         if own is not None:
             return cast("O", own)
@@ -171,6 +177,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:
     """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
+    check_options("auto_optim", kwargs, _OPTIONS)
     kwargs = {"lane": new_lane("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
@@ -245,6 +252,7 @@ class AsyncOptimizer(Wrapping):
             UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
                 would have to be awaited. ``ac.auto_optim`` takes those.
         """
+        check_step(closure, scaler)
         return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
 
     def _step(self, closure: Callable[[], object] | None, scaler: Any) -> Steps[object]:
@@ -268,6 +276,7 @@ class AsyncOptimizer(Wrapping):
 
     def unscale_(self, scaler: Any) -> Pending[None]:
         """``scaler.unscale_`` of the averaged gradients, for clipping before ``step(scaler=scaler)``."""
+        check_scaler(scaler)
         return self._methods.resumed(("unscale_", scaler), lambda: self._unscale(scaler))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
@@ -300,6 +309,7 @@ class AsyncOptimizer(Wrapping):
         self.close()
 
 
+@fitting
 def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
     """An optimizer whose ``step`` is awaited: it updates with the average of all ranks' gradients.
 
@@ -320,11 +330,14 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
         InvalidArgumentError: it is no optimizer; as ``ac.overlap_gradients``.
         UnsupportedOpError: an optimizer of apex.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidArgumentError(
-            f"async_optim takes an optimizer of torch's, got {named_type(optimizer)}: pass "
-            "torch.optim.AdamW(model.parameters()), say (what takes a model is ac.overlap_gradients)"
-        )
+    check(
+        "the optimizer of async_optim",
+        optimizer,
+        Optimizer,
+        "a torch.optim.Optimizer",
+        "pass torch.optim.AdamW(model.parameters()), say (what takes a model is ac.overlap_gradients)",
+    )
+    check_options("async_optim", kwargs, _OPTIONS)
     _refuse_apex(optimizer)
     kwargs = {"lane": new_lane("async_optim"), **kwargs}
     return AsyncOptimizer(optimizer, AskingReducer(_parameters_of(optimizer), **kwargs))

@@ -23,6 +23,7 @@ from asynccoll.backends.horovod import library as horovod_library
 from asynccoll.environment.detection import MPI_LAUNCHERS, LaunchInfo, detect
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.host.misfits import check_count
 
 if TYPE_CHECKING:
     from asynccoll.plan.spec import Capabilities
@@ -177,8 +178,8 @@ def _check_place(
         raise InvalidArgumentError(
             f"rank and world_size go together, got rank={rank!r} and world_size={world_size!r}"
         )
-    if world_size is not None and world_size < 1:
-        raise InvalidArgumentError(f"world_size must be at least 1, got {world_size}")
+    if world_size is not None:
+        check_count("world_size", world_size)
     if rank is not None and world_size is not None and not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank must be from 0 to {world_size - 1}, got {rank}")
     return store is not None or (rank is not None and world_size is not None)

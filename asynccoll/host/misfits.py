@@ -1,6 +1,7 @@
-"""Calls whose arguments fit no signature: which those are, and what to say of them.
+"""Calls whose arguments fit no signature, or are of another type: which those are, and what to say of them.
 
-Python's error says how many arguments it expected, and has no type of ours. Must not know what a call does.
+Python's error says how many arguments it expected, or what an object deep inside has not, and has no type of
+ours. Must not know what a call does.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
+from numbers import Integral
 from typing import Any, NoReturn, TypeVar
 
 from asynccoll.errors import AsyncCollError, InvalidCallError
 from asynccoll.host.frames import without_ours
 
-__all__ = ["fitting", "near"]
+__all__ = ["check", "check_count", "check_options", "fitting", "misfit", "named_type", "near"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+#: How public packages are written, where that is not ``ac``.
+_WRITTEN = {"overlap": "ac.overlap", "trace": "ac.trace", "testing": "asynccoll.testing"}
 #: Raises what is wrong with the call of a function with these arguments, of which Python has said that.
 Refuse = Callable[[Callable[..., object], Sequence[object], Mapping[str, object], TypeError], NoReturn]
 
@@ -43,6 +47,43 @@ def fitting(
         return (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
 
     return call  # type: ignore[return-value]  # by its signature
+
+
+def check(name: str, given: object, kinds: type | tuple[type, ...], expected: str, instead: str = "") -> None:
+    """Refuse an argument that is none of ``kinds``, which are ``expected``."""
+    if not isinstance(given, kinds):
+        raise misfit(name, expected, given, instead)
+
+
+def check_count(name: str, given: object, least: int = 1) -> None:
+    """Refuse what is no number of something, of which there are so many at ``least``."""
+    if isinstance(given, bool) or not isinstance(given, Integral) or int(given) < least:
+        raise misfit(name, f"an int of {least} or more" if least else "an int from 0 up", given)
+
+
+def misfit(name: str, expected: str, given: object, instead: str = "") -> InvalidCallError:
+    """What to say of the argument ``name``; ``instead``: what to write."""
+    short = given is None or isinstance(given, (bool, int, float, str))
+    told = f"{given!r:.80}" if short else named_type(given)
+    return InvalidCallError(f"{name} must be {expected}, got {told}{f': {instead}' if instead else ''}")
+
+
+def check_options(called: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse arguments by name that are handed on, to what does not know them."""
+    if unknown := sorted({*given} - {*known}):
+        meant = {one: near(one, sorted(known)) for one in unknown}
+        what = f"{called} takes no {', '.join(f'{one}=' for one in unknown)}"
+        advice = [f"did you mean {right}=?" for right in meant.values() if right]
+        raise InvalidCallError("; ".join([what, *advice, f"by name there {_are([*known])}"]))
+
+
+def named_type(given: object) -> str:
+    """What was given, by its type; of a list or the like also what is in it."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if isinstance(given, (list, tuple)) and given:
+        return f"a {type(given).__name__} of {type(given[0]).__name__}"
+    return f"{'an' if type(given).__name__[0] in 'AEIOUaeiou' else 'a'} {type(given).__name__}"
 
 
 def near(name: str, names: Sequence[str]) -> str:
@@ -73,7 +114,8 @@ def _refuse(
     text = "; ".join([text, *dict.fromkeys(advice)])
     if all(meant.values()):  # else what was written here would mean something else
         written = _written(parameters, {meant.get(one, one) for one in given if one not in left_out})
-        text += f": write ac.{name}({written})"
+        package = function.__module__.split(".")[1:2]
+        text += f": write {_WRITTEN.get(''.join(package), 'ac')}.{name}({written})"
     raise InvalidCallError(text)
 
 

@@ -1,12 +1,13 @@
-"""What may be passed as ``timeout=``."""
+"""What may be passed as ``timeout=``: to a call, and to a wait."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import misfit
 
-__all__ = ["check_timeout"]
+__all__ = ["check_patience", "check_timeout"]
 
 
 def check_timeout(timeout: object, *, optional: bool = True) -> None:
@@ -18,3 +19,10 @@ def check_timeout(timeout: object, *, optional: bool = True) -> None:
         raise InvalidArgumentError(
             f"timeout must be {'None or ' * optional}a positive number of seconds, got {timeout!r}{instead}"
         )
+
+
+def check_patience(timeout: object) -> None:
+    """Refuse what is no number of seconds to wait; 0 and less only look."""
+    if not (timeout is None or (isinstance(timeout, (int, float)) and timeout == timeout)):  # noqa: PLR0124  # nan
+        seconds = f"write timeout={timeout.total_seconds():g}" if isinstance(timeout, timedelta) else ""
+        raise misfit("timeout", "None or a number of seconds", timeout, seconds)

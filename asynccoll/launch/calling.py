@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check, misfit
 
-__all__ = ["complete"]
+__all__ = ["check_called", "complete"]
+
+
+def check_called(function: object, args: object = (), kwargs: object = None) -> None:
+    """What the ranks are to run: a function, and what it is called with."""
+    if not callable(function):
+        if inspect.iscoroutine(function):
+            function.close()
+        instead = "pass it without calling it, and its arguments beside it"
+        raise misfit("what the ranks run", "a function", function, instead)
+    check("args", args, (tuple, list), "a tuple", "of one argument write (x,)")
+    check("kwargs_dict", kwargs, (Mapping, NoneType), "a dict")
 
 
 def complete(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from asynccoll.environment.nodes import Nodes
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import fitting
-from asynccoll.launch.calling import complete
+from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
 from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
 
@@ -109,6 +109,7 @@ class Parallel:
             SpawnError: a spawned rank failed; the text has its traceback.
             InvalidArgumentError: ``func`` is async, and an event loop runs here already.
         """
+        check_called(func)
         if self._spawned is None:
             complete(func, self._local_rank(), *args, **kwargs)
             return

@@ -31,7 +31,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.health.accounts import SECRET_VARIABLE
 from asynccoll.host.misfits import fitting
 from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
-from asynccoll.launch.calling import complete
+from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.job import Job, failed, portable
 from asynccoll.launch.naming import naming
 from asynccoll.launch.place import without_place
@@ -83,6 +83,7 @@ def spawn(
     """
     name = known_backend(backend)
     Nodes(nproc_per_node)  # refuses what is no number of ranks
+    check_called(fn, args, kwargs_dict)
     task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
     return _STARTERS[starting(name)](task, nproc_per_node, dict(kwargs))
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from asynccoll import host
+from asynccoll.host.misfits import misfit
 from asynccoll.plan.trees import flatten
 
 __all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory"]
@@ -41,6 +42,8 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     As ``numpy.may_share_memory``: it never misses shared memory, and says True of columns that lie across
     each other, too. Lazy tensors (XLA) have no memory, and are never said to overlap.
     """
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        raise misfit("x and y of may_overlap", "tensors", (x, y))
     if not has_memory(x):
         return False
     start, other = x.data_ptr(), y.data_ptr()

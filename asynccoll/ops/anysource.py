@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from asynccoll import host
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check, misfit
 from asynccoll.ops.collectives import recv, recv_object
 from asynccoll.ops.scopes import current_lane
 from asynccoll.ops.signatures import fitting
@@ -227,9 +228,11 @@ def _checked(sources: Iterable[int] | None, group: GroupLike) -> list[int]:
     others = [rank for rank in resolved.ranks if rank != context.rank]
     if sources is None:
         return others
-    if isinstance(sources, (int, str)):
-        raise PayloadTypeError(f"sources must be a list of ranks, got {sources!r}")
+    if isinstance(sources, (str, bytes)) or not isinstance(sources, Iterable):
+        raise misfit("sources", "a list of ranks", sources)
     listed = list(sources)
+    for source in listed:
+        check("each of sources", source, int, "a rank")
     if len(set(listed)) < len(listed) or not set(listed) <= set(others):
         raise InvalidArgumentError(f"sources must be different ranks among {others}, got {listed}")
     return listed

@@ -49,7 +49,6 @@ from asynccoll.errors import (
     AsyncCollError,
     DiscardedResultWarning,
     InvalidArgumentError,
-    InvalidCallError,
 )
 from asynccoll.host import misfits
 from asynccoll.host.timeouts import check_timeout
@@ -60,6 +59,7 @@ from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import Misfit, fitting
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
+from asynccoll.payload.scaling import is_one
 from asynccoll.plan.spec import Op, Plan, ReduceOpLike, premul_factor
 from asynccoll.runtime.process import current
 from asynccoll.waiting.discarded import is_thrown_away
@@ -394,11 +394,11 @@ def all_reduce(
     Source: ``torch.distributed.all_reduce``, ``MPI_Iallreduce``, ``horovod.torch.allreduce``.
     """
     if is_compiling():
-        plain = prescale == 1 and postscale == 1 and compression is None
+        plain = is_one(prescale) and is_one(postscale) and compression is None
         return compiled.all_reduce(x, op, group, out=out, plain=plain)
     if isinstance(op, dist.ReduceOp) and (factor := premul_factor(op)) is not None:
         op, prescale = "sum", prescale * factor
-    if prescale != 1 or postscale != 1 or compression is not None:
+    if compression is not None or not (is_one(prescale) and is_one(postscale)):
         scaling = (prescale, postscale, compression)
         return _start(group, lane, timeout, payload.all_reduce_scaled, x, op, scaling, out=out)
     return _start(group, lane, timeout, payload.all_reduce, x, op, out=out)
@@ -990,9 +990,7 @@ def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     from asynccoll.ops.explaining import explain_call
 
     _, *known = inspect.signature(globals()[Op.parse(name)]).parameters  # the first is ``x``
-    if unknown := sorted(call.keys() - known):
-        what = f"{name} takes no {', '.join(f'{one}=' for one in unknown)}"
-        raise InvalidCallError(f"explain: {what}; by name there are {', '.join(known)}")
+    misfits.check_options(f"explain: {name}", call, known)
     context = current()
     group = resolve_group(context, call.pop("group", None))
     lane = call.pop("lane", None)

@@ -6,13 +6,15 @@ Knows nothing of reducers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import misfit, named_type
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.world.group import GroupLike
@@ -20,9 +22,13 @@ from asynccoll.world.group import GroupLike
 __all__ = [
     "check_arguments",
     "check_initialized",
+    "check_norm",
     "check_not_ddp",
     "check_not_unscaled",
     "check_reduce_dtype",
+    "check_scaler",
+    "check_state",
+    "check_step",
     "check_unaliased",
     "check_whole",
     "ddp_models",
@@ -30,7 +36,6 @@ __all__ = [
     "is_part",
     "module_with_buffers",
     "named_in",
-    "named_type",
     "scaler_told",
     "share_out",
     "source_of",
@@ -100,7 +105,7 @@ def check_initialized(parameters: Iterable[torch.Tensor]) -> None:
 def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:
     if not parameters:
         raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
-    if op not in {"avg", "sum"}:
+    if op not in ("avg", "sum"):
         raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
     if any(not isinstance(size, int) or size <= 0 for size in sizes):
         raise InvalidArgumentError(
@@ -124,9 +129,9 @@ def source_of(
     """What tells the parameters that there are by now, frozen ones too."""
     if isinstance(model, torch.nn.Module):
         return model.parameters
-    if callable(model):
-        return lambda: unique(model())
-    parameters = unique(tensors_of(model))
+    if callable(model) and not isinstance(model, type):
+        return lambda: unique(tensors_of(model()))
+    parameters = unique(tensors_of(model))  # type: ignore[arg-type]  # refuses a class
     return lambda: parameters
 
 
@@ -147,13 +152,6 @@ def tensors_of(model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _is_one(given: object) -> bool:
     """Whether it is no collection: a tensor is, of its rows, which is not meant here."""
     return isinstance(given, (torch.Tensor, torch.optim.Optimizer)) or not isinstance(given, Iterable)
-
-
-def named_type(given: object) -> str:
-    """What was given, by its type; of a list or the like also what is in it."""
-    if isinstance(given, (list, tuple)) and given:
-        return f"a {type(given).__name__} of {type(given[0]).__name__}"
-    return f"{'an' if type(given).__name__[0] in 'AEIOUaeiou' else 'a'} {type(given).__name__}"
 
 
 def unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -201,6 +199,43 @@ def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"the parameters {first!r} and {second!r} share memory (by .data = ...) without being "
                 "one, which nothing keeps so: tie them as one parameter (a.weight = b.weight)"
             )
+
+
+def check_step(closure: object, scaler: object = None) -> None:
+    """What ``optimizer.step`` is given: nothing, or what can be called, and a scaler of gradients."""
+    if closure is not None and not callable(closure):
+        instead = "write step(scaler=scaler)" if _is_scaler(closure) else ""
+        raise misfit("closure", "None or a function that returns the loss", closure, instead)
+    if scaler is not None:
+        check_scaler(scaler)
+
+
+def check_scaler(scaler: object) -> None:
+    if not _is_scaler(scaler):
+        raise misfit("scaler", "a gradient scaler, such as torch.amp.GradScaler()", scaler)
+
+
+def _is_scaler(given: object) -> bool:
+    return hasattr(given, "unscale_") and hasattr(given, "step")
+
+
+def check_norm(max_norm: object, norm_type: object) -> None:
+    """What gradients are clipped to: a number, also as a tensor of one element, and by which norm."""
+    for name, given in (("max_norm", max_norm), ("norm_type", norm_type)):
+        is_number = isinstance(given, Real) or (isinstance(given, torch.Tensor) and given.numel() == 1)
+        if not is_number:
+            raise misfit(name, "a number", given)
+
+
+def check_state(state: object, *names: str) -> None:
+    """A dict with these entries, as ``state_dict()`` gives it."""
+    if not (isinstance(state, Mapping) and all(name in state for name in names)):
+        has = (
+            f"a dict with the entries {' and '.join(map(repr, names))}"
+            if names
+            else "a dict of tensors by name"
+        )
+        raise misfit("the state", has, state)
 
 
 def check_not_unscaled(optimizer: object, scaler: object) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.host.misfits import fitting
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import check_unaliased, check_whole, tensors_of, unique
@@ -64,6 +66,7 @@ class ParameterAverager(Companion):
         self._given = model if isinstance(model, torch.nn.Module) else unique(tensors_of(model))
         self._parameters = self._trained()
         _check(self._parameters, every, delay)
+        check_timeout(timeout)
         check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
         self._every, self._delay = every, delay
         self._tail: dict[str, Any] = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
@@ -164,6 +167,7 @@ class ParameterAverager(Companion):
             parameter.detach().copy_(value)
 
 
+@fitting
 def average_parameters(
     model: torch.nn.Module | Iterable[torch.Tensor],
     *,

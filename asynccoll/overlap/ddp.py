@@ -15,6 +15,8 @@ import torch.distributed as dist
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_site import caller, on_behalf_of
+from asynccoll.host.misfits import fitting
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.runtime.process import get_world_size
@@ -36,7 +38,9 @@ class DDPState:
         timeout: seconds for each bucket's reduction.
     """
 
+    @fitting
     def __init__(self, *, group: GroupLike = None, lane: str = "ddp", timeout: float | None = None) -> None:
+        check_timeout(timeout)
         self.group = group
         self.lane: str = backward_lane(lane)
         self.timeout = timeout

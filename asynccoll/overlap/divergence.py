@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.host.misfits import fitting
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.accepted import tensors_of
 from asynccoll.overlap.companion import Companion
@@ -90,6 +91,7 @@ class ParameterChecker(Companion):
             self._work = None
 
 
+@fitting
 def check_parameters(
     model: torch.nn.Module | Iterable[torch.Tensor],
     *,

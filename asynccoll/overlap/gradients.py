@@ -39,6 +39,8 @@ from asynccoll.errors import (
     PeerLostError,
 )
 from asynccoll.host.call_site import caller, on_behalf_of
+from asynccoll.host.misfits import fitting
+from asynccoll.host.timeouts import check_patience, check_timeout
 from asynccoll.ops.collectives import all_reduce, refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
@@ -140,6 +142,7 @@ class GradientReducer(Companion):
         check_not_ddp(model, parameters)
         check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
         check_reduce_dtype(reduce_dtype)
+        check_timeout(timeout)
         self._group = group
         self._lane = backward_lane(lane)
         self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
@@ -427,6 +430,7 @@ class GradientReducer(Companion):
         self.close()
 
 
+@fitting
 def overlap_gradients(
     model: torch.nn.Module | Iterable[torch.Tensor],
     *,
@@ -564,6 +568,7 @@ def _hook(
 
 def _wait_each(works: list[Work[Any]], timeout: float | None) -> None:
     """Wait for every one, then raise the first error in order."""
+    check_patience(timeout)
     deadline = host.monotonic() + (math.inf if timeout is None else timeout)
     first: Exception | None = None
     for work in works:

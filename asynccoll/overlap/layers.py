@@ -25,11 +25,12 @@ from torch import nn
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
 from asynccoll.host.call_site import caller
+from asynccoll.host.misfits import check, fitting, named_type
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
-from asynccoll.overlap.accepted import check_unaliased, check_whole, named_type, share_out
+from asynccoll.overlap.accepted import check_norm, check_scaler, check_unaliased, check_whole, share_out
 from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.pending import Methods, Pending
@@ -223,6 +224,7 @@ class ShardedLayers(nn.Module):
 
         Returns the norm before. If it is not finite, the gradients become NaN on every rank.
         """
+        check_norm(max_norm, norm_type)
         given = ("clip_grad_norm_", max_norm, norm_type)
         shards = list(self.shards)
         return self._methods.resumed(given, lambda: norms.clip(shards, max_norm, norm_type, **self._backward))
@@ -232,6 +234,8 @@ class ShardedLayers(nn.Module):
 
         Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
         """
+        check_scaler(scaler)
+        check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         return self._methods.resumed(
             ("unscale_", scaler, optimizer), lambda: self._unscale(scaler, optimizer)
         )
@@ -265,6 +269,7 @@ class ShardedLayers(nn.Module):
 
         The same on every rank; all of them call it together.
         """
+        check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         return self._methods.resumed(
             ("full_optimizer_state", id(optimizer)),
             lambda: layerstates.optimizer_state(self._layers, optimizer, **self._call),
@@ -275,6 +280,7 @@ class ShardedLayers(nn.Module):
         layerstates.load_optimizer_state(self._layers, optimizer, state)
 
 
+@fitting
 def shard_layers(
     layers: Iterable[nn.Module],
     *,

@@ -9,7 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check
 from asynccoll.ops.collectives import all_gather, broadcast
+from asynccoll.overlap.accepted import check_state
 from asynccoll.overlap.gathering import Layer, Shard
 from asynccoll.overlap.states import State, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps
@@ -47,6 +49,7 @@ def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Te
 
 def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tensor]) -> None:
     """Take this rank's parts of them, and the buffers."""
+    check_state(state_dict)
     for shard, names in _named(layers):
         for name, shape in zip(names, shard.shapes, strict=True):
             given = state_dict.get(name)
@@ -80,6 +83,8 @@ def optimizer_state(
 
 def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Give the optimizer this rank's part."""
+    check("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    check_state(state, "state", "param_groups")
     of = {id(shard.own): (shard, names) for shard, names in _named(layers)}
     listed = [
         [name for own in given["params"] for name in _ours(of, own)[1]] for given in optimizer.param_groups

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
+from asynccoll.host.misfits import fitting
 from asynccoll.ops.collectives import all_gather, broadcast
 from asynccoll.overlap.accepted import check_whole, tensors_of
 from asynccoll.overlap.arrivals import wait_for
@@ -19,6 +20,7 @@ from asynccoll.world.group import GroupLike
 __all__ = ["broadcast_buffers", "broadcast_parameters", "first_rank", "named_tensors", "start_alike"]
 
 
+@fitting
 def broadcast_parameters(
     model: torch.nn.Module,
     *,

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.host.misfits import check, fitting, misfit
 from asynccoll.waiting.work import Work
 
 __all__ = ["prefetch"]
@@ -28,8 +29,10 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
     started to itself.
     """
 
+    @fitting
     def __init__(self, starts: Iterable[Callable[[], Work[T]]], *, ahead: int = 1) -> None:
         check_ahead(ahead)
+        check("starts", starts, Iterable, "an iterable of functions that start one operation each")
         self._starts = iter(starts)
         self._ahead = ahead
         self._out: deque[Work[T]] = deque()
@@ -61,7 +64,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
     def _next(self) -> tuple[Work[T]] | None:
         """The work whose result is wanted now, with those after it started."""
         for start in islice(self._starts, self._ahead + 1 - len(self._out)):
-            self._out.append(start())
+            self._out.append(_started(start))
         return (self._out.popleft(),) if self._out else None
 
     def _explain(self, error: CollectiveMismatchError) -> None:
@@ -70,6 +73,15 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
     def _detach(self) -> None:
         for work in self._out:
             work.detach()
+
+
+def _started(start: Callable[[], Work[T]]) -> Work[T]:
+    if not callable(start):
+        told = "functools.partial(ac.all_gather, x), say; what is called already is under way"
+        raise misfit("what prefetch starts", "a function without arguments", start, told)
+    work = start()
+    check("what a function of prefetch returns", work, Work, "a Work, as every call returns")
+    return work
 
 
 def check_ahead(ahead: object) -> None:

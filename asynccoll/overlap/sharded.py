@@ -15,10 +15,11 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from typing import Any, NoReturn
 
@@ -27,18 +28,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
+from asynccoll.host.misfits import check, check_options, fitting
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
 from asynccoll.overlap.accepted import (
     check_initialized,
+    check_norm,
     check_not_ddp,
     check_not_unscaled,
+    check_scaler,
+    check_state,
+    check_step,
     check_unaliased,
     check_whole,
     unique,
 )
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.elementwise import check_elementwise
+from asynccoll.overlap.gradients import overlap_gradients
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardReducer, waiting_hooks
@@ -47,6 +54,8 @@ from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
+
+_OPTIONS = tuple(inspect.signature(overlap_gradients).parameters)[1:]  # the first is the model
 
 
 class ShardedOptimizer(Wrapping):
@@ -76,6 +85,7 @@ class ShardedOptimizer(Wrapping):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        check_options("shard_optimizer", options, _OPTIONS)
         names = _check(model, optimizer)
         lane = options.setdefault("lane", "sharded")
         self.wrapped = optimizer
@@ -129,6 +139,7 @@ class ShardedOptimizer(Wrapping):
 
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Update this rank's part once its gradients are there, and start sending it."""
+        check_step(closure, scaler)
         return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
 
     def _step(self, closure: Callable[[], object] | None, scaler: Any) -> Steps[object]:
@@ -185,6 +196,7 @@ class ShardedOptimizer(Wrapping):
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: parameters are shared out when the optimizer is sharded."""
+        check("param_group", param_group, Mapping, "a dict")
         given = param_group.get("params", [])
         first = given if isinstance(given, torch.Tensor) else next(iter(given), torch.empty(0, device="cpu"))
         raise _added(list(first.shape))
@@ -235,6 +247,7 @@ class ShardedOptimizer(Wrapping):
         Returns the norm before. If it is not finite, the gradients become NaN on every rank, so that a
         gradient scaler skips the step on all of them.
         """
+        check_norm(max_norm, norm_type)
         given = ("clip_grad_norm_", max_norm, norm_type)
         return self._methods.resumed(given, lambda: self._clip(max_norm, norm_type))
 
@@ -246,6 +259,7 @@ class ShardedOptimizer(Wrapping):
 
     def unscale_(self, scaler: object) -> Pending[None]:
         """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
+        check_scaler(scaler)
         return self._methods.resumed(("unscale_", scaler), lambda: self._unscale(scaler))
 
     def _unscale(self, scaler: Any) -> Steps[None]:
@@ -297,6 +311,7 @@ class ShardedOptimizer(Wrapping):
         Raises:
             InvalidArgumentError: it is of other parameter groups, or of parameters that are in none.
         """
+        check_state(state_dict, "state", "param_groups")
         counts = [len(given["params"]) for given in state_dict["param_groups"]]
         expected = [len(group) for group in self._groups]
         if counts != expected:
@@ -375,6 +390,7 @@ class ShardedOptimizer(Wrapping):
             self._remove_hooks()
 
 
+@fitting
 def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -> ShardedOptimizer:
     """``optimizer`` with its work shared out: each rank updates an n-th of the parameters of ``model``.
 
@@ -412,6 +428,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
             f"{type(model).__name__}: pass it also where the optimizer has some of its parameters only (two "
             "optimizers of one module need a lane each)"
         )
+    check("the optimizer of shard_optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     check_initialized(model.parameters())
     check_whole(model.parameters())
     check_not_ddp(model, model.parameters())

@@ -17,6 +17,7 @@ import torch
 
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.host.misfits import check, fitting, misfit
 from asynccoll.waiting.work import Work
 
 __all__ = ["InFlight"]
@@ -42,6 +43,7 @@ class InFlight:
         InvalidArgumentError: from ``start``, in a task that it does not belong to.
     """
 
+    @fitting
     def __init__(self, max_in_flight_bytes: int) -> None:
         if not isinstance(max_in_flight_bytes, int) or max_in_flight_bytes <= 0:
             raise InvalidArgumentError(
@@ -64,6 +66,7 @@ class InFlight:
     async def start(self, function: Callable[..., Work[object]], x: object, /, **call: object) -> Work[Any]:
         """``function(x, **call)``, once there is room for ``x``."""
         self._claim(_caller())
+        _check_function(function)
         size = size_bytes(x)
         for work in self._in_the_way(size):
             try:
@@ -77,6 +80,7 @@ class InFlight:
     ) -> Work[Any]:
         """The same without an event loop."""
         self._claim(_caller())
+        _check_function(function)
         return self.start_by_anyone(function, x, **call)
 
     def start_by_anyone(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
@@ -107,6 +111,7 @@ class InFlight:
             self._bytes -= own
 
     def _add(self, work: Work[object], size: int) -> Work[object]:
+        check("what InFlight starts", work, Work, "a function that returns a Work")
         self._out.append((work, size))
         self._bytes += size
         return work
@@ -163,6 +168,13 @@ class InFlight:
         """The block has an error of its own, which is not to wait for what is in flight."""
         for work, _ in self._out:
             work.detach()
+
+
+def _check_function(function: object) -> None:
+    if not callable(function):
+        raise misfit(
+            "what InFlight starts", "a function and its argument", function, "write start(ac.all_reduce, x)"
+        )
 
 
 def _caller() -> object:

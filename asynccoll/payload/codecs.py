@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.host.misfits import check, misfit
 from asynccoll.payload import safecodec
 
 __all__ = ["Codec", "get_codec"]
@@ -24,6 +25,12 @@ class Codec:
     name: str
     encode: Callable[[object], bytes]
     decode: Callable[[bytes], object]
+
+    def __post_init__(self) -> None:
+        check("the name of a Codec", self.name, str, "a string")
+        for what in ("encode", "decode"):
+            if not callable(function := getattr(self, what)):
+                raise misfit(f"{what} of a Codec", "a function", function)
 
 
 def _encode_pickle(obj: object) -> bytes:

@@ -26,6 +26,11 @@ from asynccoll.waiting.started import Started
 _COMPRESSIONS = {"fp16": torch.float16}
 
 
+def is_one(factor: object) -> bool:
+    """Whether it changes nothing; of what is no number, which ``Scaling`` refuses, it is not said."""
+    return factor == 1 if isinstance(factor, (int, float)) else False
+
+
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """What is done to each tensor around its all_reduce."""
@@ -38,7 +43,9 @@ class Scaling:
         for name, factor in (("prescale", self.prescale), ("postscale", self.postscale)):
             if isinstance(factor, bool) or not isinstance(factor, (int, float)):
                 raise PayloadTypeError(f"{name} must be a number, got {factor!r}")
-        if self.compression not in (None, *_COMPRESSIONS):
+        if self.compression is not None and (
+            not isinstance(self.compression, str) or self.compression not in _COMPRESSIONS
+        ):
             known = ", ".join(map(repr, _COMPRESSIONS))
             raise InvalidArgumentError(f"compression must be None or {known}, got {self.compression!r}")
 

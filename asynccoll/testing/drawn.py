@@ -63,7 +63,7 @@ class drawn_faults:  # noqa: N801  # called as a function is
             InvalidArgumentError: one is none of these.
         """
         for kind in kinds:
-            if kind not in _KINDS:
+            if not isinstance(kind, str) or kind not in _KINDS:
                 raise InvalidArgumentError(f"there is no fault {kind!r}; expected one of {', '.join(_KINDS)}")
         object.__setattr__(self, "kinds", kinds or tuple(_KINDS))
 

@@ -18,6 +18,7 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 from asynccoll.errors import CollectiveError, InvalidArgumentError
+from asynccoll.host.misfits import check, check_count, fitting, misfit
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.report import Report, leaves
 from asynccoll.testing.schedules import PCT, RandomWalk
@@ -74,6 +75,7 @@ class Exploration:
         return f"{tried}: {found}"
 
 
+@fitting
 def explore(
     main: Callable[[int], object] | Callable[[], object],
     *,
@@ -142,6 +144,14 @@ def explore_target(
     **options: Any,
 ) -> Exploration:
     """The same, of a function that is known by its file."""
+    instead = f"write range({seeds})" if isinstance(seeds, int) else ""
+    check("seeds", seeds, Iterable, "an iterable of ints", instead)
+    check_count("jobs", jobs, 0)
+    for name, function in (("expect", expect), ("progress", progress)):
+        if function is not None and not callable(function):
+            raise misfit(name, "None or a function", function)
+    if not callable(faults):
+        check("faults", faults, Sequence, "a list of faults, or a function that draws them")
     look = _Looking(faults, expect, quiet, options)
     found = Exploration(world_size=options.get("world_size", 4))
     begun = time.monotonic()

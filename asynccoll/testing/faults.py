@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from types import NoneType
 from typing import Protocol
+
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check, check_count
 
 __all__ = [
     "Cancel",
@@ -59,7 +63,15 @@ class Fault:
 
     def __post_init__(self) -> None:
         if (self.after_call is None) == (self.at is None):
-            raise ValueError(f"{self} needs after_call= or at=, one of them")
+            raise InvalidArgumentError(f"{self} needs after_call= or at=, one of them")
+        kind = type(self).__name__
+        check_count(f"rank of {kind}", self.struck, 0)
+        if self.after_call is not None:
+            check_count(f"after_call of {kind}", self.after_call)
+        for name in ("at", "seconds"):
+            check(
+                f"{name} of {kind}", getattr(self, name, None), (int, float, NoneType), "a number of seconds"
+            )
 
     @property
     def struck(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check
 
 __all__ = ["Link"]
 
@@ -26,6 +27,9 @@ class Link:
     bandwidth: float = 1e9
 
     def __post_init__(self) -> None:
+        for one in self._range:
+            check("latency of Link", one, (int, float), "a number of seconds, or a tuple (least, most)")
+        check("bandwidth of Link", self.bandwidth, (int, float), "a number of bytes a second")
         least, most = self._range
         if not 0 <= least <= most or not self.bandwidth > 0:
             raise InvalidArgumentError(

@@ -27,7 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import PayloadTypeError
+from asynccoll.host.misfits import check_count, fitting
 from asynccoll.launch.calling import complete
 from asynccoll.launch.folding import folded
 from asynccoll.launch.spawn import known_backend, spawn
@@ -62,6 +63,7 @@ class _Task(NamedTuple):
     arguments: bytes
 
 
+@fitting
 def world(size: int = 2, backend: str = "gloo", **options: object) -> World:
     """A world of ``size`` real ranks on ``backend``, which start with its first run and end with ``close``.
 
@@ -79,8 +81,7 @@ class World:
     """Real ranks that run one function after the other; made by ``world``."""
 
     def __init__(self, size: int, backend: str, **options: Any) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidArgumentError(f"a world has a positive number of ranks, got {size!r}")
+        check_count("the size of a world", size)
         self.size: int = size
         self.backend: str = known_backend(backend)
         self._options = options

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from asynccoll.host.misfits import check, check_count
 from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["PCT", "RandomWalk", "Replay"]
@@ -52,6 +53,12 @@ class PCT:
     depth: int = 3
     #: about how many steps there will be; drawn by order of magnitude unless said
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("depth of PCT", self.depth)
+        if self.steps is not None:
+            check_count("steps of PCT", self.steps)
+
     _priorities: dict[SimulatedThread, float] = field(default_factory=dict, init=False, repr=False)
     _changes: list[int] = field(default_factory=list, init=False, repr=False)
     _step: int = field(default=0, init=False, repr=False)
@@ -101,6 +108,9 @@ class Replay:
     """
 
     taken: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check("taken of Replay", self.taken, Mapping, "a dict, as Report.taken")
 
     def begin(self, chance: random.Random) -> None:
         """All is written down."""

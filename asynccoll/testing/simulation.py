@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from types import NoneType
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check, check_count, fitting, misfit
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.testing.faults import Cancel, Fault
 from asynccoll.testing.links import Link
 from asynccoll.testing.loops import LOOPS
@@ -24,6 +27,7 @@ _LINES = ("any", "same")
 _NEAR = Link((2e-6, 2e-4), 1e10)
 
 
+@fitting
 def simulate(
     main: Callable[[int], object] | Callable[[], object],
     *,
@@ -97,8 +101,11 @@ def simulate(
             ``main`` that needs more than its rank, or a simulation inside another.
         TimeoutError: see ``real_seconds``.
     """
-    _check(world_size, nodes, loop, transport, faults, lines)
     of_rank = _of_rank(main)
+    for seconds in (timeout, operation_timeout, real_seconds):
+        check_timeout(seconds, optional=False)
+    _check_chance(seed, schedule)
+    _check(world_size, nodes, loop, transport, faults, lines)
     here = link or Link()
     setting = Setting(
         world_size=world_size,
@@ -129,6 +136,12 @@ def simulate(
 
 def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
     """``main``, also one without a parameter: that of a script, which asks for its rank."""
+    if not callable(main):
+        called = inspect.iscoroutine(main)
+        if called:
+            main.close()
+        told = "pass main itself, without calling it" if called else ""
+        raise misfit("main", "a function, or a coroutine function", main, told)
     try:
         signature = inspect.signature(main)
     except ValueError:  # of some builtins it is unknown
@@ -146,18 +159,25 @@ def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
     )
 
 
+def _check_chance(seed: object, schedule: object) -> None:
+    check("seed", seed, int, "an int")
+    check("schedule", schedule, (Schedule, NoneType), "None, RandomWalk(), PCT() or Replay(...)")
+
+
 def _check(
     world_size: int, nodes: int, loop: str, transport: str, faults: Sequence[Fault], lines: str
 ) -> None:
     chosen = (("loop", loop, LOOPS), ("transport", transport, TRANSPORTS), ("lines", lines, _LINES))
     for what, given, known in chosen:
-        if given not in known:
+        if not isinstance(given, str) or given not in known:
             raise InvalidArgumentError(f"{what} must be one of {', '.join(map(repr, known))}, got {given!r}")
-    if world_size < 1:
-        raise InvalidArgumentError(f"world_size must be at least 1, got {world_size!r}")
-    if nodes < 1 or world_size % nodes:
+    check_count("world_size", world_size)
+    check_count("nodes", nodes)
+    if world_size % nodes:
         raise InvalidArgumentError(f"{world_size} ranks cannot be on {nodes!r} nodes of equally many")
+    check("faults", faults, Sequence, "a list of faults, such as [Kill(1, after_call=3)]")
     for fault in faults:
+        check("each of faults", fault, Fault, "a fault, such as Kill(1, after_call=3)")
         if not 0 <= fault.struck < world_size:
             raise InvalidArgumentError(
                 f"{fault} names a rank outside the world; expected 0 to {world_size - 1}"

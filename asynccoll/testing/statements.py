@@ -16,12 +16,13 @@ import gc
 import importlib
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check, misfit
 from asynccoll.testing.scheduler import running
 
 __all__ = ["Source", "instrumented", "sources"]
@@ -47,10 +48,14 @@ def sources(modules: Sequence[str]) -> tuple[Source, ...]:
     Raises:
         InvalidArgumentError: there is no such module, or it has no source.
     """
+    if isinstance(modules, str):
+        raise misfit("statements", "a list of names of modules", modules, f"write [{modules!r}]")
+    check("statements", modules, Iterable, "a list of names of modules")
     return tuple(_source(name) for name in modules)
 
 
 def _source(name: str) -> Source:
+    check("each of statements", name, str, "the name of a module")
     try:
         module = importlib.import_module(name)
         file = inspect.getsourcefile(module)

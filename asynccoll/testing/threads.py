@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 __all__ = ["Event", "Killed", "Schedule", "SimulatedThread"]
 
@@ -25,6 +25,7 @@ class Killed(BaseException):
     """Unwinds a thread whose rank is gone, or whose simulation is over; nothing that it does counts."""
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """Who is next. Every time that this is asked has a number, ``turn``."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.host.misfits import fitting, misfit
 from asynccoll.runtime.process import current
 from asynccoll.trace.recorder import has_failed
 
@@ -38,6 +39,7 @@ class Finished:
     failed: bool
 
 
+@fitting
 def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
     """Have ``finished`` told of every operation of this rank when it is over; what comes back ends that.
 
@@ -51,6 +53,8 @@ def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
     Raises:
         NotInitializedError: under a launcher, before ``ac.initialize()``.
     """
+    if not callable(finished):
+        raise misfit("what add_hook calls", "a function of what is finished", finished)
 
     def observe(operation: Operation, size_bytes: int) -> None:
         operation.add_waker(lambda: _tell(finished, operation, size_bytes))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import check, fitting
 from asynccoll.ops.collectives import gather_object
 from asynccoll.runtime.process import current
 from asynccoll.trace import findings
@@ -16,9 +17,9 @@ from asynccoll.trace.page import write_page
 from asynccoll.trace.parts import Part, part_of, read_part
 from asynccoll.trace.perfetto import write_events
 from asynccoll.trace.spooling import recordings
+from asynccoll.trace.timeline import Timeline
 
 if TYPE_CHECKING:
-    from asynccoll.trace.timeline import Timeline
     from asynccoll.waiting.work import Work
 
 __all__ = ["Trace", "gather", "load"]
@@ -64,6 +65,7 @@ def _first(part: Part, began: float) -> float:
     return began + min((span.start for span in part.spans), default=0.0)
 
 
+@fitting
 def gather(timeline: Timeline, *, dst: int = 0) -> Work[Trace | None]:
     """The trace of all ranks on ``dst``; None elsewhere. Every rank calls it, after the recording.
 
@@ -71,16 +73,19 @@ def gather(timeline: Timeline, *, dst: int = 0) -> Work[Trace | None]:
     >>> if trace is not None:
     ...     trace.to_html("trace.html")
     """
+    check("the timeline", timeline, Timeline, "what ac.trace.recording() gives")
     part = part_of(timeline.recorder, current())
     return gather_object(part, dst=dst).map(lambda parts: None if parts is None else Trace(parts))
 
 
+@fitting
 def load(where: str | os.PathLike[str]) -> Trace:
     """The trace in a directory that ranks have written to (``ASYNCCOLL_TRACE``, ``asynccoll trace run``).
 
     Raises:
         InvalidArgumentError: there is none.
     """
+    check("where", where, (str, os.PathLike), "the path of a directory")
     files = recordings(Path(where))
     if not files:
         raise InvalidArgumentError(

@@ -23,8 +23,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
+from asynccoll.host.misfits import check, fitting
 from asynccoll.host.profiling import annotation
 from asynccoll.runtime.process import current, existing
 from asynccoll.trace import findings
@@ -58,6 +60,7 @@ class Timeline:
         Leave out blocks that only wait: what lies under no span is what ``hidden_fraction`` counts as waited
         for.
         """
+        _check_names(name, row)
         return self.recorder.span(name, row)
 
     def step(self) -> None:
@@ -115,6 +118,7 @@ class Timeline:
 _open: list[Timeline] = []
 
 
+@fitting
 @contextmanager
 def recording(*, marks: bool = True) -> Iterator[Timeline]:
     """Record every operation of this rank, and its compute, while the block runs.
@@ -166,6 +170,7 @@ def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
     return end
 
 
+@fitting
 @contextmanager
 def span(name: str, *, row: str | None = None) -> Iterator[None]:
     """A block of compute called ``name``, in every recording that is on, and in ``torch.profiler``.
@@ -175,12 +180,18 @@ def span(name: str, *, row: str | None = None) -> Iterator[None]:
     >>> with ac.trace.span("validate"):
     ...     validate(model)
     """
+    _check_names(name, row)
     with ExitStack() as spans:
         for timeline in tuple(_open):  # other threads begin and end theirs
             spans.enter_context(timeline.span(name, row=row))
         if not _open:
             spans.enter_context(annotation(name))
         yield
+
+
+def _check_names(name: object, row: object) -> None:
+    check("the name of a span", name, str, "a string")
+    check("row", row, (str, NoneType), "a string")
 
 
 def step() -> None:

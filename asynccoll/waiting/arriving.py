@@ -10,24 +10,28 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError
+from asynccoll.host.misfits import fitting
+from asynccoll.host.timeouts import check_patience
 from asynccoll.waiting.suspending import Signal, attend, pause
+from asynccoll.waiting.work import Work, listed_works
 
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
-    from asynccoll.waiting.work import Work
 
 __all__ = ["as_completed"]
 
 T = TypeVar("T")
 
 
+@fitting
 async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
     """Each of ``works`` as it becomes done, the fastest first; those of one lane in the lane's order.
 
     ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all, or past
     the timeout of a work in flight, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
-    arrivals = _Arrivals(works)
+    check_patience(timeout)
+    arrivals = _Arrivals(listed_works("as_completed", works))
     deadline = host.monotonic() + (math.inf if timeout is None else timeout)
     for _ in range(arrivals.left):
         yield await arrivals.next(deadline)
@@ -74,15 +78,14 @@ class _Arrivals(Generic[T]):
     done: a callback costs a turn of the completing thread, and others behind it may be done by then.
     """
 
-    def __init__(self, works: Iterable[Work[T]]) -> None:
+    def __init__(self, works: list[Work[T]]) -> None:
         self._works: list[Work[T] | None] = [*works]  # None: taken, and let go of
         self.left = len(self._works)
         self._first = 0  # the oldest that is not taken
         self._arrived: deque[Work[T]] = deque()
         lines: dict[object, _Line] = {}
         self._line_at: list[_Line] = []
-        for place, work in enumerate(self._works):
-            assert work is not None
+        for place, work in enumerate(works):
             work._heard = True
             work._send()
             line = lines.setdefault(_line_of(work), _Line())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -25,6 +25,8 @@ from asynccoll.errors import (
     WorkNotDoneError,
 )
 from asynccoll.host.forks import renew
+from asynccoll.host.misfits import check, fitting, misfit
+from asynccoll.host.timeouts import check_patience
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
     from asynccoll.order.operation import Operation
 
-__all__ = ["Work", "handed_out", "noted", "wait_all", "waited_for"]
+__all__ = ["Work", "handed_out", "listed_works", "noted", "wait_all", "waited_for"]
 
 _NOTHING: Any = None
 _log = logging.getLogger("asynccoll.work")
@@ -55,6 +57,8 @@ _DONE = 2
 _FAILED = 3
 #: How many works a scope keeps before it drops those whose outcome was received.
 _FEW = 64
+#: What else may be awaited.
+_NO_WORK = "coroutines and the steps of optimizers are awaited one by one, or by asyncio.gather"
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
@@ -148,6 +152,8 @@ class Work(NotItsResult, Generic[T]):
         ``timeout`` in seconds bounds this wait; past it ``CollectiveTimeoutError`` is raised and the
         operation is still in flight. The operation's own ``timeout=`` holds as well.
         """
+        if timeout is not None:
+            check_patience(timeout)
         self._heard = True
         if self._state == _PENDING:
             plain = self._finish is None
@@ -280,6 +286,7 @@ class Work(NotItsResult, Generic[T]):
 
     def map(self, function: Callable[[T], U]) -> Work[U]:
         """A work whose result is ``function`` of this one's, applied once, at the waiter."""
+        _check_function("map", function)
         self._heard = True
         derived = Work(self._operations, lambda: function(self._outcome()))
         derived._mapped = self
@@ -291,6 +298,7 @@ class Work(NotItsResult, Generic[T]):
         Else on the completing thread, where it must not block or wait for other works. What it raises
         is logged (``asynccoll.work``): that thread completes other works, too.
         """
+        _check_function("add_done_callback", callback)
         if not self._operations:
             _call_back(callback, self)
             return
@@ -576,6 +584,7 @@ async def wait_all(works: tuple[Work[T], Work[U]]) -> tuple[T, U]: ...
 async def wait_all(works: tuple[Work[T], Work[U], Work[V]]) -> tuple[T, U, V]: ...
 @overload
 async def wait_all(works: Iterable[Work[T]]) -> tuple[T, ...]: ...
+@fitting
 async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
     """The results of ``works``, in their order, once all are done.
 
@@ -584,7 +593,7 @@ async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
 
     >>> total, scores = await ac.wait_all((ac.all_reduce(loss), ac.all_gather(score)))
     """
-    listed = list(works)
+    listed = listed_works("wait_all", works)
     first: BaseException | None = None
     for work in listed:
         try:
@@ -594,6 +603,23 @@ async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
     if first is not None:
         raise first
     return tuple(work.result() for work in listed)
+
+
+def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
+    """``works``, each of which is one; for the function that is ``called`` so."""
+    if isinstance(works, NotItsResult) or not isinstance(works, Iterable):
+        one = isinstance(works, Work)
+        raise misfit(f"works of {called}", "a list of Works", works, f"write {called}([work])" if one else "")
+    instead = f"write {called}(works.values())" if isinstance(works, Mapping) else _NO_WORK
+    listed = list(works)
+    for index, work in enumerate(listed):
+        check(f"works[{index}] of {called}", work, Work, "a Work, as every call returns", instead)
+    return listed
+
+
+def _check_function(method: str, function: object) -> None:
+    if not callable(function):
+        raise misfit(f"what work.{method}() calls", "a function", function)
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
