@@ -336,12 +336,20 @@ def asked(
     return ask
 
 
+def test_who_passes_no_expect_is_told_that_results_are_not_checked() -> None:
+    """Wrong numbers are found by ``expect`` alone."""
+    told = str(explore(racing.fine, seeds=range(1), world_size=2))
+    assert told.endswith("(no error, hang or mismatch; results are checked only with expect=, or --expect)")
+    told = str(explore(racing.fine, seeds=range(1), world_size=2, expect=lambda report: None))
+    assert told.endswith("nothing was found")
+
+
 @pytest.mark.slow
 def test_the_command_line(asked: Any) -> None:
     code, told, errors = asked("racing.py::fine", "--seeds", "60", "--faults", "kill,delay", "--loop", "trio")
     assert (code, errors) == (0, "")
     assert "60 schedules in" in told
-    assert "nothing was found" in told
+    assert "nothing was found (no error, hang or mismatch; results are checked only with expect=" in told
     code, told, _ = asked("racing.py::fine", "--seeds", "1", "--jobs", "1", "--json")
     assert (code, json.loads(told).keys()) == (0, fields_on("json.md")["`explore`"])
     code, told, _ = asked(

@@ -90,6 +90,7 @@ def _explore(given: argparse.Namespace) -> int:
             {
                 "schedules": found.schedules,
                 "seconds": found.seconds,
+                "results_checked": found.results_checked,
                 "wrong": found.wrong,
                 "world_size": found.world_size,
                 "seed": found.seed,

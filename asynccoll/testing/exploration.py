@@ -31,6 +31,8 @@ __all__ = ["Exploration", "Faults", "explore", "explore_target", "schedules"]
 
 #: Drawn anew for each seed: from a source of luck, and how many ranks there are.
 Faults = Callable[[random.Random, int], Sequence[Fault]]
+#: What "nothing" does not include.
+_NOT_CHECKED = " (no error, hang or mismatch; results are checked only with expect=, or --expect)"
 #: How many seeds another process tries before it tells.
 _AT_ONCE = 20
 #: Is told how many schedules were tried, and what was paired at different lines in them.
@@ -63,6 +65,8 @@ class Exploration:
     script: str = ""
     #: what the ranks of that case have printed, where it was kept (``quiet``)
     printed: str = ""
+    #: whether ``expect`` has judged the results; else errors, hangs and mismatches alone were looked for
+    results_checked: bool = True
 
     def check(self) -> None:
         """Raise AssertionError, with the script, if something was found."""
@@ -71,8 +75,9 @@ class Exploration:
 
     def __str__(self) -> str:
         tried = f"{schedules(self.schedules)} in {self.seconds:.0f} s"
-        found = "nothing was found" if self.wrong is None else f"seed {self.seed} goes wrong"
-        return f"{tried}: {found}"
+        if self.wrong is not None:
+            return f"{tried}: seed {self.seed} goes wrong"
+        return f"{tried}: nothing was found{'' if self.results_checked else _NOT_CHECKED}"
 
 
 @fitting
@@ -153,7 +158,7 @@ def explore_target(
     if not callable(faults):
         check("faults", faults, Sequence, "a list of faults, or a function that draws them")
     look = _Looking(faults, expect, quiet, options)
-    found = Exploration(world_size=options.get("world_size", 4))
+    found = Exploration(world_size=options.get("world_size", 4), results_checked=expect is not None)
     begun = time.monotonic()
 
     def told(count: int, strays: Sequence[Stray]) -> None:
