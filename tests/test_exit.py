@@ -152,6 +152,35 @@ def test_a_dropped_handle_is_heard_in_a_plain_script(tmp_path: Path) -> None:
         assert "UnawaitedWorkWarning" in ended.err
 
 
+FORGETS = """
+    import warnings
+    import torch, asynccoll as ac
+    warnings.simplefilter("error", ac.UnawaitedWorkWarning)  # python -W error has more
+    with ac.session("gloo"):
+        ac.all_reduce(torch.ones(1))
+        ac.barrier().wait()
+    print("not reached")
+"""
+
+
+def test_a_dropped_handle_ends_the_program_where_warnings_are_errors(tmp_path: Path) -> None:
+    """Python prints the errors of finalizers and goes on; the end of the world raises it once it is left."""
+    for ended in scripts.run(tmp_path, FORGETS, ranks=2):
+        assert ended.code == 1, ended.err
+        assert "not reached" not in ended.out
+        last = ended.err.strip().splitlines()[-1]
+        assert "asynccoll.errors.UnawaitedWorkWarning: all_reduce started at " in last, ended.err
+        assert "script.py:6 was never awaited" in last
+
+
+def test_an_error_of_the_program_comes_before_a_dropped_handle(tmp_path: Path) -> None:
+    """It is what the user looks for."""
+    source = FORGETS.replace("ac.barrier().wait()", "ac.barrier().wait(); 1 / 0")
+    for ended in scripts.run(tmp_path, source, ranks=2):
+        assert ended.code == 1
+        assert ended.err.strip().splitlines()[-1].endswith("ZeroDivisionError: division by zero"), ended.err
+
+
 FORKS = """
     import os, asynccoll as ac
     ac.initialize("gloo")

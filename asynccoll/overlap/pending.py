@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
-from asynccoll.waiting.forgotten import NotItsResult
+from asynccoll.waiting.forgotten import NotItsResult, warn
 
 __all__ = ["Forgotten", "Methods", "Pending"]
 
@@ -84,14 +83,7 @@ class Pending(NotItsResult, Generic[T]):
         told = self._forgotten.told = self.unawaited()
         if self._is_told:
             return
-        place = self._spot.place
-        try:
-            warnings.warn_explicit(told, UnawaitedWorkWarning, place.file, place.line)
-        except BaseException:  # warnings turned into errors, or an interpreter that is shutting down
-            import sys
-
-            if sys is not None and sys.unraisablehook is not None:
-                raise
+        warn(told, self._spot.place)
 
 
 class Forgotten:

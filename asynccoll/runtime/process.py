@@ -32,6 +32,7 @@ from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, torch_group
+from asynccoll.waiting import forgotten
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike
 from asynccoll.world.resolving import check_ranks, resolve_group
@@ -265,6 +266,8 @@ def finalize(*, abort: bool = False) -> None:
 
     Raises:
         CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
+        UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first of a work that was
+            dropped without having been awaited. The world is left.
     """
     leave(sys.exc_info()[1], abort=abort)
 
@@ -281,8 +284,11 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
         context.close(abort=abort or bool(stuck), error=error)
     finally:
         _forget(context)
+    unawaited = forgotten.raised()
     if stuck:
         raise CollectiveTimeoutError(f"finalize aborted what was still in flight: {stuck}")
+    if unawaited is not None and error is None and not abort:
+        raise unawaited
 
 
 def _forget(context: Context) -> None:

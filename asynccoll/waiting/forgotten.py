@@ -1,18 +1,25 @@
-"""What a user who forgot to await a work is told, whatever is done with it instead.
+"""What a user who forgot to await a work is told, whatever is done with it instead, or if nothing is.
 
 Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the error names the call that
 made the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a
 mistake.
+
+A work that is dropped warns. Where warnings are errors (``python -W error``) Python prints that of a
+finalizer and goes on, as with a coroutine that was never awaited: ``raised`` keeps the first, which
+``finalize`` raises.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from asynccoll.errors import PayloadTypeError
+from asynccoll import host
+from asynccoll.errors import PayloadTypeError, UnawaitedWorkWarning
+from asynccoll.host.call_site import Place
 
-__all__ = ["NotItsResult"]
+__all__ = ["NotItsResult", "raised", "warn"]
 
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
@@ -22,6 +29,34 @@ _SIGNED = (
 )
 _AS_SIGNS = "+ - * @ / // % ** << >> & | ^ - + ~ < <= > >= []"
 _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
+
+
+class _Raised:
+    """The warnings of dropped works that were raised as errors."""
+
+    first: str = ""
+
+
+_raised = host.per_process(_Raised)
+
+
+def warn(text: str, place: Place) -> None:
+    """Warn of what was created at ``place`` and dropped: called by its finalizer."""
+    try:
+        warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line)
+    except BaseException as error:  # warnings turned into errors, or an interpreter that is shutting down
+        import sys
+
+        if sys is not None and sys.unraisablehook is not None:
+            if isinstance(error, UnawaitedWorkWarning):
+                _raised.first = _raised.first or text  # not the error: its frames would keep the work alive
+            raise
+
+
+def raised() -> UnawaitedWorkWarning | None:
+    """The first that was raised as an error, which nobody has got; once."""
+    text, _raised.first = _raised.first, ""
+    return UnawaitedWorkWarning(text) if text else None
 
 
 def _refuse(work: object, what: str) -> PayloadTypeError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -21,7 +20,6 @@ from asynccoll.errors import (
     ForkedProcessError,
     InvalidArgumentError,
     PayloadTypeError,
-    UnawaitedWorkWarning,
     WorkNotDoneError,
 )
 from asynccoll.host.forks import renew
@@ -32,7 +30,7 @@ from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
 from asynccoll.transport.streams import Mark
 from asynccoll.transport.waiters import Waiters
-from asynccoll.waiting.forgotten import NotItsResult
+from asynccoll.waiting.forgotten import NotItsResult, warn
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.suspending import block, pause, quick, suspend
 from asynccoll.waiting.synchronizing import synchronized
@@ -488,19 +486,11 @@ class Work(NotItsResult, Generic[T]):
             return
         place = self._operations[0].place
         names = ", ".join(operation.name for operation in self._operations[:3])
-        try:
-            warnings.warn_explicit(
-                f"{names} started at {place} was never awaited: its result, and an error in it, would "
-                "be lost (await it, call wait(), or detach() it)",
-                UnawaitedWorkWarning,
-                place.file,
-                place.line,
-            )
-        except BaseException:  # warnings turned into errors, or an interpreter that is shutting down
-            import sys
-
-            if sys is not None and sys.unraisablehook is not None:
-                raise
+        warn(
+            f"{names} started at {place} was never awaited: its result, and an error in it, would be lost "
+            "(await it, call wait(), or detach() it)",
+            place,
+        )
 
     def __reduce__(self) -> Any:
         raise PayloadTypeError("a Work belongs to its process and cannot be pickled; await it instead")
