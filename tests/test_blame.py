@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
@@ -540,6 +541,83 @@ def test_who_calls_only_after_a_timeout_is_not_taken_for_the_network() -> None:
             else ": it is slow, or stuck in the network"
         )
     assert call(1, waited=REFUSED, failure="no").timed_out == 0.0
+
+
+async def timed_out(work: ac.Work[int]) -> None:
+    with contextlib.suppress(ac.CollectiveTimeoutError):
+        work.wait(2.0)
+
+
+async def cancelled(work: ac.Work[int]) -> None:
+    with anyio.move_on_after(2.0):
+        await work
+
+
+async def never_waited_for(work: ac.Work[int]) -> None:
+    work.detach()
+
+
+async def completed(work: ac.Work[int]) -> None:
+    with contextlib.suppress(ac.CollectiveTimeoutError):
+        async for _ in ac.as_completed([work], timeout=2.0):
+            pass
+
+
+@pytest.mark.parametrize("give_up", [timed_out, cancelled, never_waited_for, completed])
+def test_a_call_that_nobody_waits_for_any_more_is_told_as_no_other_wait(give_up: Any, loop: str) -> None:
+    """A child task has given it up; no circle, nor another wait, comes of it: the rank computes."""
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        side = None
+        if rank == 1:
+            side = ac.all_reduce(rank, lane="side", timeout=100.0)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(give_up, side)
+            await anyio.sleep(9.0)
+        work = ac.all_reduce(1.0, lane="main", timeout=6.0)
+        try:
+            await work
+        except ac.CollectiveTimeoutError as error:
+            heard[rank] = str(error)
+            await work
+        await (ac.all_reduce(rank, lane="side") if side is None else side)
+
+    for size in (2, 3):
+        heard.clear()
+        simulate(main, world_size=size, seed=SEED, loop=loop).check()
+        assert sorted(heard) == [0, 2][: size - 1]
+        for text in heard.values():
+            assert (
+                "s: rank 1 (host simulated, pid 1001) has not called all_reduce #1 on lane 'main'; " in text
+            )
+            assert "circle" not in text
+            assert "another wait" not in text
+
+
+def test_who_waits_beside_one_that_was_cancelled_hears_of_a_lost_rank(loop: str) -> None:
+    """It is looked after for as long as anybody waits for it."""
+
+    async def main(rank: int) -> str:
+        if rank == 1:
+            await anyio.sleep(100.0)
+        work = ac.all_reduce(1.0, timeout=60.0)
+
+        async def beside() -> None:
+            with anyio.move_on_after(1.0):
+                await work
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(beside)
+            try:
+                await work
+            except ac.CollectiveError as error:
+                return type(error).__name__
+        return ""
+
+    report = simulate(main, world_size=2, seed=SEED, loop=loop, faults=[Kill(1, at=5.0)])
+    assert report.results[0] == "PeerLostError"
+    assert report.virtual_seconds < 20
 
 
 def test_in_a_simulated_world_the_wait_that_is_the_cause_is_told_first() -> None:

@@ -191,7 +191,7 @@ def call(ticket, *, called, ended=0.0, operation="all_reduce", sequence=None, la
     number = ticket if sequence is None else sequence
     return Call(
         ticket, "world", lane, lane, operation, "", f"train.py:{ticket}", number, 1, -1, size_bytes,
-        called, called, ended, 0.0, "",
+        called, called, ended, 0.0 if ended else called, "",
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def test_a_dropped_handle_is_heard_in_a_plain_script(tmp_path: Path) -> None:
         assert "UnawaitedWorkWarning" in ended.err
 
 
-FORGETS = """
+DROPS_AS_ERRORS = """
     import warnings
     import torch, asynccoll as ac
     warnings.simplefilter("error", ac.UnawaitedWorkWarning)  # python -W error has more
@@ -165,7 +165,7 @@ FORGETS = """
 
 def test_a_dropped_handle_ends_the_program_where_warnings_are_errors(tmp_path: Path) -> None:
     """Python prints the errors of finalizers and goes on; the end of the world raises it once it is left."""
-    for ended in scripts.run(tmp_path, FORGETS, ranks=2):
+    for ended in scripts.run(tmp_path, DROPS_AS_ERRORS, ranks=2):
         assert ended.code == 1, ended.err
         assert "not reached" not in ended.out
         last = ended.err.strip().splitlines()[-1]
@@ -175,7 +175,7 @@ def test_a_dropped_handle_ends_the_program_where_warnings_are_errors(tmp_path: P
 
 def test_an_error_of_the_program_comes_before_a_dropped_handle(tmp_path: Path) -> None:
     """It is what the user looks for."""
-    source = FORGETS.replace("ac.barrier().wait()", "ac.barrier().wait(); 1 / 0")
+    source = DROPS_AS_ERRORS.replace("ac.barrier().wait()", "ac.barrier().wait(); 1 / 0")
     for ended in scripts.run(tmp_path, source, ranks=2):
         assert ended.code == 1
         assert ended.err.strip().splitlines()[-1].endswith("ZeroDivisionError: division by zero"), ended.err

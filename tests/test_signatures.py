@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import warnings
 from datetime import timedelta
 from typing import Any, cast
 
@@ -424,14 +423,13 @@ OF_ANOTHER_TYPE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::asynccoll.UnawaitedWorkWarning")  # of the works that were refused
 @pytest.mark.parametrize("name", OF_ANOTHER_TYPE)
 def test_an_argument_of_another_type_is_named(name: str) -> None:
     """Not by what Python misses in it somewhere inside; a caller that expects Python's error gets it."""
     call, *says = OF_ANOTHER_TYPE[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # of the works that were refused
-        with raising(ac.InvalidArgumentError, *says):
-            call()
+    with raising(ac.InvalidArgumentError, *says):
+        call()
 
 
 @pytest.mark.parametrize("name", ["prescale", "postscale"])

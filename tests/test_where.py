@@ -17,7 +17,7 @@ from asynccoll import errors, flight, host
 from asynccoll.cli import main
 from asynccoll.cli.where import overview
 from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, unmet
-from asynccoll.flight.layout import REFUSED
+from asynccoll.flight.layout import GIVEN_UP, REFUSED
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.trace import whereabouts
 from asynccoll.trace.stragglers import by_line, load_stragglers
@@ -35,7 +35,7 @@ def call(sequence: int, operation: str = "all_reduce", of: str = "float32[4] sum
     ended = at.get("ended", called)
     return Call(
         sequence, group, lane, lane, operation, of, at["place"], sequence, at.get("part", 1), -1, 16,
-        called, called, ended, 0.0, "",
+        called, called, ended, 0.0 if ended else called, "",
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_a_call_of_several_parts_is_compared_part_by_part() -> None:
 
 def message(operation: str, peer: int, group: str = "world", ended: float = 0.0) -> Call:
     return Call(
-        1, group, "default", "default", operation, "", "ring.py:5", 0, 7, peer, 8, 10.0, 10.0, ended, 0.0, ""
+        1, group, "default", "default", operation, "", "ring.py:5", 0, 7, peer, 8, 10.0, 10.0, ended, 10.0, ""
     )
 
 
@@ -275,6 +275,37 @@ def test_a_message_that_was_started_early_is_no_wait() -> None:
         found = hang_of(flights, dict.fromkeys(flights, 60.0))
         assert found is not None
         assert (found.ranks, found.operation, found.waiting) == ((1,), "all_reduce", (0, 2))
+
+
+#: Of a call in flight: ``waited`` in its record; whether it is a wait while its rank goes on, and in a dump.
+#: The rank's clock is at 60 s; it called last at 12 s.
+WAITED = {
+    "somebody waits": (50.0, True, True),
+    "has just timed out": (-59.8, True, True),
+    "timed out": (-30.0, False, True),
+    "timed out before the next call": (-11.5, False, False),
+    "was cancelled": (GIVEN_UP, False, False),
+    "nobody ever waited": (0.0, False, True),
+}
+
+
+@pytest.mark.parametrize("what", WAITED)
+def test_what_nobody_waits_for_is_part_of_no_circle(what: str) -> None:
+    waited, live, dumped = WAITED[what]
+    side = replace(call(1, lane="side", ended=0.0), waited=waited)
+    flights = {0: recorded(0, call(2, ended=0.0)), 1: recorded(1, side, call(2, lane="eval"))}
+    for now, expected in (({0: 60.0, 1: 60.0}, live), (None, dumped)):
+        found = hang_of(flights, now)
+        assert found is not None
+        assert (found.ranks == ()) == bool(found.circle) == expected, str(found)
+
+
+def test_a_call_before_one_that_is_waited_for_on_its_lane_is_what_holds_it_up() -> None:
+    first = replace(call(1, ended=0.0), waited=0.0)
+    flights = {0: recorded(0, first, call(2, ended=0.0)), 1: recorded(1)}
+    found = hang_of(flights, {0: 60.0, 1: 60.0})
+    assert found is not None
+    assert (found.ranks, found.sequence) == ((1,), 1)
 
 
 def test_nobody_is_waited_for_where_all_have_called_or_called_different_things() -> None:

@@ -19,8 +19,10 @@ from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import call_name
 from asynccoll.host.words import duration, listed
 
-__all__ = ["Hang", "Turn", "Unfinished", "hang", "hang_of"]
+__all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 
+#: A wait that has timed out no longer ago may be about to be told.
+LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 
 
@@ -169,8 +171,9 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
         if parting.kind == "different" and any(call.state != "finished" for call in made):
             return None
     moments = _moments(flights) if now is None else now
-    unfinished = list(_unfinished(flights, moments))
-    found = hang([*(one for one, _ in unfinished), *_messages(flights, moments)])
+    live = now is not None
+    unfinished = list(_unfinished(flights, moments, live=live))
+    found = hang([*(one for one, _ in unfinished), *_messages(flights, moments, live=live)])
     if found is None:
         return None
     refused = {one: why for one, call in unfinished if (why := _refused(one, call, flights))}
@@ -202,25 +205,50 @@ def _latest(one: Flight) -> float:
     return max((one.ended, *(max(call.called, call.ended) for call in one.calls)))
 
 
-def _unfinished(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iterator[tuple[Unfinished, Call]]:
+def _unfinished(
+    flights: Mapping[int, Flight], now: Mapping[int, float], *, live: bool
+) -> Iterator[tuple[Unfinished, Call]]:
     for rank, one in flights.items():
-        latest = max((call.called for call in one.calls), default=0.0)
-        for call in one.calls:
-            went_on = call.failure and latest > call.ended  # the program has handled that
-            if call.sequence and call.state not in ("finished", "refused") and not went_on:
-                end = call.ended if call.failure else now[rank]
-                told = Unfinished(
-                    rank, call.operation, _lane(call), call.sequence, call.place, max(0.0, end - call.called),
-                    bool(call.failure), _missing(call, flights),
-                )  # fmt: skip
-                yield told, call
+        for call in _waited_for(one, now[rank] if live and one.ending == "running" else None):
+            end = call.ended if call.failure else now[rank]
+            told = Unfinished(
+                rank, call.operation, _lane(call), call.sequence, call.place, max(0.0, end - call.called),
+                bool(call.failure), _missing(call, flights),
+            )  # fmt: skip
+            yield told, call
 
 
-def _messages(flights: Mapping[int, Flight], now: Mapping[int, float]) -> Iterator[Unfinished]:
+def _waited_for(one: Flight, now: float | None) -> list[Call]:
+    """The calls that a rank waits for, or that have failed, and those before them on their lanes.
+
+    ``now`` is its clock, if it goes on: then nobody waits for the other calls. Else they count unless it has
+    waited for some: its last moments are not in the record.
+    """
+    latest = max((call.called for call in one.calls), default=0.0)
+    unfinished = [
+        call
+        for call in one.calls
+        if call.sequence
+        and call.state not in ("finished", "refused")
+        and not (call.failure and latest > call.ended)  # the program has handled that
+    ]
+    since = latest if now is None else now - LATELY_SECONDS
+    last: dict[tuple[str, str], int] = {}
+    for call in unfinished:
+        if call.failure or call.is_waited_for(since):
+            last[call.group, call.lane_key] = max(call.sequence, last.get((call.group, call.lane_key), 0))
+    if now is None and not last:
+        return [call for call in unfinished if not call.waited]
+    return [call for call in unfinished if call.sequence <= last.get((call.group, call.lane_key), 0)]
+
+
+def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: bool) -> Iterator[Unfinished]:
     """Those that a rank has called last, and whose other side its peer has neither called nor refused."""
     for one in unmet(flights):
         rank, peer, call = one.rank, one.peer, one.call
         about = (call.group, call.lane_key, call.operation, rank, call.part)
+        if live and flights[rank].ending == "running" and not call.is_waited_for(now[rank] - LATELY_SECONDS):
+            continue
         if call is flights[rank].calls[-1] and refused_side(flights[peer], *about) is None:
             seconds = max(0.0, now[rank] - call.called)
             yield Unfinished(rank, one.missing, _lane(call), 0, call.place, seconds, False, (peer,))

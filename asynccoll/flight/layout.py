@@ -24,6 +24,7 @@ __all__ = [
     "ENDING",
     "ENDINGS",
     "ENDING_AT",
+    "GIVEN_UP",
     "HALF_BYTES",
     "HEADER",
     "HEADERS",
@@ -91,6 +92,8 @@ BEGUN, ENDED, WAITED, OUTCOME = 6, 7, 8, 9
 END = "end of coalescing"
 #: Since when it is waited for, of a call that its own rank has refused: never.
 REFUSED = -1.0
+#: And of one for which nobody waits any more, without having seen it end: the wait was cancelled.
+GIVEN_UP = -2.0
 
 #: Of each lane: its calls, see ``headers``.
 HEADERS = 512

@@ -69,7 +69,12 @@ class Call:
     @property
     def timed_out(self) -> float:
         """When a wait for it timed out, after which nobody has waited for it again; 0.0 if none has."""
-        return 0.0 if self.waited >= 0 or self.was_refused else -self.waited
+        ended = self.waited < 0 and self.waited != layout.GIVEN_UP and not self.was_refused
+        return -self.waited if ended else 0.0
+
+    def is_waited_for(self, since: float) -> bool:
+        """Whether somebody waits for it, or has done so until a timeout that is not before ``since``."""
+        return self.waited > 0 or 0 < since <= self.timed_out
 
     def refusal(self, of: str) -> str:
         """In place of ``of``: ``called it at train.py:12, and it was refused there: ValueError: ...``."""

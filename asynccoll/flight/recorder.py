@@ -17,6 +17,7 @@ from asynccoll.flight import layout
 from asynccoll.flight.layout import (
     BEGUN,
     ENDED,
+    GIVEN_UP,
     OUTCOME,
     RECORD,
     RECORDS,
@@ -166,6 +167,11 @@ class Recorder:
     def timed_out(self, ticket: int, now: float) -> None:
         """Who waited for it does not any more; it is still in flight."""
         self._stamp(ticket, WAITED, -now)
+
+    def given_up(self, ticket: int) -> None:
+        """Nor does who was cancelled; that a wait has timed out says as much, and when."""
+        if self._newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + WAITED] > 0:
+            self._stamp(ticket, WAITED, GIVEN_UP)
 
     def failed(self, ticket: int, why: str, now: float) -> None:
         """It will not end well."""

@@ -70,7 +70,7 @@ class Watch:
         self._world = world
         self._wake = host.Condition()
         # As keys, here and below: a set has its order from addresses.
-        self._watched: dict[Operation, None] = {}
+        self._watched: dict[Operation, int] = {}  # and by how many
         self._lately: dict[Operation, None] = {}  # waited for since the last look, for however short a time
         self._told: dict[Operation, None] = {}  # of which somebody was told that they are stuck
         self._looked: dict[Operation, int] = {}  # so often it was asked whether others have such a part
@@ -84,7 +84,7 @@ class Watch:
         if not self._world.has_peers:
             return
         with self._wake:
-            self._watched[operation] = None
+            self._watched[operation] = self._watched.get(operation, 0) + 1
             self._start()
 
     def begin(self) -> None:
@@ -100,12 +100,15 @@ class Watch:
         elif self._asleep:
             self._wake.notify()
 
-    def discard(self, operation: Operation) -> None:
-        """Nobody does any more, or just now."""
+    def discard(self, operation: Operation) -> bool:
+        """One does not any more, or not just now; whether another one does."""
         with self._wake:
-            self._watched.pop(operation, None)
-            if not operation.done():
+            others = self._watched.pop(operation, 1) - 1
+            if others:
+                self._watched[operation] = others
+            elif not operation.done():
                 self._lately[operation] = None
+            return others > 0
 
     def stop(self) -> None:
         """End the thread; when this returns it is in no native call that the interpreter could end under."""
@@ -125,8 +128,8 @@ class Watch:
                 if self._stopped:
                     return
                 late = host.monotonic() - PATIENCE_SECONDS
-                self._watched = dict.fromkeys(op for op in self._watched if not op.done())
-                asked_for, self._lately = self._watched | self._lately, {}
+                self._watched = {op: many for op, many in self._watched.items() if not op.done()}
+                asked_for, self._lately = dict.fromkeys(self._watched) | self._lately, {}
                 stalled = self._stalled(asked_for)
                 overdue = [op for op in asked_for if op.started <= late and not op.done()]
                 lanes, parts = dict.fromkeys(op.lane for op in overdue), self._due(overdue)

@@ -128,7 +128,7 @@ class World(Protocol):
     def watch_over(self, operation: Any) -> None:
         """Somebody waits for it: look from time to time whether it can still end."""
 
-    def watch_no_more(self, operation: Any) -> None:
+    def watch_no_more(self, operation: Any) -> bool:
         """Nobody waits for it now."""
 
     def loss(self, lane: Any) -> PeerLostError | None:

@@ -180,6 +180,11 @@ class Operation:
         """Nobody does any more, or just now."""
         self.lane.world.watch_no_more(self)
 
+    def give_up(self) -> None:
+        """Nobody will, as far as this waiter knows, which was cancelled."""
+        if not self.lane.world.watch_no_more(self):
+            self.lane.world.recorder.given_up(self.ticket)
+
     def extend(self) -> None:
         """A waiter was told that its deadline has passed: the next wait has as long again."""
         now = host.monotonic()

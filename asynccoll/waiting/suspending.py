@@ -76,8 +76,10 @@ def block(operation: Operation, seconds: float | None) -> None:
                 raise _late(operation, _HELD if loop is not None and loop.others_ready() else "")
             completion.wait(min(left, _SLICE_SECONDS))
         operation.saw_end(host.monotonic())
-    finally:
-        operation.leave()
+    except BaseException:
+        operation.give_up()
+        raise
+    operation.leave()
 
 
 def quick(operation: Operation) -> bool:
@@ -112,8 +114,10 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
     try:
         yield from loop.park(operation.add_waker, operation.deadline - host.monotonic())
         loop.begin_turn()
-    finally:
-        operation.leave()
+    except BaseException:
+        operation.give_up()
+        raise
+    operation.leave()
     if not operation.done():
         raise _late(operation)
     now = host.monotonic()

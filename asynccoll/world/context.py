@@ -239,9 +239,9 @@ class Context:
         """Somebody waits for it: look from time to time whether it can still end."""
         self.watch.add(operation)
 
-    def watch_no_more(self, operation: Operation) -> None:
-        """Nobody waits for it now."""
-        self.watch.discard(operation)
+    def watch_no_more(self, operation: Operation) -> bool:
+        """One waits for it no more; whether another one does."""
+        return self.watch.discard(operation)
 
     def refuse(
         self,
@@ -297,7 +297,7 @@ class Context:
         """Wait up to ``seconds`` for everything outstanding, also on the device; what is still out then."""
         deadline = host.monotonic() + seconds
         for operation in self.outstanding():
-            self.watch.add(operation)  # a peer may be gone, or have refused its side
+            operation.attend()  # a peer may be gone, or have refused its side
             while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     host.sleep(LAND_POLL_SECONDS)
