@@ -543,6 +543,58 @@ def test_who_calls_only_after_a_timeout_is_not_taken_for_the_network() -> None:
     assert call(1, waited=REFUSED, failure="no").timed_out == 0.0
 
 
+async def in_a_group(rank: int, x: object) -> object:
+    return await ac.all_reduce(x, group=ac.new_group([0, 2]), lane="mine", timeout=3.0)
+
+
+async def of_a_tree(rank: int, x: object) -> object:
+    return await ac.all_reduce({"a": [x, 1]}, timeout=3.0)
+
+
+async def in_a_thread(rank: int, x: object) -> object:
+    return await anyio.to_thread.run_sync(lambda: ac.all_reduce(x, timeout=3.0).wait())
+
+
+async def of_several(rank: int, x: object) -> object:
+    works = [ac.all_reduce(x, timeout=3.0), ac.all_reduce(1, timeout=3.0)]
+    return [work.result() async for work in ac.as_completed(works)]
+
+
+@pytest.mark.parametrize("wrong", ["refused", "late", "killed"])
+@pytest.mark.parametrize("call", [in_a_group, of_a_tree, in_a_thread, of_several])
+@pytest.mark.parametrize("size", [3, 5])
+def test_each_error_names_the_rank_the_call_and_the_line(call: Any, wrong: str, size: int) -> None:
+    """Whatever is composed: a group, a lane, a tree, a thread, several at once."""
+    heard: dict[int, ac.CollectiveError] = {}
+
+    async def main(rank: int) -> None:
+        await ac.barrier()
+        if call is in_a_group and rank not in (0, 2):
+            return
+        if wrong == "late" and rank == 2:
+            await anyio.sleep(7.0)
+        try:
+            await call(rank, object() if wrong == "refused" and rank == 2 else torch.ones(2))
+        except ac.CollectiveError as error:
+            heard[rank] = error
+            await anyio.sleep(8.0)
+        except ac.PayloadTypeError:
+            await anyio.sleep(8.0)
+
+    faults = [Kill(2, after_call=2)] if wrong == "killed" else []
+    simulate(main, world_size=size, seed=SEED, faults=faults)
+    line = call.__code__.co_firstlineno + 1
+    number = 1 if call is in_a_group else 2  # after the barrier
+    assert heard
+    for error in heard.values():
+        text = str(error)
+        assert error.ranks == (2,), text
+        assert (error.operation, error.lane) == ("all_reduce", "mine" if call is in_a_group else "default")
+        assert f"all_reduce #{number}" in text
+        assert f"test_blame.py:{line}" in text
+        assert "rank 2" in text
+
+
 async def timed_out(work: ac.Work[int]) -> None:
     with contextlib.suppress(ac.CollectiveTimeoutError):
         work.wait(2.0)

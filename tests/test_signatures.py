@@ -366,7 +366,6 @@ OF_ANOTHER_TYPE = {
     "span": (lambda: called.trace.span(3).__enter__(), "the name of a span must be a string, got 3"),
     "hook": (lambda: called.trace.add_hook(None), "what add_hook calls must be a function"),
     "codec": (lambda: called.Codec("mine", None, len), "encode of a Codec must be a function, got None"),
-    "sources": (lambda: called.recv_any(X, sources=1.0), "sources must be a list of ranks, got 1.0"),
     "source": (
         lambda: called.recv_any(X, sources=[[1]]),
         "each of sources must be a rank, got a list of int",
@@ -437,6 +436,12 @@ def test_a_factor_is_a_number(name: str) -> None:
     """Of a tensor, Python asks whether it is true, which names no argument."""
     with raising(ac.PayloadTypeError, f"{name} must be a number, got tensor"):
         called.all_reduce(X, **{name: torch.ones(2)})
+
+
+@pytest.mark.parametrize("sources", [1.0, ac])
+def test_sources_are_listed(sources: Any) -> None:
+    with raising(ac.PayloadTypeError, f"sources must be a list of ranks, got {sources!r}"):
+        called.recv_any(X, sources=sources)
 
 
 def test_of_what_is_no_work_nobody_is_missing() -> None:

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from asynccoll import host
-from asynccoll.errors import InvalidArgumentError
-from asynccoll.host.misfits import check, misfit
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.host.misfits import check
 from asynccoll.ops.collectives import recv, recv_object
 from asynccoll.ops.scopes import current_lane
 from asynccoll.ops.signatures import fitting
@@ -229,7 +229,7 @@ def _checked(sources: Iterable[int] | None, group: GroupLike) -> list[int]:
     if sources is None:
         return others
     if isinstance(sources, (str, bytes)) or not isinstance(sources, Iterable):
-        raise misfit("sources", "a list of ranks", sources)
+        raise PayloadTypeError(f"sources must be a list of ranks, got {sources!r}")
     listed = list(sources)
     for source in listed:
         check("each of sources", source, int, "a rank")

@@ -69,9 +69,13 @@ class Refusal:
         """Whether that part of the call at ``place`` is lost."""
         return (place, part) > self.begins
 
-    def error(self, lane: object, place: int) -> CollectiveError:
-        """What the waiters of the call at ``place`` get: it is the refused one, or was lost with it."""
-        behind = f"call {numbered(place)} on {lane} was in flight behind {numbered(self.place)}"
+    def error(self, lane: object, place: int, operation: object = None) -> CollectiveError:
+        """What the waiters of the call at ``place`` get: it is the refused one, or was lost with it.
+
+        ``operation``: what has been made of it, whose text says which it is, and its line.
+        """
+        call = f"call {numbered(place)} on {lane}" if operation is None else str(operation)
+        behind = f"{call} was in flight behind {numbered(self.place)}"
         if self.why.startswith(_MISMATCH):  # the rank that noticed need not be the one that differs
             differ = self.why.removeprefix(_MISMATCH)
             if place == self.place:
@@ -79,7 +83,7 @@ class Refusal:
             return PeerRefusedError(f"{behind}, about which {differ}\nissue it again")
         if place == self.place:
             return PeerRefusedError(
-                f"rank {self.rank} refused its side of call {numbered(place)} on {lane}: {self.why}",
+                f"rank {self.rank} refused its side of {call}: {self.why}",
                 (self.rank,),
             )
         return PeerRefusedError(

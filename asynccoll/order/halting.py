@@ -149,7 +149,7 @@ class Halting:
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
         """What is in flight from ``first`` to ``last``, with the error of each."""
         return [
-            (operation, refusal.error(self._lane, operation.sequence))
+            (operation, refusal.error(self._lane, operation.sequence, operation))
             for operation in self._outstanding
             if first <= operation.sequence <= last and refusal.loses(operation.sequence, operation.part)
         ]

@@ -237,7 +237,7 @@ class Lane:
         job.gate = found if isinstance(found, Promise) else None
         taken = self._epochs.takes(job)
         if isinstance(taken, Refusal):
-            operation.fail(taken.error(self, job.place))
+            operation.fail(taken.error(self, job.place, operation))
         elif taken:
             self.queue.extend((job,))
 

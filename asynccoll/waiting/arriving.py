@@ -9,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from asynccoll import host
-from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_patience
-from asynccoll.waiting.suspending import Signal, attend, pause
+from asynccoll.waiting.suspending import Signal, attend, late, pause
 from asynccoll.waiting.work import Work, listed_works
 
 if TYPE_CHECKING:
@@ -166,8 +165,8 @@ class _Arrivals(Generic[T]):
         return min((operation.deadline for operation in self._out()), default=math.inf)
 
     def _give_up(self) -> NoReturn:
-        for operation in self._out():
+        """Say of the oldest why it is not done; all of them have as long again."""
+        oldest, *others = self._out()
+        for operation in others:
             operation.extend()
-        raise CollectiveTimeoutError(
-            "as_completed: works are still in flight at the timeout; await them to go on waiting"
-        )
+        raise late(oldest, f"; as_completed waits for {len(others)} more" if others else "")

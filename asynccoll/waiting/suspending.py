@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
     from asynccoll.transport.completion import Completion
 
-__all__ = ["Signal", "attend", "block", "in_loop", "pause", "quick", "suspend"]
+__all__ = ["Signal", "attend", "block", "in_loop", "late", "pause", "quick", "suspend"]
 
 #: For how long at most a turn is prolonged for one operation.
 _PATIENCE_SECONDS = 4e-3
@@ -41,7 +41,8 @@ _HELD = (
 )
 
 
-def _late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
+def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
+    """The error of who has waited for it in vain; the next wait has as long again."""
     waited = host.monotonic() - operation.started
     opening = operation.lane.communicator is None
     closed = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
@@ -73,7 +74,7 @@ def block(operation: Operation, seconds: float | None) -> None:
             left = deadline - host.monotonic()
             if left <= 0:
                 loop = here()
-                raise _late(operation, _HELD if loop is not None and loop.others_ready() else "")
+                raise late(operation, _HELD if loop is not None and loop.others_ready() else "")
             completion.wait(min(left, _SLICE_SECONDS))
         operation.saw_end(host.monotonic())
     except BaseException:
@@ -119,7 +120,7 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
         raise
     operation.leave()
     if not operation.done():
-        raise _late(operation)
+        raise late(operation)
     now = host.monotonic()
     operation.estimate.took(now - operation.started)
     operation.saw_end(now)
