@@ -13,6 +13,7 @@ import torch
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.cli.entry import main as command_line
+from asynccoll.host.endings import in_a_line
 from asynccoll.host.words import shortened
 from asynccoll.runtime import process as runtime
 from asynccoll.testing import Kill, Stray, explore, simulate
@@ -160,6 +161,39 @@ def test_exploring_adds_them_up() -> None:
         assert [(one.sequence, one.times) for one in found.strays] == [(6, 40), (7, 40), (8, 40)]
 
 
+async def _closing(rank: int) -> None:
+    """Rank 0 alone closes a lane that all go on to use."""
+    for _ in range(3):
+        await ac.all_reduce(1.0, lane="eval")
+        if rank == 0:
+            ac.close_lane("eval")
+
+
+async def _evaluating(rank: int) -> None:
+    """Rank 0 alone evaluates, in a task of its own."""
+    async with ac.create_task_group() as group:
+        await ac.all_reduce(1.0)
+        if rank == 0:
+            group.start_soon(_evaluate)
+
+
+async def _evaluate() -> None:
+    await ac.all_reduce(1.0, op="avg")
+
+
+@pytest.mark.parametrize(
+    ("main", "said"),
+    [
+        (_closing, "some of them have closed this lane"),
+        (_evaluating, "made no call there, or closed lane 'default/_evaluate' of the world"),
+    ],
+)
+def test_the_cause_is_said(main: Any, said: str) -> None:
+    found = explore(main, seeds=range(3), world_size=3, shrink_seconds=5.0)
+    assert found.wrong is not None
+    assert said in found.wrong.partition("\nrank ")[0]
+
+
 def test_one_schedule_is_one() -> None:
     assert str(Exploration(schedules=1)).startswith("1 schedule in")
     assert str(Exploration(schedules=1000)).startswith("1,000 schedules in")
@@ -269,3 +303,8 @@ def test_a_script_that_runs_while_it_is_imported_is_refused(
     assert command_line(["explore", f"{script}::main", "--not-joined", "--seeds", "1", "--jobs", "1"]) == 2
     assert 'under `if __name__ == "__main__":`' in capsys.readouterr().err
     assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_what_a_rank_died_of_is_its_first_line_without_the_colon_before_the_next() -> None:
+    error = ac.CollectiveMismatchError("ranks called different things:\n  rank 0: barrier")
+    assert in_a_line(error) == "asynccoll.errors.CollectiveMismatchError: ranks called different things"

@@ -34,7 +34,8 @@ def call(sequence: int, operation: str = "all_reduce", of: str = "float32[4] sum
     group, lane, called = at["group"], at["lane"], at["called"]
     ended = at.get("ended", called)
     return Call(
-        sequence, group, lane, lane, operation, of, at["place"], sequence, at.get("part", 1), -1, 16,
+        sequence, group, at.get("lane_key", lane), lane, operation, of, at["place"], sequence,
+        at.get("part", 1), -1, 16,
         called, called, ended, 0.0 if ended else called, "",
     )  # fmt: skip
 
@@ -226,6 +227,22 @@ def test_of_a_circle_in_which_nobody_stands_out_all_sides_are_told() -> None:
         **{rank: replace(two[1], rank=rank) for rank in (1, 3)},
     }
     assert "ranks 1, 3 in all_reduce #1 on lane 'b' (train.py:4) for ranks 0, 2" in str(hang_of(four))
+
+
+def test_a_circle_on_one_lane_says_that_some_have_closed_it() -> None:
+    """Rank 0 has closed lane "eval" and opened it again; the others wait in a call on the first one."""
+    mine = call(1, lane="eval", lane_key="eval~1", place="train.py:3", ended=0.0)
+    others = [
+        call(1, lane="eval", lane_key="eval", place="train.py:3"),
+        call(2, lane="eval", lane_key="eval", place="train.py:3", ended=0.0),
+    ]
+    for size in (2, 3):
+        flights = {
+            rank: recorded(rank, others[0], *([mine] if rank == 0 else [others[1]])) for rank in range(size)
+        }
+        told = str(hang_of(flights))
+        assert "call ac.close_lane(name) on every rank, between the same calls" in told
+        assert SAME_ORDER not in told
 
 
 def test_a_circle_over_several_groups_is_told_all_around() -> None:

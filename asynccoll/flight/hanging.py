@@ -25,6 +25,11 @@ __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 
+_CLOSED = (
+    "some of them have closed this lane and opened it again, and others have not: call ac.close_lane(name) "
+    "on every rank, between the same calls"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
@@ -94,13 +99,19 @@ class Hang:
         own = [turn for turn in self.circle if not set(self.ranks).isdisjoint(turn.waiting)]
         if not own:
             return verdict
-        return f"{verdict}, but {_waits(self.ranks)} {own[0].what}: {_SAME_ORDER}"
+        return f"{verdict}, but {_waits(self.ranks)} {own[0].what}: {self._advice()}"
 
     def _around(self) -> str:
         first, *others = self.circle
         turns = [f"{listed(first.waiting)} {_waits(first.waiting)} {first.what}"]
         turns += [f"{listed(one.waiting)} {one.what}" for one in others]
-        return f"ranks wait in a circle: {', and '.join(turns)}, for {duration(self.seconds)}: {_SAME_ORDER}"
+        return (
+            f"ranks wait in a circle: {', and '.join(turns)}, for {duration(self.seconds)}: {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        """A circle on one lane is on two of that name: on one, who is at a later call has made the others."""
+        return _CLOSED if len({turn.lane for turn in self.circle}) == 1 else _SAME_ORDER
 
 
 def _has(ranks: Sequence[int]) -> str:

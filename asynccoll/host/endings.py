@@ -23,4 +23,4 @@ def in_a_line(error: BaseException) -> str:
     inside = getattr(error, "exceptions", ())  # by its attribute: Python 3.10 has no such class
     if isinstance(inside, tuple) and inside and all(isinstance(one, BaseException) for one in inside):
         return f"{'; '.join(map(in_a_line, inside))} (in {type(error).__name__})"
-    return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0].rstrip(":")

@@ -34,6 +34,7 @@ from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import caller
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients, is_of_store
+from asynccoll.host.words import listed
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
 from asynccoll.world.group import Group
@@ -475,10 +476,12 @@ class Context:
 
     def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
         """That one of ``lost`` made fewer calls here than this rank, and where it may have skipped one."""
-        fewer = {rank: made for rank, made in _made(lane, left).items() if 0 < made < lane.sequence}
+        made = _made(lane, left)
+        fewer = {rank: number for rank, number in made.items() if 0 < number < lane.sequence}
         rank = next((rank for rank in lost if rank in fewer), None)
         if rank is None:
-            return ""
+            none = [rank for rank in lost if lane.sequence and made.get(rank) == 0]
+            return f"; {listed(none)} made no call there, or closed {lane}" if none else ""
         recorded = self.liveness.recorded()
         both = {one: recorded[one] for one in (self.rank, rank) if one in recorded}
         where = strayed(both, *lane_id(lane.group.key, lane.key))
