@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 
 import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll import host
 from asynccoll.testing import PCT, Fail, Interrupt, Kill, RandomWalk, Stop, StoreLost, explore, simulate
 from compositions import from_json
 from simulated import complaints
@@ -88,6 +91,43 @@ def test_who_waits_in_short_turns_hears_of_a_silent_peer() -> None:
         error = report.errors[1]
         assert isinstance(error, ac.PeerLostError) and error.ranks == (0,), error
         assert report.virtual_seconds < 20
+
+
+def test_a_silent_peer_is_asked_once_for_all_parts_that_wait() -> None:
+    """Each part of each tree asked it anew, a third of a second each: for 15 s nobody looked who was gone."""
+    tree = {"operation": "all_gather", "payload": "tracked tree", "coalesced": True, "wait": "gathered"}
+    mapped = tree | {"operation": "broadcast", "payload": "tracked tree of tensors", "pauses": 1}
+    half = mapped | {"waited_in": "default device", "form": "mapped", "dtype": "float16"}
+    from_last = tree | {"root": 1}
+    calls = [tree | {"seed": 4}, half | {"seed": 1}, from_last | {"seed": 1}, from_last | {"seed": 3}]
+    calls += [from_last | {"seed": 4}, half | {"seed": 1}, from_last, from_last | {"seed": 1}]
+    calls += [half | {"seed": 4}, from_last | {"seed": 3}]
+    told = {"ranks": 2, "tasks": [{"calls": calls}], "start": "task group", "turned": True}
+    program = from_json(json.dumps(told))
+    for seed in range(410, 416):
+        found, _ = complaints(
+            program, seed, [Kill(1, silent=True, after_call=3)], transport="memory", check="full"
+        )
+        assert not found, found
+
+
+def uses_many_lanes(rank: int) -> None:
+    """Rank 1 makes no second call on them."""
+    for repeat in range(2 - rank):
+        works = [ac.all_reduce(torch.ones(2), lane=f"l{index}") for index in range(12)]
+        for work in works:
+            with contextlib.suppress(ac.PeerLostError):
+                work.wait()
+        if repeat == 0:
+            ac.barrier().wait()
+    host.sleep(100 * rank)
+
+
+def test_a_peer_that_was_found_dead_is_not_asked_on_the_next_lane() -> None:
+    """Each lane asked it for a second and a half, until those of the last lanes were over their time."""
+    silent = [Kill(1, silent=True, at=0.5)]
+    report = simulate(uses_many_lanes, world_size=2, seed=1, loop="none", faults=silent)
+    assert not report.errors, report.errors
 
 
 def test_a_concurrent_future_is_over_by_its_deadline() -> None:

@@ -51,6 +51,9 @@ class Liveness:
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
         self._silent: dict[int, float] = {}  # since when
+        self._dead: dict[
+            int, float
+        ] = {}  # those that a routine question found gone, and until when that is believed
         self._asking = host.Lock()
         if clients is not None:
             self._publish(clients)
@@ -99,7 +102,13 @@ class Liveness:
             host.sleep(_AGAIN_SECONDS)
 
     def _gone(self, peers: dict[int, Peer], routine: bool) -> tuple[int, ...]:
-        """Those whose connection has ended, or who do not answer a first one."""
+        """Those whose connection has ended, or who do not answer a first one.
+
+        What a routine question has found is believed for as long as it took to find: each lane that waits
+        for a silent rank asks after it, and the last one's operations would be over their time before.
+        """
+        dead = {rank for rank in peers if host.monotonic() < self._dead.get(rank, 0.0)}
+        peers = {rank: peer for rank, peer in peers.items() if rank not in dead}
         for rank in [rank for rank in peers if rank in self._lines and not lines.is_open(self._lines[rank])]:
             self._lines.pop(rank).close()
         asked = {rank: (peer.address, peer.port) for rank, peer in peers.items() if rank not in self._lines}
@@ -113,7 +122,10 @@ class Liveness:
         self._silent = dict.fromkeys(silent, now) | before
         spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
         there = self._lines.keys() | spared | heard
-        return tuple(sorted(rank for rank in peers if rank not in there))
+        gone = peers.keys() - there
+        if routine:
+            self._dead |= dict.fromkeys(gone, now + SILENCE_SECONDS)
+        return tuple(sorted(gone | dead))
 
     def in_doubt(self, ranks: tuple[int, ...]) -> bool:
         """Whether one of ``ranks`` was silent when last asked: the store may be, too, and would keep us."""

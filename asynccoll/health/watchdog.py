@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asynccoll import host
@@ -47,8 +47,8 @@ class Watched(Protocol):
     def ends_alone(self) -> bool:
         """Whether a call may be over on one rank before its peers have made theirs."""
 
-    def look_for_end(self, operation: Any) -> None:
-        """Refuse a part of a call that was over before on another rank."""
+    def look_for_ends(self, parts: Sequence[Any]) -> None:
+        """Refuse those parts of calls that were over before on another rank."""
 
     def loss(self, lane: Any) -> PeerLostError | None:
         """The error that names the ranks that are gone and that ``lane`` waits for, if any is."""
@@ -137,8 +137,7 @@ class Watch:
                 self._asked = host.monotonic()
                 try:
                     self._ask_after(lanes)
-                    for operation in parts:
-                        self._world.look_for_end(operation)
+                    self._world.look_for_ends(parts)
                 except OSError:  # of descriptors there may be none just now: it is asked again in a second
                     _log.debug("asking after %s failed", lanes, exc_info=True)
             for operation in stalled:

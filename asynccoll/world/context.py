@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -525,14 +525,22 @@ class Context:
     def _own_account(self) -> Account:
         return Account(self.rank, read(self.recorder.buffer), host.monotonic())
 
-    def look_for_end(self, operation: Operation) -> None:
-        """Refuse a part of a call that was over before on another rank, which will never make it."""
-        lane: Any = operation.lane
-        accounts = self.liveness.accounts(tuple(rank for rank in lane.group.ranks if rank != self.rank))
-        texts = ended_before(self._awaited(operation), accounts | {self.rank: self._own_account()})
-        if texts:
-            error = mismatch(lane, list(texts), list(texts.values()))
-            self.refuse(lane, error, operation.sequence, part=operation.part)
+    def look_for_ends(self, parts: Sequence[Operation]) -> None:
+        """Refuse those parts of calls that were over before on another rank, which will never make them.
+
+        All ranks are asked once for all of them: who is silent holds up each question.
+        """
+        if not parts:
+            return
+        members = {rank for part in parts for rank in part.lane.group.ranks} - {self.rank}
+        accounts = self.liveness.accounts(tuple(sorted(members))) | {self.rank: self._own_account()}
+        for part in parts:
+            lane: Any = part.lane
+            own = {rank: accounts[rank] for rank in lane.group.ranks if rank in accounts}
+            texts = ended_before(self._awaited(part), own)
+            if texts:
+                error = mismatch(lane, list(texts), list(texts.values()))
+                self.refuse(lane, error, part.sequence, part=part.part)
 
     def tell_of_stall(self, operation: Operation) -> None:
         """Somebody has waited for it for ``stall_seconds``."""
