@@ -400,6 +400,29 @@ def test_who_sends_before_it_receives_is_told_which_call_is_missing(transport: s
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+def test_a_message_on_a_lane_that_a_third_rank_does_not_use_says_so(transport: str) -> None:
+    """Both sides had called it, so it was the network; but a lane opens with all ranks of its group."""
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            ac.send(torch.ones(2), dst=1, lane="apart").wait(5)
+        elif rank == 1:
+            ac.recv(torch.ones(2), src=0, lane="apart").wait(5)
+        else:
+            host.sleep(10)
+
+    report = simulate(main, world_size=3, seed=SEED, loop="none", transport=transport)
+    for rank in (0, 1):
+        error = report.errors[rank]
+        assert isinstance(error, ac.CollectiveTimeoutError)
+        assert error.ranks == (2,)
+        assert (
+            "rank 2 (host simulated, pid 1002) has made no call on lane 'apart', which opens once every rank "
+            "of the group has used it: use the default lane, or a group of both"
+        ) in str(error)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
 def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: str) -> None:
     """What was refused has taken nothing: the sender waits, and it is received when that is repeated."""
     heard: list[str] = []

@@ -39,6 +39,7 @@ class Awaited:
     """An operation that is waited for, and what the others have to call, in words.
 
     ``peer`` is the global rank that a message of ``rank`` is to or from, with ``tag``; else -1.
+    ``opens``: its lane is not open yet. That takes a call of every rank of the group, for a message, too.
     """
 
     operation: str
@@ -50,6 +51,7 @@ class Awaited:
     peer: int = -1
     rank: int = -1
     tag: int = 0
+    opens: bool = False
 
     def __str__(self) -> str:
         if self.peer >= 0:
@@ -90,8 +92,10 @@ def blame(
     for rank, account in sorted(accounts.items()):
         if awaited.peer in (-1, rank):
             why = _why(awaited, account, rank in lost)
-            if why:
-                found[rank] = f"{describe(rank)} {why}"
+        else:
+            why = _unopened(awaited, account)
+        if why:
+            found[rank] = f"{describe(rank)} {why}"
     sentences = [*found.values()][:_MOST_TOLD]
     if len(found) > _MOST_TOLD:
         sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
@@ -138,6 +142,18 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     unheard = gone and flight.ending == "running"
     said = "is gone, without calling it" if unheard else f"has not called {awaited}"
     return f"{said}; {last_words(flight, account.now)}; {_now(account, gone)}".removesuffix("; ")
+
+
+def _unopened(awaited: Awaited, account: Account) -> str:
+    """What a third rank has to do with a message: it may not have used the lane yet; else ""."""
+    flight = account.flight
+    if not awaited.opens or flight is None or any(flight.on_lane(awaited.group, awaited.lane_key)):
+        return ""
+    lane = lane_name(awaited.lane, awaited.group)
+    return (
+        f"has made no call on {lane}, which opens once every rank of the group has used it: use the default "
+        "lane, or a group of both"
+    )
 
 
 def _has_called(awaited: Awaited, flight: Flight) -> bool:

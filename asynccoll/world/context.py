@@ -520,6 +520,7 @@ class Context:
             peer,
             self.rank,
             operation.tag,
+            lane.communicator is None,
         )
 
     def _own_account(self) -> Account:
