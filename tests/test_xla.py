@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,3 +453,39 @@ def test_a_replica_that_gives_up_is_named() -> None:
     assert heard[1] == "gone"
     assert "1" in heard[0]
     assert "aborted" in heard[0] or "gone" in heard[0]
+
+
+class OwnCall:
+    """One of a rank that is a process of its own; it notes down that it was launched."""
+
+    def __init__(self, launched: list[OwnCall]) -> None:
+        self.error = self.splits = None
+        self.launched = launched
+        self.replica = SimpleNamespace(
+            progress=SimpleNamespace(submit=lambda job: job()), xla=SimpleNamespace(wait=lambda: None)
+        )
+
+    def prepare(self) -> None:
+        pass
+
+    def launch(self) -> None:
+        self.launched.append(self)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+def test_ranks_that_are_processes_launch_in_the_order_of_the_lane(order: tuple[int, ...]) -> None:
+    """Not in that in which inputs come to the device: a settled one was launched before an earlier one."""
+    from asynccoll.backends.xla.launching import ProcessLauncher  # which imports torch_xla
+
+    launcher = ProcessLauncher()
+    launched: list[OwnCall] = []
+    calls: Any = [OwnCall(launched) for _ in order]
+    arrive = [launcher.enter(call) for call in calls]
+    there = set()
+    for place in order:
+        arrive[place]()
+        there.add(place)
+        assert launched == calls[: next((n for n in range(3) if n not in there), 3)]

@@ -2,11 +2,12 @@
 
 Where the ranks are threads of this process (the CPU client), the last one to arrive at a call compares the
 calls of all ranks and launches them together. Where each rank is a process with a device of its own (TPU),
-each launches its side when its input is ready, and the devices wait for each other.
+each launches its side in the order of the lane, and the devices wait for each other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -68,10 +69,31 @@ class ThreadLauncher:
 
 
 class ProcessLauncher:
-    """For one replica in each process. Calls are launched in the order in which their inputs are ready."""
+    """For one replica in each process.
+
+    Calls are launched in the order in which they were accepted, whichever input is on the device first. A
+    device carries out what it is given in that order, and waits in each for the others: an order that
+    depended on when an input was ready would not be that of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._accepted: deque[Call] = deque()
+        self._ready: set[Call] = set()
 
     def enter(self, call: Call) -> Callable[[], object]:
-        return lambda: call.replica.progress.submit(lambda: self._launch(call))
+        self._accepted.append(call)
+        return lambda: self._arrive(call)
+
+    def _arrive(self, call: Call) -> None:
+        self._ready.add(call)
+        call.replica.progress.submit(self._launch_ready)
+
+    def _launch_ready(self) -> None:
+        """Launch what is ready, but for what comes after a call that is not. Of one thread alone."""
+        while self._accepted and self._accepted[0] in self._ready:
+            call = self._accepted.popleft()
+            self._ready.discard(call)
+            self._launch(call)
 
     def _launch(self, call: Call) -> None:
         try:
