@@ -186,6 +186,25 @@ async def hooks_go(me: Rank) -> None:
     assert not net._forward_pre_hooks
 
 
+async def other_kinds(me: Rank, kind: str) -> None:
+    """What counts forwards must not get in the way of what torch makes of a module."""
+    heard = Heard()
+    net = torch.jit.script(model()) if kind == "scripted" else model()
+    with ac.overlap_gradients(net) as gradients:
+        called = torch.compile(net, fullgraph=True, backend="eager") if kind == "compiled" else net
+        for step in range(STEPS):
+            net.zero_grad()
+            called(torch.full((2, 2), float(me.rank + step))).sum().backward()
+            await gradients
+    heard.close()
+    assert heard.texts == []
+
+
+@pytest.mark.parametrize("kind", ["scripted", "compiled"])
+def test_scripted_and_compiled_modules_train_as_ever(pair: World, kind: str) -> None:
+    pair.run(other_kinds, kind)
+
+
 @pytest.mark.parametrize(
     ("unanswered", "ranks"), [([False, True], "rank 1"), ([True, False, True], "ranks 0, 2")]
 )

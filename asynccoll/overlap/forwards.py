@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from asynccoll.host.words import listed
 
-__all__ = ["Forwards", "left_out"]
+__all__ = ["Forwards", "forwards_seen", "left_out"]
 
 
 class Forwards:
@@ -48,6 +49,11 @@ class Forwards:
     def begin(self) -> None:
         """Gradients were reduced: the next step begins."""
         self._open, self.unanswered = 0, False
+
+
+def forwards_seen(model: object) -> TypeGuard[torch.nn.Module]:
+    """Whether ``model`` is a module, and of Python: a compiled script takes no hooks."""
+    return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
 
 
 def _nobody() -> Callable[[object, object], None]:

@@ -56,7 +56,7 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.companion import Companion
-from asynccoll.overlap.forwards import Forwards, left_out
+from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike
@@ -182,7 +182,7 @@ class GradientReducer(Companion):
         # buckets go in order, also while the window waits for older ones: those end without it.
         self._lock = host.Lock()
         self._hooks: list[object] = []
-        self._forwards = Forwards(model) if isinstance(model, torch.nn.Module) else None
+        self._forwards = Forwards(model) if forwards_seen(model) else None
         if self._forwards is not None:
             self._hooks.append(self._forwards.handle)
         self._tells = True  # of a step that was left out: the first time
