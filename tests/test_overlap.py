@@ -73,7 +73,8 @@ SENDING: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-async def backward_by_nobody(me: Rank, kind: str, run: Callable[[Callable[[], Any]], Any]) -> None:
+async def backward_by_nobody(me: Rank, kind: str, thread: str) -> None:
+    run = IN_THREADS[thread]
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -102,13 +103,20 @@ async def _in_a_thread(function: Callable[[], Any]) -> None:
     await asyncio.to_thread(thread.join)
 
 
-@pytest.mark.parametrize("run", [asyncio.to_thread, anyio.to_thread.run_sync, _in_a_thread])
+IN_THREADS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "asyncio": asyncio.to_thread,
+    "anyio": anyio.to_thread.run_sync,
+    "threading": _in_a_thread,
+}
+
+
+@pytest.mark.parametrize("thread", IN_THREADS)
 @pytest.mark.parametrize("kind", SENDING)
 def test_calls_of_a_backward_in_a_thread_have_the_line_they_work_for(
-    pair: World, kind: str, run: Any
+    pair: World, kind: str, thread: str
 ) -> None:
     """There is none of the user's on the stack: all of them were at a line of torch."""
-    pair.run(backward_by_nobody, kind, run, runner="asyncio")
+    pair.run(backward_by_nobody, kind, thread, runner="asyncio")
 
 
 def test_between_threads(runner: str) -> None:
