@@ -44,3 +44,15 @@ async def script() -> None:
     ac.initialize()
     await ac.barrier()
     ac.finalize()
+
+
+async def skipping(rank: int) -> list[float]:
+    """Rank 1 skips one of several equal calls, and makes as many as the others in the end."""
+    sums = []
+    for step in range(4):
+        sums.append(await ac.all_reduce(1.0))
+        if not (rank == 1 and step == 2):
+            sums.append(await ac.all_reduce(float(step)))
+    if rank == 1:
+        sums.append(await ac.all_reduce(0.0))
+    return sums

@@ -18,20 +18,9 @@ from asynccoll.host.words import shortened
 from asynccoll.runtime import process as runtime
 from asynccoll.testing import Kill, Stray, explore, simulate
 from asynccoll.testing.exploration import Exploration
+from racing import skipping
 
-
-async def skipping(rank: int) -> list[float]:
-    """Rank 1 skips one of several equal calls, and makes as many as the others in the end."""
-    sums = []
-    for step in range(4):
-        sums.append(await ac.all_reduce(1.0))
-        if not (rank == 1 and step == 2):
-            sums.append(await ac.all_reduce(float(step)))
-    if rank == 1:
-        sums.append(await ac.all_reduce(0.0))
-    return sums
-
-
+WHERE = skipping.__code__.co_filename
 LOSS = skipping.__code__.co_firstlineno + 4
 NUMBER, LAST = LOSS + 2, LOSS + 4
 
@@ -54,8 +43,8 @@ def test_calls_of_different_lines_that_were_paired_are_told_and_no_error() -> No
         {0: NUMBER, 1: LAST, 2: NUMBER},
     ]
     assert str(report.strays[0]) == (
-        f"all_reduce #6 on lane 'default' was made from different lines: {__file__}:{NUMBER} on ranks 0, 2, "
-        f"{__file__}:{LOSS} on rank 1"
+        f"all_reduce #6 on lane 'default' was made from different lines: {WHERE}:{NUMBER} on ranks 0, 2, "
+        f"{WHERE}:{LOSS} on rank 1"
     )
 
 
