@@ -18,6 +18,7 @@ os.environ.setdefault("ASYNCCOLL_DUMPS", "off")  # and fail on purpose
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+import forked
 import jobs
 import records
 import worlds
@@ -47,6 +48,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C reach the programs under test where a shell started us in the background."""
     records.register(config)
+    forked.listen()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -56,7 +58,8 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
     """A test that hangs in this process fails where it stands."""
 
     def stop(_signum: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"{request.node.nodeid} not done in {TEST_SECONDS:.0f} s")
+        told = f"{request.node.nodeid} not done in {TEST_SECONDS:.0f} s"
+        raise TimeoutError(f"{told}; its forked children:\n{found}" if (found := forked.stacks()) else told)
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(int(TEST_SECONDS))

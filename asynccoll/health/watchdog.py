@@ -137,7 +137,8 @@ class Watch:
                 self._asked = host.monotonic()
                 try:
                     self._ask_after(lanes)
-                    self._world.look_for_ends(parts)
+                    if parts:
+                        self._world.look_for_ends(parts)
                 except OSError:  # of descriptors there may be none just now: it is asked again in a second
                     _log.debug("asking after %s failed", lanes, exc_info=True)
             for operation in stalled:

@@ -531,8 +531,6 @@ class Context:
 
         All ranks are asked once for all of them: who is silent holds up each question.
         """
-        if not parts:
-            return
         members = {rank for part in parts for rank in part.lane.group.ranks} - {self.rank}
         accounts = self.liveness.accounts(tuple(sorted(members))) | {self.rank: self._own_account()}
         for part in parts:

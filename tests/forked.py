@@ -1,0 +1,46 @@
+"""Where the forked children of this process stand, once a test hangs: nobody else knows them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+_ASKS = signal.SIGUSR1
+_file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # children that are forked write to it, too
+
+
+def listen() -> None:
+    """Have children that are forked from now on write down where they stand, when they are asked."""
+    faulthandler.register(_ASKS, file=_file, all_threads=True)
+
+
+def stacks(seconds: float = 2.0) -> str:
+    """What they have written, after so many seconds at most; "" without any."""
+    begun = os.fstat(_file.fileno()).st_size
+    asked = [pid for pid in _children() if _listens(pid)]
+    for pid in asked:
+        os.kill(pid, _ASKS)
+    until = time.monotonic() + seconds
+    while asked and time.monotonic() < until:
+        time.sleep(0.05)
+    _file.seek(begun)
+    return _file.read()
+
+
+def _children() -> list[int]:
+    threads = Path("/proc/self/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+
+
+def _listens(pid: int) -> bool:
+    """Whether it is a fork of this process: in another program the signal would be the end."""
+    try:
+        told = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line.split()[1] for line in told.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (_ASKS - 1) & 1)

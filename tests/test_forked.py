@@ -1,0 +1,30 @@
+"""What is told of a test that hangs because its forked children do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import forked
+
+
+def hang_here() -> None:
+    while True:
+        time.sleep(1.0)
+
+
+def test_the_line_of_a_forked_child_is_told() -> None:
+    child = os.fork()
+    if child == 0:
+        hang_here()
+    try:
+        told = ""
+        while "hang_here" not in told:  # it may not have come so far
+            told = forked.stacks(0.2)
+        assert f"{Path(__file__).name}" in told
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert forked.stacks(0.0) == ""
