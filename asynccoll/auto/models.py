@@ -10,7 +10,6 @@ Built on the public operations alone.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 import weakref
@@ -27,10 +26,11 @@ from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.host.misfits import check, check_options, fitting, misfit
 from asynccoll.ops.scopes import new_lane
-from asynccoll.overlap import broadcast_parameters, overlap_gradients
+from asynccoll.overlap import broadcast_parameters
 from asynccoll.overlap.accepted import check_not_unscaled, check_scaler, check_step, check_whole, ddp_models
 from asynccoll.overlap.asking import AskingReducer
 from asynccoll.overlap.backward import BackwardReducer
+from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.wrapping import Wrapping
@@ -45,7 +45,6 @@ __all__ = [
 ]
 
 #: What ``auto_optim`` takes where backward averages; names of parameters are for Horovod's messages alone.
-_OPTIONS = tuple(inspect.signature(overlap_gradients).parameters)[1:]  # the first is the model
 _NAMES = "named_parameters"
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
@@ -165,7 +164,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
     """The same for a given place."""
     _refuse_apex(optimizer)
     training = place.training
-    if not kwargs.keys() <= {*_OPTIONS, _NAMES}:
+    if not kwargs.keys() <= {*OPTIONS, _NAMES}:
         own = training.own_optimizer(optimizer, kwargs)
         if own is not None:
             return cast("O", own)
@@ -177,7 +176,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:
     """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
-    check_options("auto_optim", kwargs, _OPTIONS)
+    check_options("auto_optim", kwargs, OPTIONS)
     kwargs = {"lane": new_lane("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
@@ -337,7 +336,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
         "a torch.optim.Optimizer",
         "pass torch.optim.AdamW(model.parameters()), say (what takes a model is ac.overlap_gradients)",
     )
-    check_options("async_optim", kwargs, _OPTIONS)
+    check_options("async_optim", kwargs, OPTIONS)
     _refuse_apex(optimizer)
     kwargs = {"lane": new_lane("async_optim"), **kwargs}
     return AsyncOptimizer(optimizer, AskingReducer(_parameters_of(optimizer), **kwargs))

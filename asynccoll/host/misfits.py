@@ -16,7 +16,16 @@ from typing import Any, NoReturn, TypeVar
 from asynccoll.errors import AsyncCollError, InvalidCallError
 from asynccoll.host.frames import without_ours
 
-__all__ = ["check", "check_count", "check_options", "fitting", "misfit", "named_type", "near"]
+__all__ = [
+    "check",
+    "check_count",
+    "check_function",
+    "check_options",
+    "fitting",
+    "misfit",
+    "named_type",
+    "near",
+]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -66,6 +75,12 @@ def misfit(name: str, expected: str, given: object, instead: str = "") -> Invali
     short = given is None or isinstance(given, (bool, int, float, str))
     told = f"{given!r:.80}" if short else named_type(given)
     return InvalidCallError(f"{name} must be {expected}, got {told}{f': {instead}' if instead else ''}")
+
+
+def check_function(name: str, given: object, expected: str = "a function", instead: str = "") -> None:
+    """Refuse what cannot be called."""
+    if not callable(given):
+        raise misfit(name, expected, given, instead)
 
 
 def check_options(called: str, given: Collection[str], known: Collection[str]) -> None:

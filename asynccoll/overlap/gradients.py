@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import math
 import weakref
@@ -68,7 +69,7 @@ from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work, wait_all
 from asynccoll.world.group import GroupLike
 
-__all__ = ["GradientReducer", "overlap_gradients"]
+__all__ = ["OPTIONS", "GradientReducer", "overlap_gradients"]
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one is sent early.
 BUCKET_BYTES = 25 << 20
@@ -500,6 +501,10 @@ def overlap_gradients(
         init_sync=init_sync,
         broadcast_buffers=broadcast_buffers,
     )
+
+
+#: By name; also what optimizers that make a reducer take.
+OPTIONS: tuple[str, ...] = tuple(inspect.signature(overlap_gradients).parameters)[1:]
 
 
 @functools.cache

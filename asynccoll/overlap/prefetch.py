@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
-from asynccoll.host.misfits import check, fitting, misfit
+from asynccoll.host.misfits import check, check_function, fitting
 from asynccoll.waiting.work import Work
 
 __all__ = ["prefetch"]
@@ -76,9 +76,8 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
 
 
 def _started(start: Callable[[], Work[T]]) -> Work[T]:
-    if not callable(start):
-        told = "functools.partial(ac.all_gather, x), say; what is called already is under way"
-        raise misfit("what prefetch starts", "a function without arguments", start, told)
+    told = "functools.partial(ac.all_gather, x), say; what is called already is under way"
+    check_function("what prefetch starts", start, "a function without arguments", told)
     work = start()
     check("what a function of prefetch returns", work, Work, "a Work, as every call returns")
     return work

@@ -15,7 +15,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections import defaultdict
@@ -45,7 +44,7 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.elementwise import check_elementwise
-from asynccoll.overlap.gradients import overlap_gradients
+from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardReducer, waiting_hooks
@@ -54,8 +53,6 @@ from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
-
-_OPTIONS = tuple(inspect.signature(overlap_gradients).parameters)[1:]  # the first is the model
 
 
 class ShardedOptimizer(Wrapping):
@@ -85,7 +82,7 @@ class ShardedOptimizer(Wrapping):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        check_options("shard_optimizer", options, _OPTIONS)
+        check_options("shard_optimizer", options, OPTIONS)
         names = _check(model, optimizer)
         lane = options.setdefault("lane", "sharded")
         self.wrapped = optimizer

@@ -17,7 +17,7 @@ import torch
 
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.host.misfits import check, fitting, misfit
+from asynccoll.host.misfits import check, check_function, fitting
 from asynccoll.waiting.work import Work
 
 __all__ = ["InFlight"]
@@ -171,10 +171,8 @@ class InFlight:
 
 
 def _check_function(function: object) -> None:
-    if not callable(function):
-        raise misfit(
-            "what InFlight starts", "a function and its argument", function, "write start(ac.all_reduce, x)"
-        )
+    instead = "write start(ac.all_reduce, x)"
+    check_function("what InFlight starts", function, "a function and its argument", instead)
 
 
 def _caller() -> object:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.host.misfits import check, misfit
+from asynccoll.host.misfits import check, check_function
 from asynccoll.payload import safecodec
 
 __all__ = ["Codec", "get_codec"]
@@ -29,8 +29,7 @@ class Codec:
     def __post_init__(self) -> None:
         check("the name of a Codec", self.name, str, "a string")
         for what in ("encode", "decode"):
-            if not callable(function := getattr(self, what)):
-                raise misfit(f"{what} of a Codec", "a function", function)
+            check_function(f"{what} of a Codec", getattr(self, what))
 
 
 def _encode_pickle(obj: object) -> bytes:

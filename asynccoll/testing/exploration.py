@@ -18,7 +18,7 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 from asynccoll.errors import CollectiveError, InvalidArgumentError
-from asynccoll.host.misfits import check, check_count, fitting, misfit
+from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.report import Report, leaves
 from asynccoll.testing.schedules import PCT, RandomWalk
@@ -153,8 +153,8 @@ def explore_target(
     check("seeds", seeds, Iterable, "an iterable of ints", instead)
     check_count("jobs", jobs, 0)
     for name, function in (("expect", expect), ("progress", progress)):
-        if function is not None and not callable(function):
-            raise misfit(name, "None or a function", function)
+        if function is not None:
+            check_function(name, function, "None or a function")
     if not callable(faults):
         check("faults", faults, Sequence, "a list of faults, or a function that draws them")
     look = _Looking(faults, expect, quiet, options)

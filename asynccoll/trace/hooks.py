@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynccoll import host
-from asynccoll.host.misfits import fitting, misfit
+from asynccoll.host.misfits import check_function, fitting
 from asynccoll.runtime.process import current
 from asynccoll.trace.recorder import has_failed
 
@@ -53,8 +53,7 @@ def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
     Raises:
         NotInitializedError: under a launcher, before ``ac.initialize()``.
     """
-    if not callable(finished):
-        raise misfit("what add_hook calls", "a function of what is finished", finished)
+    check_function("what add_hook calls", finished, "a function of what is finished")
 
     def observe(operation: Operation, size_bytes: int) -> None:
         operation.add_waker(lambda: _tell(finished, operation, size_bytes))

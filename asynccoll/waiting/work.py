@@ -23,7 +23,7 @@ from asynccoll.errors import (
     WorkNotDoneError,
 )
 from asynccoll.host.forks import renew
-from asynccoll.host.misfits import check, fitting, misfit
+from asynccoll.host.misfits import check, check_function, fitting, misfit
 from asynccoll.host.timeouts import check_patience
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
@@ -284,7 +284,7 @@ class Work(NotItsResult, Generic[T]):
 
     def map(self, function: Callable[[T], U]) -> Work[U]:
         """A work whose result is ``function`` of this one's, applied once, at the waiter."""
-        _check_function("map", function)
+        check_function("what work.map() calls", function)
         self._heard = True
         derived = Work(self._operations, lambda: function(self._outcome()))
         derived._mapped = self
@@ -296,7 +296,7 @@ class Work(NotItsResult, Generic[T]):
         Else on the completing thread, where it must not block or wait for other works. What it raises
         is logged (``asynccoll.work``): that thread completes other works, too.
         """
-        _check_function("add_done_callback", callback)
+        check_function("what work.add_done_callback() calls", callback)
         if not self._operations:
             _call_back(callback, self)
             return
@@ -605,11 +605,6 @@ def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
     for index, work in enumerate(listed):
         check(f"works[{index}] of {called}", work, Work, "a Work, as every call returns", instead)
     return listed
-
-
-def _check_function(method: str, function: object) -> None:
-    if not callable(function):
-        raise misfit(f"what work.{method}() calls", "a function", function)
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
