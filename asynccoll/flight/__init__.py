@@ -11,7 +11,7 @@ of another process of this host. Must not know what an operation does, nor who a
 """
 
 from asynccoll.flight.comparing import Parting, Strayed, by_line, partings, strayed
-from asynccoll.flight.hanging import Hang, Unfinished, hang, hang_of
+from asynccoll.flight.hanging import LATELY_SECONDS, Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
 from asynccoll.flight.messages import Unmet, is_answered, refused_side, unmet
@@ -22,6 +22,7 @@ from asynccoll.flight.shifting import Comparison, Made, Shift, made
 
 __all__ = [
     "END",
+    "LATELY_SECONDS",
     "NAME",
     "RECORDS",
     "Call",

@@ -21,7 +21,8 @@ from asynccoll.host.words import duration, listed
 
 __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 
-#: A wait that has timed out no longer ago may be about to be told.
+#: A wait that has timed out no longer ago may be about to be told, and a call made as soon after one may only
+#: have been made because of it.
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 

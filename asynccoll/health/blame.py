@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asynccoll.flight import END, Call, Flight, hang_of, is_answered, refused_side
+from asynccoll.flight import END, LATELY_SECONDS, Call, Flight, hang_of, is_answered, refused_side
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
@@ -18,12 +18,11 @@ __all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 
 #: More lines are for who asks for them (``asynccoll where``).
 _MOST_TOLD = 8
-#: Who has called as late as this may only have done so because its own wait timed out.
-_LATELY_SECONDS = 0.5
 _SILENT = {
     True: "does not answer, though its host does",
     False: "cannot be asked: the network between is slow, or cut",
 }
+_NOT_OPEN = "its lane is not open yet, for a member of the group has made no call on it"
 _MAYBE = "this may follow from another wait: "
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
@@ -257,9 +256,9 @@ def _now(account: Account, gone: bool) -> str:
 
 
 def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | None) -> list[str]:
-    """Every rank has called it."""
+    """Every rank has called it, as far as is known."""
     if not accounts:
-        return []
+        return [_NOT_OPEN] if awaited.opens else []
     over = [rank for rank, one in sorted(accounts.items()) if one.flight and _is_over(awaited, one.flight)]
     if over:
         return [f"every rank has called it, and on {listed(over)} it is over"]
@@ -278,7 +277,7 @@ def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tupl
     late = {}
     for rank, one in sorted(accounts.items()):
         call = None if one.flight is None or not one.now else _call_of(awaited, one.flight)
-        if one.flight is not None and call is not None and one.now - call.called < _LATELY_SECONDS:
+        if one.flight is not None and call is not None and one.now - call.called < LATELY_SECONDS:
             age = max(0.0, one.now - call.called)
             late[rank] = f"{age:.1f} s ago", _timed_out_before(call, one.flight)
     return late
@@ -293,7 +292,7 @@ def _call_of(awaited: Awaited, flight: Flight) -> Call | None:
 def _timed_out_before(called: Call, flight: Flight) -> Call | None:
     """A call that the rank waited for until just before it made this one."""
     for call in flight.calls:
-        if call.timed_out and 0 <= called.called - call.timed_out < _LATELY_SECONDS:
+        if call.timed_out and 0 <= called.called - call.timed_out < LATELY_SECONDS:
             return call
     return None
 

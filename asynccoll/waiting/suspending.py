@@ -44,11 +44,9 @@ _HELD = (
 def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
     """The error of who has waited for it in vain; the next wait has as long again."""
     waited = host.monotonic() - operation.started
-    opening = operation.lane.communicator is None
-    closed = ": its lane is not open yet, for a member of the group has made no call on it" if opening else ""
     blame = operation.lane.world.blame(operation)
     operation.extend()  # not earlier: asking may take as long as the next wait may last
-    who = f": {blame}" if str(blame) else closed
+    who = f": {blame}" if str(blame) else ""
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""  # not a message
     return CollectiveTimeoutError(
         f"{operation} is not ready after {waited:.3f} s{who}{why}. "
