@@ -109,7 +109,7 @@ def _tell(found: Exploration) -> None:
     from asynccoll.testing.strays import told
 
     wrong = found.wrong or ""
-    parts = [wrong, told(one for one in found.strays if str(one) not in wrong)]
+    parts = [wrong, told(found.strays, wrong)]
     print(found)
     for part in filter(None, parts):
         print()

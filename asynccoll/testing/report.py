@@ -88,7 +88,7 @@ class Report:
             raise AssertionError(self._told(self.mismatches[0]))
 
     def _told(self, wrong: str) -> str:
-        strays = told(one for one in self.strays if str(one) not in wrong)
+        strays = told(self.strays, wrong)
         return f"seed {self.seed}: {wrong}" + (f"\n{strays}" if strays else "")
 
     def first_cause(self) -> tuple[int, BaseException]:

@@ -69,9 +69,9 @@ def merged(strays: Iterable[Stray]) -> list[Stray]:
     return list(found.values())
 
 
-def told(strays: Iterable[Stray]) -> str:
-    """What they mean, and the first of them, a line each; "" if there are none."""
-    lines = [f"    {one}" for one in strays]
+def told(strays: Iterable[Stray], wrong: str = "") -> str:
+    """What they mean, and the first of them, a line each; "" if ``wrong`` tells of all of them."""
+    lines = [f"    {one}" for one in strays if str(one) not in wrong]
     if not lines:
         return ""
     if len(lines) > _MOST_TOLD:
@@ -102,8 +102,7 @@ class Strays:
         if operation.sequence and operation.part == 1:  # a message goes from one line to another
             lane = operation.lane
             key = (world, lane.group.key, lane.key, operation.sequence, operation.name)
-            of = "world" if lane.group.is_world else "-".join(map(str, lane.group.ranks))
-            self._lanes[key] = lane_name(lane.name, of)
+            self._lanes[key] = lane_name(lane.name, lane.group.key)
             self._places.setdefault(key, {})[rank] = str(operation.place)
 
     def found(self, timelines: Mapping[int, Timeline]) -> list[Stray]:
