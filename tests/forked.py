@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 _ASKS = signal.SIGUSR1
+#: What faulthandler writes once for each process.
+_ONCE = "Current thread"
 _file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # children that are forked write to it, too
 
 
@@ -19,14 +21,18 @@ def listen() -> None:
 
 
 def stacks(seconds: float = 2.0) -> str:
-    """What they have written, after so many seconds at most; "" without any."""
+    """What they have written, of all that do within so many seconds; "" without any."""
     begun = os.fstat(_file.fileno()).st_size
     asked = [pid for pid in _children() if _listens(pid)]
     for pid in asked:
         os.kill(pid, _ASKS)
     until = time.monotonic() + seconds
-    while asked and time.monotonic() < until:
-        time.sleep(0.05)
+    while (told := _written(begun)).count(_ONCE) < len(asked) and time.monotonic() < until:
+        time.sleep(0.01)  # nobody says when a child has written
+    return told
+
+
+def _written(begun: int) -> str:
     _file.seek(begun)
     return _file.read()
 

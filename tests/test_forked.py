@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import forked
@@ -12,7 +11,7 @@ import forked
 
 def hang_here() -> None:
     while True:
-        time.sleep(1.0)
+        signal.pause()
 
 
 def test_the_line_of_a_forked_child_is_told() -> None:
