@@ -51,9 +51,8 @@ class Liveness:
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
         self._silent: dict[int, float] = {}  # since when
-        self._dead: dict[
-            int, float
-        ] = {}  # those that a routine question found gone, and until when that is believed
+        #: those that a routine question found gone, and until when that is believed
+        self._dead: dict[int, float] = {}
         self._asking = host.Lock()
         if clients is not None:
             self._publish(clients)

@@ -87,9 +87,8 @@ class Failing:
         if refusal is not None and native is not lane.broken:
             own = refusal.rank == lane.world.rank and refusal.place == operation.sequence
             if not (own and refusal.why == f"{type(native).__name__}: {native}"):
-                return refusal.error(
-                    lane, operation.sequence, operation
-                )  # its peers have closed the communicator
+                # Its peers have closed the communicator.
+                return refusal.error(lane, operation.sequence, operation)
         if lane.broken is not None and not isinstance(native, CollectiveError):
             return lane.broken.for_waiter()  # with which the communicator was given up
         error = collective_error(native, str(operation))

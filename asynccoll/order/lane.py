@@ -377,7 +377,7 @@ class Lane:
         self.world.pass_on(self)
 
     def explain_failure(self, operation: Operation, native: BaseException) -> AsyncCollError:
-        """The typed error for ``native``; see there."""
+        """The typed error for ``native``, with its culprit named (``Failing.explain``)."""
         return self._failing.explain(operation, native)
 
     def needs(self, rank: int, made: int) -> bool:

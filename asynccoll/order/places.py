@@ -38,7 +38,7 @@ class Places:
     def next(self, what: What) -> tuple[What, int, int, bool]:
         """What ``what`` is as a call that is accepted now, its place and part, and whether it shares that."""
         if self.shared:
-            return (self.whole, what), self.latest, self.part + 1, True
+            return self.named(what), self.latest, self.part + 1, True
         return what, self.latest + 1, 1, False
 
     def open(self) -> int:
