@@ -30,4 +30,5 @@ async def main() -> None:
     ac.finalize()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())
