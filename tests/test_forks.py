@@ -183,6 +183,36 @@ def test_a_child_that_ends_like_a_program(tmp_path: Path, made: str) -> None:
         assert ended.out.split() == ["3", "2", "2", "2"], ended.err
 
 
+LET_GO = """
+    import gc, os, signal
+    import torch.distributed as dist
+    import asynccoll as ac
+
+    gc.disable()
+
+    def let_go(thing):
+        cycle = [thing]
+        cycle.append(cycle)
+
+    let_go(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    let_go(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        let_go([])
+        os._exit(3 if gc.collect() else 9)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(gc.collect() > 0)
+"""
+
+
+def test_what_the_parent_let_go_of_is_not_destroyed_in_a_child(tmp_path: Path) -> None:
+    """torch's store and groups join threads when they are destroyed, and abort or hang where there are none."""
+    (ended,) = scripts.run(tmp_path, LET_GO, ranks=1, timeout=40)
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["3", "True"], ended.err
+
+
 AFTERWARDS = """
     import os, signal, asynccoll as ac
     ac.initialize("gloo")
