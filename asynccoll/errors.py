@@ -102,7 +102,7 @@ class UnsupportedOpError(AsyncCollError, NotImplementedError):
 
 
 class LaneOrderError(AsyncCollError, RuntimeError):
-    """Two concurrent tasks issue on one lane, so their order could differ between ranks."""
+    """Nothing orders two tasks that issue on one lane, so ranks could run them in different order."""
 
 
 class LaneLimitError(AsyncCollError, RuntimeError):

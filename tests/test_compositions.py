@@ -146,4 +146,5 @@ FOUND = {
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_programs_that_failed_once(backend: str, name: str) -> None:
     """They stay right."""
-    assert complaints(FOUND[name], backend) == []
+    found = complaints(FOUND[name], backend)
+    assert not found, "\n".join(found)

@@ -207,7 +207,7 @@ LET_GO = """
 
 
 def test_what_the_parent_let_go_of_is_not_destroyed_in_a_child(tmp_path: Path) -> None:
-    """torch's store and groups join threads when they are destroyed, and abort or hang where there are none."""
+    """torch's store and groups join threads when they are destroyed, and abort or hang without them."""
     (ended,) = scripts.run(tmp_path, LET_GO, ranks=1, timeout=40)
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["3", "True"], ended.err

@@ -200,6 +200,99 @@ def test_a_task_may_follow_one_that_has_ended(pair: World, loop: str) -> None:
     pair.run(siblings_in_turn, runner=loop)
 
 
+async def siblings_swapped(me: Rank, start: str) -> None:
+    """The first to call has ended when the second does: on no rank do two tasks share the lane at a time."""
+    first, ended = me.rank % 2, anyio.Event()
+
+    async def job(index: int, value: int) -> None:
+        if index == first:
+            await ac.all_reduce(value)
+            ended.set()
+            return
+        await ended.wait()
+        with raising((ac.LaneOrderError, ac.PeerRefusedError), "running already, and has ended since"):
+            await ac.all_reduce(value)
+
+    jobs = [(0, 1), (1, 100)]
+    if start == "anyio":
+        async with anyio.create_task_group() as tasks:
+            for one in jobs:
+                tasks.start_soon(job, *one)
+    else:
+        names = {"unnamed": (None, None), "named": ("left", "right"), "one named": ("left", None)}[start]
+        made = [asyncio.create_task(job(*one), name=name) for one, name in zip(jobs, names, strict=True)]
+        await asyncio.gather(*made)
+
+
+@pytest.mark.parametrize(
+    ("start", "runner"),
+    [("anyio", "trio"), *((start, "asyncio") for start in ("anyio", "unnamed", "named", "one named"))],
+)
+def test_siblings_that_take_turns_in_another_order_are_refused(pair: World, start: str, runner: str) -> None:
+    """Each is alone when it calls; but which of them is first differs between ranks."""
+    pair.run(siblings_swapped, start, runner=runner)
+
+
+async def parent_swapped(me: Rank) -> None:
+    called, ended = anyio.Event(), anyio.Event()
+
+    async def child() -> None:
+        if me.rank == 0:
+            await ac.all_reduce(100)
+        else:
+            await called.wait()
+            with raising(ac.LaneOrderError, "after it had started this one"):
+                await ac.all_reduce(100)
+        ended.set()
+
+    assert await ac.all_reduce(1) == me.size
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(child)
+        if me.rank == 0:
+            await ended.wait()
+            with raising(ac.PeerRefusedError, "LaneOrderError"):
+                await ac.all_reduce(1)
+        else:
+            await ac.all_reduce(1)
+            called.set()
+
+
+def test_a_parent_that_calls_before_its_child_on_one_rank_only_is_refused(pair: World, loop: str) -> None:
+    """What it calls after it has started the child is in no order with what that calls."""
+    pair.run(parent_swapped, runner=loop)
+
+
+async def starters(me: Rank, start: str) -> None:
+    """Of three generations the youngest calls first; none has called before."""
+
+    async def child() -> None:
+        assert await ac.all_reduce(1) == me.size
+
+    async def parent() -> None:
+        if start == "anyio":
+            async with anyio.create_task_group() as inner:
+                inner.start_soon(child)
+        else:
+            await asyncio.create_task(child(), name="child" if start == "child named" else None)
+        assert await ac.all_reduce(2) == 2 * me.size
+
+    if start == "anyio":
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(parent)
+    else:
+        await asyncio.create_task(parent(), name="parent" if start == "parent named" else None)
+    assert await ac.all_reduce(3) == 3 * me.size
+
+
+@pytest.mark.parametrize(
+    ("start", "runner"),
+    [("anyio", "trio"), *((start, "asyncio") for start in ("anyio", "unnamed", "parent named"))],
+)
+def test_who_has_waited_for_its_child_may_follow_it(pair: World, start: str, runner: str) -> None:
+    """Also where it has never called before, and so nobody knows that it started the child."""
+    pair.run(starters, start, runner=runner)
+
+
 async def in_to_thread(me: Rank) -> None:
     with ac.lane("threaded"):
         for _ in range(3):

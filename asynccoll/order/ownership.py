@@ -1,7 +1,10 @@
-"""Who may issue on a lane: the task, else thread, that did so last, until it ends or a descendant follows.
+"""Who may issue on a lane: the task, else thread, that did so last, and whom the program orders after it.
 
 Two tasks that run at a time may be scheduled in different order on different ranks, and their calls on one
-lane would then meet the wrong ones. Messages have an order of their own for each peer and tag: a stream.
+lane would then meet the wrong ones, also where one has ended before the other calls. So who follows was
+started when its predecessor had made its last call here: by it, or by somebody else when it had ended. (Or
+it started the predecessor, and waited for it; where it did not wait, that one cannot follow on the ranks on
+which it is late.) Messages have an order of their own for each peer and tag: a stream.
 
 It must not know what is issued.
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 from asynccoll.errors import LaneOrderError
 from asynccoll.host import actors
@@ -25,13 +29,21 @@ _MOST_STREAMS = 4096
 
 
 class Owner:
-    """Who issued last on an order, and where."""
+    """Who issued last on an order, where, and in which call of the process."""
 
-    __slots__ = ("actor", "spot")
+    __slots__ = ("actor", "beside", "call", "spot")
 
     def __init__(self) -> None:
         self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
         self.spot: Spot = NOWHERE
+        self.call: int = 0
+        #: The tasks that were there when it came.
+        self.beside: AbstractSet[object] = frozenset()
+
+    def becomes(self, node: actors.Descent) -> None:
+        """Another actor has this order from now on."""
+        self.actor = weakref.ref(node.actor)
+        self.beside = actors.beside(node)
 
 
 def _nobody() -> None:
@@ -51,7 +63,7 @@ class Owners:
         """Check that the caller may issue on ``lane`` now; from now on it owns this order.
 
         Raises:
-            LaneOrderError: its owner is still running, and is no ancestor of the caller.
+            LaneOrderError: nothing in the program orders the caller after its owner.
         """
         owner = self._collectives if stream is None else self._of(stream)
         if self._checked:
@@ -59,8 +71,9 @@ class Owners:
             held = owner.actor()
             if held is not node.actor:
                 if held is not None:
-                    _check_handover(node, held, owner.spot, lane)
-                owner.actor = weakref.ref(node.actor)
+                    _check_handover(node, held, owner, lane)
+                owner.becomes(node)
+            owner.call = actors.called()
         return owner
 
     def _of(self, stream: Stream) -> Owner:
@@ -72,15 +85,25 @@ class Owners:
         return owner
 
 
-def _check_handover(node: actors.Descent, held: actors.Actor, before: Spot, lane: object) -> None:
-    """Another actor follows on this order: only once its owner has ended, or as its descendant."""
-    if actors.ended(held) or actors.descends(node, held) or actors.left(held, before.file):
+def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane: object) -> None:
+    """Another actor follows on this order: as one that was started after the last call of its owner."""
+    started = actors.started_after(node, held)
+    over = actors.ended(held) or actors.left(held, owner.spot.file)
+    if started is not None:
+        if owner.call <= started:
+            return
+        how = "issued there at {} after it had started this one"
+    elif not over:
+        how = "issued there at {} and is still running"
+    elif node.actor in owner.beside:
+        how = "issued there at {} when this one was running already, and has ended since"
+    else:
         return
     mine, other = actors.label(node.actor), actors.label(held)
     raise LaneOrderError(
         f"{mine} issued a collective on {lane} at {caller().place}, but that lane "
-        f"belongs to {'another ' * (mine == other)}{other}, which issued there at {before.place} and is "
-        "still running. Two concurrent tasks on one lane can be scheduled in different order on different "
+        f"belongs to {'another ' * (mine == other)}{other}, which {how.format(owner.spot.place)}. "
+        "Two concurrent tasks on one lane can be scheduled in different order on different "
         "ranks, which gives wrong numbers. Give each task its own lane: start the tasks in "
         "`ac.create_task_group()`, pass lane='name' to the call, or write `with ac.lane('name'):` around it "
         "(and start the task by `ac.isolated(...)` if it uses no_grad or autocast, which leak at an await)"

@@ -27,6 +27,7 @@ from asynccoll.errors import (
 )
 from asynccoll.flight import registry
 from asynccoll.health.stalls import stall_seconds
+from asynccoll.host import actors
 from asynccoll.host import exits as exiting
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
@@ -236,6 +237,7 @@ def initialize(
         _install_exit_hook()
     for renew in _renewed:
         renew(context)
+    actors.current()  # the tasks that this one starts are known to be its own
 
 
 def _uses_memory(memory: bool | None) -> bool:

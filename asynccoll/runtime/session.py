@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from asynccoll.host import actors
 from asynccoll.runtime.process import current, initialize, leave
 from asynccoll.runtime.state import of_thread
 from asynccoll.world.context import Context
@@ -46,6 +47,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
 
         of_thread.set(await anyio.to_thread.run_sync(self._joined))
         current().liveness.lives_here()  # and not where it has joined
+        actors.current()
         return self
 
     def _joined(self) -> Context | None:
