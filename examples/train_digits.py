@@ -199,7 +199,8 @@ async def main(arguments: argparse.Namespace) -> None:
             await blocking.step(x, y)
     apart = (flat(overlapped.model) - flat(blocking.model)).abs().max().item()
     assert apart <= TOLERANCE, apart
-    say(f"the parameters of a run that blocks differ from these by at most {apart:.1g}")
+    same = "are the same" if apart == 0 else f"differ from these by at most {apart:.1g}"
+    say(f"the parameters of a run that blocks {same}")
 
     overlapped.gradients.close()
     again = Overlapped(copy.deepcopy(start), in_thread=False)  # nobody else needs the loop now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import logging
 from collections.abc import Callable
 
@@ -103,9 +104,10 @@ async def one_leaves_out(me: Rank, left: dict[int, int]) -> None:
     ranks = sorted(left)
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     # Both backwards come to the place of the step that was left out: the third, where steps count from 0.
-    assert told.startswith(
-        f"before reduction 3 on lane 'gradients/backward' {named} (of the group) ran the model's"
-    )
+    assert told.startswith("before reduction 3 on lane 'gradients/backward' (")
+    assert f") {named} (of the group) ran the model's" in told
+    file, _, line = told.partition(" (")[2].partition(")")[0].rpartition(":")
+    assert "await gradients" in linecache.getline(file, int(line))
 
 
 @pytest.mark.parametrize("left", [{1: 2}, {0: 2}], ids=str)
@@ -209,9 +211,10 @@ def test_scripted_and_compiled_modules_train_as_ever(pair: World, kind: str) -> 
     ("unanswered", "ranks"), [([False, True], "rank 1"), ([True, False, True], "ranks 0, 2")]
 )
 def test_the_text_names_them(unanswered: list[bool], ranks: str) -> None:
-    assert left_out(unanswered, 7, "gradients").startswith(f"before reduction 7 on lane 'gradients' {ranks} ")
+    told = left_out(unanswered, 7, "gradients", "train.py:3")
+    assert told.startswith(f"before reduction 7 on lane 'gradients' (train.py:3) {ranks} ")
 
 
 @pytest.mark.parametrize("unanswered", [[False, False], [True, True], [True], [False]])
 def test_nothing_is_said_where_all_did_alike(unanswered: list[bool]) -> None:
-    assert left_out(unanswered, 7, "gradients") == ""
+    assert left_out(unanswered, 7, "gradients", "train.py:3") == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import traceback
 from datetime import timedelta
 from typing import Any, cast
 
@@ -468,6 +469,14 @@ def test_the_error_says_where_the_result_is() -> None:
         called.recv(X, 0)
     with raising(ac.InvalidCallError, "write await ac.send(x, dst=0)"):
         called.send(X, 0)
+
+
+def test_an_error_of_a_call_that_does_not_fit_shows_the_line_of_the_call() -> None:
+    """Whatever has looked for the right call."""
+    with pytest.raises(ac.InvalidCallError) as caught:
+        called.all_reduce(X, dist.ReduceOp.MAX)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [one.filename == __file__ for one in frames] == [True, False]
 
 
 def test_what_is_not_understood_is_not_left_out_of_the_right_call() -> None:

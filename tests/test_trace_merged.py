@@ -225,8 +225,8 @@ def test_where_a_slow_rank_was_that_marks_nothing_there():
     slow = rank(1, [0.1, 0.35, 0.3, 0.3], compute("backward", 1.1, 1.34))
     found = find([rank(0, [0.1] * 4), slow])
     assert found.late is not None
-    assert (found.late.rank, found.late.doing) == (1, "after optimizer and before forward")
-    assert "it takes longer after optimizer and before forward" in advice(found)
+    assert (found.late.rank, found.late.doing) == (1, "between optimizer and forward")
+    assert "it takes longer between optimizer and forward" in advice(found)
 
 
 def steps_of(rank, *, marked=False, within=0.0, ranks=3):
@@ -254,9 +254,9 @@ def steps_of(rank, *, marked=False, within=0.0, ranks=3):
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        ({}, "after optimizer and before forward"),
+        ({}, "between optimizer and forward"),
         ({"marked": True}, "load"),
-        ({"within": 0.055}, "after optimizer and before forward"),
+        ({"within": 0.055}, "between optimizer and forward"),
     ],
 )
 def test_what_makes_a_rank_late_is_what_takes_longer_there(how, where):

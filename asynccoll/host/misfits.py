@@ -46,14 +46,15 @@ def fitting(
     @wraps(function)
     def call(*args: Any, **given: Any) -> object:
         try:
-            return function(*args, **given)
+            try:
+                return function(*args, **given)
+            except TypeError as error:
+                if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
+                    raise
+                said = error
+            (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
         except AsyncCollError as error:
             raise without_ours(error)  # noqa: B904  # it is the same one
-        except TypeError as error:
-            if getattr(error.__traceback__, "tb_next", None) is not None:  # raised by the function itself
-                raise
-            said = error
-        return (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
 
     return call  # type: ignore[return-value]  # by its signature
 

@@ -371,16 +371,16 @@ def all_reduce(
 ) -> Work[T]:
     """The reduction of every rank's ``x``, the same on all of them, of the type of ``x``.
 
-    A tensor keeps shape and dtype; ints and bools reduce to exact ints (never overflowing), floats to
-    floats; a tree is reduced leaf by leaf, its tensors fused; ``out`` is then a tree as well.
+    A tensor keeps shape and dtype; Python's ints and bools reduce to exact ints (never overflowing), its
+    floats to floats; a tree is reduced leaf by leaf, its tensors fused; ``out`` is then a tree as well.
 
     >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
     tensor([4, 6])                                    # both
 
     ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical:
     0 or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or torch's
-    ``ReduceOp``. Of bools a sum is an *or* and a product an *and*. Averages of half precision are made in
-    float32 and rounded once.
+    ``ReduceOp``. Of tensors of bool a sum is an *or* and a product an *and*. Averages of half precision are
+    made in float32 and rounded once.
     sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).

@@ -154,8 +154,9 @@ class Bucket:
             if now is not None and (now is not gradient or now._version != version):
                 raise InvalidArgumentError(
                     f"the .grad of {self.named(parameter)} was changed between backward and "
-                    "the await, while it was being sent: await first, then clip, scale or replace gradients; "
-                    "of a sharded or asynchronous optimizer, by `await optimizer.clip_grad_norm_(...)`"
+                    "the await, while it was being sent: await first, then clip, scale or replace gradients "
+                    "(where the optimizer is sharded or asynchronous, clip by "
+                    "`await optimizer.clip_grad_norm_(...)`)"
                 )
 
     def fill(self, scale: float) -> None:

@@ -64,14 +64,14 @@ def _ignore(module: object, inputs: object) -> None:
     pass
 
 
-def left_out(unanswered: Sequence[bool], reduction: int, lane: str) -> str:
-    """What is told where some ranks alone have run a forward without a backward; else ""."""
+def left_out(unanswered: Sequence[bool], reduction: int, lane: str, place: object) -> str:
+    """What is told at ``place`` where some ranks alone have run a forward without a backward; else ""."""
     ranks = [rank for rank, has in enumerate(unanswered) if has]
     if len(ranks) in (0, len(unanswered)):
         return ""
     return (
-        f"before reduction {reduction} on lane {lane!r} {listed(ranks)} (of the group) ran the model's "
-        "forward without a backward, and the others did not: if a step was left out there "
+        f"before reduction {reduction} on lane {lane!r} ({place}) {listed(ranks)} (of the group) ran the "
+        "model's forward without a backward, and the others did not: if a step was left out there "
         "(`continue` after a loss that is not finite), gradients of different steps are averaged "
         "from now on. Such a rank awaits its gradients all the same, without backward; a forward "
         "that is not for training goes under torch.no_grad()"

@@ -309,8 +309,11 @@ class GradientReducer(Companion):
         if 0 < len(stepped) < self._size:
             others = [rank for rank, told in enumerate(sums) if not told % 2]
             raise CollectiveMismatchError(_OUT_OF_STEP.format(stepped=stepped, others=others))
-        told = left_out([mark > 1 for mark in sums], self._reductions + 1, self._lane) if self._tells else ""
-        if told:
+        if not self._tells:
+            return
+        with on_behalf_of(self._spot):  # unless a line of the user's awaits the gradients here
+            place = caller(1).place
+        if told := left_out([mark > 1 for mark in sums], self._reductions + 1, self._lane, place):
             self._tells = False
             if get_rank(self._group) == 0:
                 _log.warning(told)

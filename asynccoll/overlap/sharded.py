@@ -15,7 +15,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asynccoll.errors import InvalidArgumentError, UnawaitedWorkWarning
+from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.misfits import check, check_options, fitting
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
@@ -51,6 +51,7 @@ from asynccoll.overlap.shards import ShardReducer, waiting_hooks
 from asynccoll.overlap.states import State, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
+from asynccoll.waiting.forgotten import warn
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
@@ -113,7 +114,7 @@ class ShardedOptimizer(Wrapping):
         self._take_over(dict(optimizer.state))
         hooks = list(waiting_hooks(model, self.gradients.buckets))
         arrivals = [bucket.arrival for bucket in self.gradients.buckets]
-        self._unhook = weakref.finalize(self, _dropped, hooks, arrivals)
+        self._unhook = weakref.finalize(self, _dropped, hooks, arrivals, caller(1))
         self._unhook.atexit = False
 
     def _take_over(self, states: dict[Any, State]) -> None:
@@ -455,18 +456,17 @@ def _added(shape: Sequence[int]) -> InvalidArgumentError:
     )
 
 
-def _dropped(hooks: list[Any], arrivals: list[Arrival]) -> None:
+def _dropped(hooks: list[Any], arrivals: list[Arrival], made: Spot) -> None:
     """Remove the hooks, unless parameters are on their way, for which the model's next forward has to wait.
 
     Nothing is waited for: this may run wherever memory is collected.
     """
     if any(arrival.work is not None for arrival in arrivals):
-        warnings.warn(
+        warn(
             "a ShardedOptimizer was dropped while parameters were on their way: the model's forward and "
             "state_dict() wait for them, other code may read old ones. `await optimizer.gathered()` after "
             "the last step, or use it in a `with` or `async with` block",
-            UnawaitedWorkWarning,
-            stacklevel=2,
+            made.place,  # who drops it may be the garbage collector, anywhere
         )
         return
     for hook in hooks:

@@ -70,7 +70,7 @@ def longer(doing: str) -> str:
     """What makes a rank late, behind "it takes longer"."""
     if not doing:
         return "-"
-    return doing if doing.startswith(("after ", "before ")) else f"in {doing}"
+    return doing if doing.startswith(("after ", "before ", "between ")) else f"in {doing}"
 
 
 def _uneven(found: Findings) -> str:

@@ -68,7 +68,7 @@ class Lateness:
     longest_place: str
     longest_start: float
     #: what takes longer than on the others, in the steps in which it is late: a mark, or what lies between
-    #: two: ``after optimizer and before forward``
+    #: two: ``between optimizer and forward``
     doing: str
     #: ``total`` without the longest tenth of the times
     repeated: float = 0.0

@@ -1,6 +1,6 @@
 """How long each rank is in each phase of a step, and in which of them one takes longer than the others.
 
-A phase is a mark, or what lies between two: ``after optimizer and before forward``. What a rank does while
+A phase is a mark, or what lies between two: ``between optimizer and forward``. What a rank does while
 others wait for it does not tell what made it late: all may take 60 ms for the backward pass in which it
 calls, and that one have loaded its batch for 30 ms longer.
 """
@@ -97,9 +97,19 @@ def _unmarked(part: Part) -> Iterator[tuple[str, Interval]]:
     starts = [span.start for span in compute]
     for start, end in gaps(covered((span.start, part.end_of(span)) for span in compute), part.seconds):
         before, behind = bisect_right(ended, start, key=lambda one: one[0]), bisect_left(starts, end)
-        names = [f"after {ended[before - 1][1]}"] if before else []
-        names += [f"before {compute[behind].name}"] if behind < len(compute) else []
-        yield " and ".join(names), (start, end)
+        yield (
+            _between(
+                ended[before - 1][1] if before else "",
+                compute[behind].name if behind < len(compute) else "",
+            ),
+            (start, end),
+        )
+
+
+def _between(before: str, behind: str) -> str:
+    if before and behind:
+        return f"between {before} and {behind}"
+    return f"after {before}" if before else f"before {behind}" if behind else ""
 
 
 def _alone(part: Part, phases: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
