@@ -368,6 +368,40 @@ def test_the_command_line_takes_what_joins_the_world_itself(asked: Any) -> None:
     assert "--not-joined" in told
 
 
+def test_a_script_that_reads_its_arguments_gets_none(asked: Any, tmp_path: Path) -> None:
+    """It would take those of the command, and say how asynccoll is to be used."""
+    (tmp_path / "reading.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--die', default='never')\n"
+        "given = parser.parse_args()\n\n\nasync def main(rank):\n    assert given == parser.parse_args()\n"
+    )
+    before = list(sys.argv)
+    code, told, _ = asked(f"{tmp_path}/reading.py::main", "--seeds", "2", "--jobs", "1", "-n", "2")
+    assert code == 0, told
+    assert sys.argv == before
+    code, told, _ = asked(f"{tmp_path}/reading.py::main", "--seeds", "2", "--jobs", "2", "-n", "2")
+    assert code == 0, told
+
+
+def test_the_command_line_names_files_that_schedules_leave_each_other(
+    asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that resumes from a checkpoint is tried from its beginning in the first one only."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "old.txt").write_text("as it was")
+    (tmp_path / "saving.py").write_text(
+        "import pathlib\n\n\nasync def main(rank):\n    for name in ('b.pt', 'kept/a.pt', 'c', 'd'):\n"
+        "        pathlib.Path(name).open('a').write('step 28')\n\n\nasync def none(rank):\n    pass\n"
+    )
+    typed = ("--seeds", "1", "--jobs", "1", "-n", "1")
+    code, told, _ = asked("saving.py::main", *typed)
+    assert code == 0
+    assert "Files were written meanwhile: b.pt, c, d, and 1 more. Files are not simulated" in told
+    code, told, _ = asked("saving.py::main", *typed, "--json")  # written again
+    assert json.loads(told)["files"] == ["b.pt", "c", "d", "kept/a.pt"]
+    assert "Files were" not in asked("saving.py::none", *typed)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -43,23 +43,23 @@ MISFITS = {
     "list first": (lambda: called.all_gather([X, X], X), [RETURNED, "all_gather(x)"]),
     "parts of a reduction": (
         lambda: called.reduce_scatter(X, [X, X]),
-        [RETURNED, "write y = await ac.reduce_scatter(torch.cat(input_list))"],
+        [RETURNED, "write y = ac.reduce_scatter(torch.cat(input_list)).wait()"],
     ),
     "parts by name": (
         lambda: called.reduce_scatter(output=X, input_list=[X, X], op="max"),
-        ["write y = await ac.reduce_scatter(torch.cat(input_list), op=..., out=...)"],
+        ["write y = ac.reduce_scatter(torch.cat(input_list), op=..., out=...).wait()"],
     ),
     "parts of one rank": (
         lambda: called.scatter(X, [X, X], 1),
-        ["write y = await ac.scatter(scatter_list if ac.get_rank() == 1 else None, src=1)"],
+        ["write y = ac.scatter(scatter_list if ac.get_rank() == 1 else None, src=1).wait()"],
     ),
     "parts of another rank": (
         lambda: called.scatter(X, None),
-        ["write y = await ac.scatter(scatter_list if ac.get_rank() == 0 else None, src=0)"],
+        ["write y = ac.scatter(scatter_list if ac.get_rank() == 0 else None, src=0).wait()"],
     ),
     "parts of all": (
         lambda: called.all_to_all([X, X], [X, X]),
-        [RETURNED, "write y = await ac.all_to_all(input_tensor_list)"],
+        [RETURNED, "write y = ac.all_to_all(input_tensor_list).wait()"],
     ),
     "nothing of torch's": (lambda: called.reduce_scatter(X, "avg"), ["ac.reduce_scatter(x, op='avg')"]),
     "list between": (lambda: called.gather(X, [X], 0), [RETURNED, "gather(x, dst=0)"]),
@@ -459,16 +459,31 @@ def test_the_error_says_where_the_result_is() -> None:
     """Torch's calls change what they are given: who drops the result of ours goes on with old values."""
     with raising(
         ac.InvalidCallError,
-        "write y = await ac.broadcast(x, src=0), or await ac.broadcast(x, src=0, out=x) to change x itself",
+        "write y = ac.broadcast(x, src=0).wait(), or ac.broadcast(x, src=0, out=x).wait() to change x itself",
     ):
         called.broadcast(X, 0)
-    with raising(ac.InvalidCallError, "write y = await ac.broadcast_object(obj, src=0)") as caught:
+    with raising(ac.InvalidCallError, "write y = ac.broadcast_object(obj, src=0).wait()") as caught:
         called.broadcast_object([1], 0)
     assert "out=" not in str(caught.error)
-    with raising(ac.InvalidCallError, "await ac.recv(x, src=0, out=x) to change x itself"):
+    with raising(ac.InvalidCallError, "ac.recv(x, src=0, out=x).wait() to change x itself"):
         called.recv(X, 0)
-    with raising(ac.InvalidCallError, "write await ac.send(x, dst=0)"):
+    with raising(ac.InvalidCallError, "write ac.send(x, dst=0).wait()"):
         called.send(X, 0)
+
+
+def test_in_an_event_loop_the_right_call_is_awaited() -> None:
+    """Where none runs, ``await`` is no Python, or an error of its own."""
+
+    async def main() -> None:
+        with raising(
+            ac.InvalidCallError,
+            "write y = await ac.broadcast(x, src=0), or await ac.broadcast(x, src=0, out=x) to change x",
+        ):
+            called.broadcast(X, 0)
+        with raising(ac.InvalidCallError, "write await ac.send(x, dst=0)"):
+            called.send(X, 0)
+
+    asyncio.run(main())
 
 
 def test_an_error_of_a_call_that_does_not_fit_shows_the_line_of_the_call() -> None:

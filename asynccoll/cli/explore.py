@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.common import Commands
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _EVERY_SECONDS = 0.2
+#: So many files are named, and so many looked at in a directory.
+_MOST_FILES, _MOST_ENTRIES = 3, 1000
 
 
 def add(commands: Commands) -> None:
@@ -78,6 +84,7 @@ def _explore(given: argparse.Namespace) -> int:
     from asynccoll.testing.exploration import schedules
 
     bar = _Progress(given.seeds)
+    before = _files()
     try:
         found = _explored(given, bar.show)
     except KeyboardInterrupt:
@@ -85,6 +92,7 @@ def _explore(given: argparse.Namespace) -> int:
         print(f"interrupted after {schedules(bar.schedules)}: nothing was found", file=sys.stderr)
         raise
     bar.clear()
+    left = sorted(name for name, state in _files().items() if before.get(name) != state)
     if given.json:
         print_json(
             {
@@ -98,18 +106,58 @@ def _explore(given: argparse.Namespace) -> int:
                 "script": found.script,
                 "strays": [asdict(one) for one in found.strays],
                 "printed": found.printed,
+                "files": left,
             }
         )
         return 0 if found.wrong is None else 1
-    _tell(found)
+    _tell(found, left)
     return 0 if found.wrong is None else 1
 
 
-def _tell(found: Exploration) -> None:
+def _files() -> dict[str, tuple[int, int]]:
+    """What is in the working directory, and one level below it, and how each file looks.
+
+    Without what interpreters, tests and version control keep there, and what this command writes to itself.
+    """
+    ours, found = [], {}
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            ours.append(os.fstat(number))
+    here = _entries(".")
+    for entry in chain(here, *(_entries(one) for one in here if one.is_dir())):
+        with contextlib.suppress(OSError):  # it is gone
+            seen = entry.stat()
+            if entry.is_file() and not any(os.path.samestat(seen, one) for one in ours):
+                found[os.path.relpath(entry.path)] = (seen.st_mtime_ns, seen.st_size)
+    return found
+
+
+def _entries(of: str | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """At most so many: where more are, there is data."""
+    try:
+        with os.scandir(of) as entries:
+            return [one for one in islice(entries, _MOST_ENTRIES) if not one.name.startswith((".", "__"))]
+    except OSError:
+        return []
+
+
+def _told_of_files(left: Sequence[str]) -> str:
+    if not left:
+        return ""
+    more = f", and {len(left) - _MOST_FILES} more" if len(left) > _MOST_FILES else ""
+    return (
+        f"Files were written meanwhile: {', '.join(left[:_MOST_FILES])}{more}. Files are not simulated: "
+        "every schedule finds what those before it have left, such as a checkpoint to resume from, and so "
+        "does the next exploration. Remove them, and have the function write nothing, or to a new directory "
+        "each time"
+    )
+
+
+def _tell(found: Exploration, left: Sequence[str]) -> None:
     from asynccoll.testing.strays import told
 
     wrong = found.wrong or ""
-    parts = [wrong, told(found.strays, wrong)]
+    parts = [wrong, told(found.strays, wrong), _told_of_files(left)]
     print(found)
     for part in filter(None, parts):
         print()
@@ -121,6 +169,14 @@ def _tell(found: Exploration) -> None:
 
 
 def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
+    from asynccoll.testing.processes import exchanged
+
+    # A script that reads its arguments gets none: not those of this command; in the processes of --jobs, too.
+    with exchanged(sys, ("argv",), SimpleNamespace(argv=[given.target.partition("::")[0]])):
+        return _explored_alone(given, progress)
+
+
+def _explored_alone(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
     from asynccoll.testing.drawn import drawn_faults
     from asynccoll.testing.exploration import explore_target
     from asynccoll.testing.targets import of_path

@@ -25,6 +25,12 @@ __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 #: have been made because of it.
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
+_FEWER_BATCHES = (
+    ". Fewer batches on a rank? Without data for a step it awaits the gradients (or optimizer.step()) all "
+    "the same"
+)
+#: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
+_OF_BACKWARD = "/backward"
 
 _CLOSED = (
     "some of them have closed this lane and opened it again, and others have not: call ac.close_lane(name) "
@@ -112,7 +118,10 @@ class Hang:
 
     def _advice(self) -> str:
         """A circle on one lane is on two of that name: on one, who is at a later call has made the others."""
-        return _CLOSED if len({turn.lane for turn in self.circle}) == 1 else _SAME_ORDER
+        lanes = {turn.lane for turn in self.circle}
+        if len(lanes) == 1:
+            return _CLOSED
+        return _SAME_ORDER + _FEWER_BATCHES * any(_OF_BACKWARD in lane for lane in lanes)
 
 
 def _has(ranks: Sequence[int]) -> str:

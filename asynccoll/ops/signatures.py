@@ -17,6 +17,7 @@ from asynccoll.errors import InvalidArgumentError, InvalidCallError
 from asynccoll.host import misfits
 from asynccoll.payload.codecs import Codec
 from asynccoll.plan.spec import ReduceOp
+from asynccoll.waiting.suspending import in_loop
 from asynccoll.world.group import Group, GroupLike
 
 __all__ = ["Misfit", "fitting"]
@@ -156,16 +157,20 @@ def _sent_in_torch(name: str, written: dict[str, str]) -> list[str]:
 
 
 def _to_write(function: Callable[..., object], right: str) -> str:
-    """The call, and where its result is: who comes from torch looks for it in what was passed."""
+    """The call, and where its result is: who comes from torch looks for it in what was passed.
+
+    Without an event loop that is what ``wait()`` gives: ``await`` would not even compile there.
+    """
     name = getattr(function, "__name__", repr(function))
     gives = str(inspect.signature(function).return_annotation)
     if not gives.startswith("Work["):
         return f": write ac.{name}({right})"
-    text = f": write {'' if gives == 'Work[None]' else 'y = '}await ac.{name}({right})"
+    before, after = ("await ", "") if in_loop() else ("", ".wait()")
+    text = f": write {'' if gives == 'Work[None]' else 'y = '}{before}ac.{name}({right}){after}"
     text += _OTHER_SHAPES.get(name, "")
     if name in _IN_PLACE_IN_TORCH and "out=" not in right:
         of_x = right.replace("like", "x", 1) if right.startswith("like") else right
-        text += f", or await ac.{name}({of_x}, out=x) to change x itself, as torch does"
+        text += f", or {before}ac.{name}({of_x}, out=x){after} to change x itself, as torch does"
     return text
 
 
