@@ -204,6 +204,36 @@ def test_a_deadlock_names_the_functions_of_tasks(loop: str) -> None:
     assert any("evaluate" in line for line in tasks), tasks
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_a_deadlock_shows_the_programs_frames_and_what_they_called(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def crosswise(first: anyio.Lock, second: anyio.Lock) -> None:
+        async with first:
+            await anyio.sleep(1)
+            async with second:
+                pass
+
+    async def main(rank: int) -> None:
+        one, other = anyio.Lock(fast_acquire=True), anyio.Lock(fast_acquire=True)
+        async with ac.create_task_group() as tasks:
+            tasks.start_soon(crosswise, one, other)
+            tasks.start_soon(crosswise, other, one)
+
+    told = simulate(main, world_size=1, loop=loop).deadlock
+    assert told is not None
+    of_one = told.partition("'default/crosswise'")[2].partition("  task")[0]
+    functions = re.findall(r'File "(.*)", line \d+, in (\w+)', of_one)
+    assert [(name, file == __file__) for file, name in functions] == [
+        ("crosswise", True),
+        ("__aenter__", False),
+    ]
+    monkeypatch.setenv("ASYNCCOLL_FULL_TRACEBACK", "1")
+    whole = simulate(main, world_size=1, loop=loop).deadlock
+    assert whole is not None
+    assert len(whole.splitlines()) > len(told.splitlines())
+
+
 def test_all_errors_are_told_the_cause_first() -> None:
     errors = {3: ac.PeerLostError("rank 2 is gone"), 2: ValueError("cause"), 0: LookupError("later")}
     with pytest.raises(AssertionError) as caught:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from asynccoll.host.call_site import Place, is_users
 from asynccoll.host.frames import FULL_VARIABLE, are_shown
 
-__all__ = ["FULL_VARIABLE", "folded", "raised_at"]
+__all__ = ["FULL_VARIABLE", "folded", "library_of", "raised_at"]
 
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 #: Behind frames that raised one of these there is nothing to be read: an error of ours says what to do, and
@@ -61,7 +61,7 @@ def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         found = _FRAME.match(line)
         if found is not None:
-            stack.append(_Frame([line], _library(found["file"]), found["margin"]))
+            stack.append(_Frame([line], library_of(found["file"]), found["margin"]))
         elif stack and line.startswith(f"{stack[-1].margin}  "):
             stack[-1].lines.append(line)
         else:
@@ -71,7 +71,8 @@ def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
     yield from _shown(stack, "")
 
 
-def _library(file: str) -> str:
+def library_of(file: str) -> str:
+    """The library whose frames are folded that ``file`` belongs to; "" for the program's, and all others'."""
     for folder, name in _FOLDERS.items():
         if file.startswith(folder + os.sep):
             return name

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from asynccoll.host.call_site import is_users
+from asynccoll.host.frames import are_shown
 from asynccoll.host.standing import awaits
+from asynccoll.launch.folding import library_of
 from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["function_of", "suspended", "told"]
@@ -33,8 +35,10 @@ def told(
         if frame is not None:
             summaries = traceback.StackSummary.extract(traceback.walk_stack(frame))[::-1]
             users = any(is_users(one.filename) for one in summaries)
-            lines = traceback.StackSummary.from_list(summaries).format()
-            ours = [line for line in lines if not any(file in line for file in _UNTOLD)]
+            shown = _telling(
+                [(one.filename, traceback.StackSummary.from_list([one]).format()[0]) for one in summaries]
+            )
+            ours = [line for line in shown if not any(file in line for file in _UNTOLD)]
             rest = more[thread]() if thread in more else ""
             if users or rest:
                 parts.append(f"{thread} ({state_of(thread)}):\n{''.join(ours[-8:])}{rest}")
@@ -44,9 +48,21 @@ def told(
 def suspended(coroutine: Any) -> str:
     """The lines at which it, and what it awaits, are suspended."""
     lines = [
-        f'    File "{code.co_filename}", line {line}, in {code.co_name}\n' for code, line in awaits(coroutine)
+        (code.co_filename, f'    File "{code.co_filename}", line {line}, in {code.co_name}\n')
+        for code, line in awaits(coroutine)
     ]
-    return "".join(lines[-8:])
+    return "".join(_telling(lines)[-8:])
+
+
+def _telling(frames: Sequence[tuple[str, str]]) -> list[str]:
+    """The lines of a stack, each given with its file: those of the program, and what it has called last.
+
+    What runs a task, and how that call waits, is the same in every program. Without any of the program, all.
+    """
+    users = [index for index, (file, _) in enumerate(frames) if is_users(file) and not library_of(file)]
+    if not users or are_shown():
+        return [line for _, line in frames]
+    return [line for index, (_, line) in enumerate(frames) if index in users or index == users[-1] + 1]
 
 
 def function_of(coroutine: Any) -> str:
