@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -644,6 +645,25 @@ def test_what_differs_in_numbers_alone_is_one_way_to_fail():
         "asynccoll run: ranks 2, 3 failed too: OSError: 17 bytes of 20 from rank 3",
         "asynccoll run: rank 4 failed too: OSError: 5 bytes of 20 from rank 4",
     ]
+
+
+def test_how_far_a_work_was_is_no_other_way_to_fail():
+    text = "PayloadTypeError: `/` of <Work all_reduce #1 of the world from a.py:5: {}>, which is the handle"
+    failures = [
+        Failure(rank, code=1, time=1.0 + rank, message=text.format(state), **A)
+        for rank, state in enumerate(["in flight", "done", "in flight"])
+    ]
+    assert report.report(failures).splitlines()[1:] == ["asynccoll run: ranks 1, 2 failed alike"]
+
+
+def test_a_loss_without_gradients_is_explained_where_there_are_tasks():
+    """torch's error is raised in the task that trains; the cause is a ``no_grad`` in another one."""
+    text = "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"
+    trace = f'Traceback:\n  File "{asyncio.__file__}", line 12, in run\n{text}'
+    told = report.report([Failure(0, code=1, time=1.0, message=text, trace=trace, **A)])
+    assert "ac.isolated(...)" in told
+    plain = f'Traceback:\n  File "train.py", line 12, in main\n{text}'
+    assert "isolated" not in report.report([Failure(0, code=1, time=1.0, message=text, trace=plain, **A)])
 
 
 def test_alike_on_another_line_says_on_which():

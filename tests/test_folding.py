@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import traceback
 from pathlib import Path
@@ -26,6 +27,7 @@ def stack(*frames: str, error: str) -> str:
 USER = frame("train.py", "main")
 START = frame(OURS / "ops" / "collectives.py", "_start")
 LEAVES = frame(OURS / "payload" / "trees.py", "leaves_of")
+WITH = frame(contextlib.__file__, "__exit__")
 RUN = frame(Path(asyncio.__file__).parent / "runners.py", "run")
 
 
@@ -34,6 +36,7 @@ RUN = frame(Path(asyncio.__file__).parent / "runners.py", "run")
     [
         ((USER, RUN, RUN, USER), (USER, "  [... 2 frames in asyncio]\n", USER)),
         ((USER, RUN, START, LEAVES, USER), (USER, "  [... 3 frames in asyncio, asynccoll]\n", USER)),
+        ((USER, START, WITH, START, USER), (USER, "  [... 3 frames in asynccoll, contextlib]\n", USER)),
         ((USER, RUN, USER), (USER, RUN, USER)),  # a line for one would tell less and save nothing
         ((USER, START, LEAVES), (USER, START, LEAVES)),  # raised in the library, by mistake
         ((START, LEAVES), (START, LEAVES)),

@@ -36,6 +36,10 @@ _OF_A_RANK = re.compile(
     r"this is rank \d+|(?<= ago, )(?:queued|in flight|finished|failed)|0x[0-9a-f]+"
     r"|(?P<named>\branks? \d+(?:, \d+)*)|\d+(?:\.\d+)?"
 )
+#: How far a handle was when its text was made, which says nothing of what went wrong.
+_STATE_OF_A_WORK = re.compile(r"(?<=: )(?:in flight|done)(?=>)")
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+_LOOPS = ("asyncio", "anyio", "trio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,16 @@ def what_aborted(code: int, flights: Mapping[int, Flight]) -> str:
     )
 
 
+def what_leaked(failure: Failure) -> str:
+    """What torch's error of a loss without gradients may mean in a program with tasks; else ""."""
+    if _NO_GRADIENT not in failure.message or not any(loop in failure.trace for loop in _LOOPS):
+        return ""
+    return (
+        "if the model's parameters do require grad: the torch.no_grad() of a task leaks into the others at "
+        "its await; run such a task in ac.create_task_group(), or in ac.isolated(...)"
+    )
+
+
 def last_call(rank: int, flights: Mapping[int, Flight]) -> str:
     """The last thing that a rank called which could not say itself where it ended; "" if nobody knows.
 
@@ -165,6 +179,8 @@ def report(
         lines.append(f"{program}: rank {first.rank}: {words}")
     if meant := what_aborted(first.code, flights):
         lines.append(f"{program}: {meant}")
+    if meant := what_leaked(first):
+        lines.append(f"{program}: {meant}")
     stopped: list[int] = []
     ways: dict[str, list[Failure]] = {_way(first): []}
     for failure in failures:
@@ -186,7 +202,11 @@ def report(
 
 def _way(failure: Failure) -> str:
     """What is the same on all ranks that failed in one way."""
-    return _OF_A_RANK.sub(lambda found: found["named"] or "#", failure.message) or failure.how
+    return _OF_A_RANK.sub(lambda found: found["named"] or "#", _without_states(failure)) or failure.how
+
+
+def _without_states(failure: Failure) -> str:
+    return _STATE_OF_A_WORK.sub("", failure.message)
 
 
 def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]:
@@ -194,7 +214,7 @@ def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]
     told, of_first = [], _line(first)
     for place, failures in groupby(sorted(others, key=_line), key=_line):
         those = list(failures)
-        same = all(one.message == first.message for one in those)
+        same = all(_without_states(one) == _without_states(first) for one in those)
         but = "" if same else ", with other numbers"
         there = f", at {place}" if place and place != of_first else ""
         told.append(f"{program}: {listed([one.rank for one in those])} failed alike{there}{but}")
