@@ -225,8 +225,8 @@ _TRAINING = (
     ),
     (
         "overlap/sharded.py",
-        "            stacklevel=2,\n        )\n        return\n    for hook",
-        "            stacklevel=2,\n        )\n    for hook",
+        "anywhere\n        )\n        return\n    for hook",
+        "anywhere\n        )\n    for hook",
     ),
 )
 
