@@ -96,11 +96,11 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
 def test_train_gpt(tmp_path: Path) -> None:
     """Stopped and resumed, it takes DDP's steps: bit for bit, or to within rounding with sharded sums."""
     pytest.importorskip("matplotlib")
-    options = ("--steps", "20", "--dtype", "float64", "--checkpoint")
+    options = ("--steps", "12", "--dtype", "float64", "--checkpoint")
     parts = {
-        "ddp": [(2, 20)],
-        "overlapped": [(2, 10), (2, 20)],
-        "sharded": [(2, 10), (1, 20)],
+        "ddp": [(2, 12)],
+        "overlapped": [(2, 6), (2, 12)],
+        "sharded": [(2, 6), (1, 12)],
     }
     found = {}
     for way, worlds in parts.items():
