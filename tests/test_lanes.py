@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -204,33 +206,116 @@ async def siblings_swapped(me: Rank, start: str) -> None:
     """The first to call has ended when the second does: on no rank do two tasks share the lane at a time."""
     first, ended = me.rank % 2, anyio.Event()
 
+    async def call(value: int) -> None:
+        await ac.all_reduce(value)
+
     async def job(index: int, value: int) -> None:
-        if index == first:
-            await ac.all_reduce(value)
-            ended.set()
+        if index != first:
+            await ended.wait()
+            for _ in range(3):
+                await anyio.lowlevel.checkpoint()
+            gc.collect()  # nobody holds the other one any more
+            with raising((ac.LaneOrderError, ac.PeerRefusedError), "running already, and has ended since"):
+                await by_a_child(call, value, start)
             return
-        await ended.wait()
-        with raising((ac.LaneOrderError, ac.PeerRefusedError), "running already, and has ended since"):
-            await ac.all_reduce(value)
+        await by_a_child(call, value, start)
+        ended.set()
 
     jobs = [(0, 1), (1, 100)]
-    if start == "anyio":
+    if start.startswith("anyio"):
         async with anyio.create_task_group() as tasks:
             for one in jobs:
                 tasks.start_soon(job, *one)
+        return
+    names: tuple[str | None, ...] = (None, None)
+    if "named" in start:
+        names = ("left", None if "one" in start else "right")
+    if "after a call" in start:
+        await ac.barrier()
+    made = [asyncio.create_task(job(*one), name=name) for one, name in zip(jobs, names, strict=True)]
+    await asyncio.gather(*made)
+
+
+async def by_a_child(call: Callable[[int], Any], value: int, start: str) -> None:
+    if start == "anyio, nested":
+        error: list[Exception] = []
+
+        async def child() -> None:
+            try:
+                await call(value)
+            except ac.AsyncCollError as raised:
+                error.append(raised)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child)
+        if error:
+            raise error[0]
+    elif start == "nested":
+        await asyncio.wait({task := asyncio.create_task(call(value))})
+        task.result()
     else:
-        names = {"unnamed": (None, None), "named": ("left", "right"), "one named": ("left", None)}[start]
-        made = [asyncio.create_task(job(*one), name=name) for one, name in zip(jobs, names, strict=True)]
-        await asyncio.gather(*made)
+        await call(value)
 
 
 @pytest.mark.parametrize(
     ("start", "runner"),
-    [("anyio", "trio"), *((start, "asyncio") for start in ("anyio", "unnamed", "named", "one named"))],
+    [
+        *((start, loop) for start in ("anyio", "anyio, nested") for loop in ("asyncio", "trio")),
+        *(
+            (start, "asyncio")
+            for start in (
+                "both",
+                "nested",
+                "named",
+                "one named",
+                "one named, after a call",
+                "named, after a call",
+            )
+        ),
+    ],
 )
 def test_siblings_that_take_turns_in_another_order_are_refused(pair: World, start: str, runner: str) -> None:
-    """Each is alone when it calls; but which of them is first differs between ranks."""
+    """Each is alone when it or its child calls; but which of them is first differs between ranks."""
     pair.run(siblings_swapped, start, runner=runner)
+
+
+async def waits(me: Rank, how: str) -> None:
+    """Of a child that has a name, in a task that is not the loop's first and has never called."""
+
+    async def child() -> None:
+        await anyio.lowlevel.checkpoint()  # until it is waited for
+        assert await ac.all_reduce(1) == me.size
+
+    async def parent() -> None:
+        if how == "group":
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(child(), name="child")
+        else:
+            task = asyncio.create_task(child(), name="child")
+            if how == "wait":
+                await asyncio.wait({task})
+            elif how == "await":
+                await task
+            else:
+                wait: dict[str, Callable[[Any], Any]] = {
+                    "gather": asyncio.gather,
+                    "shield": asyncio.shield,
+                    "wait_for": lambda one: asyncio.wait_for(one, 60),
+                }
+                await wait[how](task)
+        assert await ac.all_reduce(2) == 2 * me.size
+
+    if how == "group" and sys.version_info < (3, 11):
+        return
+    first = asyncio.create_task(anyio.sleep_forever())
+    await asyncio.create_task(parent())
+    first.cancel()
+
+
+@pytest.mark.parametrize("how", ["await", "gather", "group", "shield", "wait", "wait_for"])
+def test_who_waits_for_a_named_child_may_follow_it(pair: World, how: str) -> None:
+    """asyncio does not tell who started the child, but the child's callbacks tell who waits for it."""
+    pair.run(waits, how, runner="asyncio")
 
 
 async def parent_swapped(me: Rank) -> None:
@@ -260,6 +345,38 @@ async def parent_swapped(me: Rank) -> None:
 def test_a_parent_that_calls_before_its_child_on_one_rank_only_is_refused(pair: World, loop: str) -> None:
     """What it calls after it has started the child is in no order with what that calls."""
     pair.run(parent_swapped, runner=loop)
+
+
+async def generations(me: Rank) -> None:
+    """The child of the owner, which it started before it called, has ended; the grandchild goes on."""
+    called = asyncio.Event()
+
+    async def great_grandchild() -> None:
+        with raising(ac.LaneOrderError, "after it had started this one"):
+            ac.all_reduce(1)
+
+    async def grandchild(parent: asyncio.Task[Any]) -> None:
+        await ac.all_reduce(1, lane="generations")
+        await parent
+        await asyncio.create_task(great_grandchild())
+
+    async def child() -> asyncio.Task[None]:
+        await called.wait()
+        await ac.all_reduce(1, lane="generations")
+        me_task = asyncio.current_task()
+        assert me_task is not None
+        return asyncio.create_task(grandchild(me_task))
+
+    await ac.barrier()
+    started = asyncio.create_task(child())
+    await ac.all_reduce(1)
+    called.set()
+    await (await started)
+
+
+def test_what_an_ended_ancestor_called_orders_nothing_of_its_parent(pair: World) -> None:
+    """Who descends from a task through one that has ended was started when that one was."""
+    pair.run(generations, runner="asyncio")
 
 
 async def starters(me: Rank, start: str) -> None:

@@ -4,18 +4,20 @@ A lane belongs to the actor that issued on it last; this module answers whether 
 orders two actors is that one was started by the other, or when the other had ended. Calls are numbered in the
 process, and a context tells the last one made in it: so it is known which of its parent's calls came before a
 child.
-Tasks are looked up in the event loops' own tables. A thread is stood for by an object that lives in
-its context: the worker of a pool, which never ends, runs each job in a copy of the submitter's
-context, and with that copy its actor ends.
+Tasks are looked up in the event loops' own tables, and who waits for one in its callbacks. A thread is
+stood for by an object that lives in its context: the worker of a pool, which never ends, runs each job in a
+copy of the submitter's context, and with that copy its actor ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ __all__ = [
     "ended",
     "label",
     "left",
+    "ran_beside",
     "started_after",
     "trio_task",
 ]
@@ -100,17 +103,17 @@ def current() -> Descent:
             return node
         if task is None and type(actor) is _ThreadActor and actor.ident == host.get_ident():
             return node
-        node = node._replace(parent=_alive(node.parent))
+        node = _shortened(node)
     actor = task if task is not None else _ThreadActor(host.current_thread())
     node = Descent(actor, node, _last_call.get())
     _descent.set(node)
     return node
 
 
-def _alive(node: Descent | None) -> Descent | None:
+def _shortened(node: Descent) -> Descent:
     """The line is kept as long as it matters, not as long as it was."""
-    while node is not None and ended(node.actor):
-        node = node.parent
+    while node.parent is not None and ended(node.parent.actor):
+        node = node._replace(parent=node.parent.parent, after=node.parent.after)
     return node
 
 
@@ -125,36 +128,63 @@ def started_after(node: Descent, ancestor: Actor) -> int | None:
 
 
 def beside(node: Descent) -> weakref.WeakSet[Any]:
-    """The tasks that are there already, and cannot have started that of ``node``."""
-    line = {id(one.actor) for one in _line(node)}
-    loop = _running_loop()
-    if loop is not None and asyncio_task(loop) is node.actor:
-        found = _asyncio_tasks_beside(
-            node.actor, [one for one in asyncio.all_tasks(loop) if id(one) not in line]
-        )
-        if found and "anyio" in sys.modules:
-            line.update(_starters_by_anyio(node.actor))
-        return weakref.WeakSet(task for task in found if id(task) not in line)
-    if not isinstance(node.actor, _ThreadActor):
-        line.update(map(id, _starters_by_trio(node.actor)))
-        return weakref.WeakSet(task for task in _trio_tasks() if id(task) not in line)
-    return weakref.WeakSet()
+    """The tasks that are there already, and can neither have started that of ``node`` nor wait for it."""
+    loop, task = _running_loop(), node.actor
+    if isinstance(task, _ThreadActor):
+        return weakref.WeakSet()
+    tasks = list(_trio_tasks()) if loop is None else list(asyncio.all_tasks(loop))
+    waiters = _waiters(tasks)
+    above, tops = {id(task)}, []
+    found = [task]
+    for one in found:  # grows
+        waiting = waiters(one)
+        if not waiting:
+            tops.append(one)
+        found.extend(other for other in waiting if id(other) not in above)
+        above.update(map(id, waiting))
+    known = above.union(id(one.actor) for one in _line(node))
+    first = min((number for one in tasks if (number := _number(one)) is not None), default=None)
+    # Nobody has started the first; but of a task that nobody waits for, its number is all that is known.
+    tops = [top for top in tops if top is task or first is None or _number(top) != first]
+    return weakref.WeakSet(
+        one
+        for one in tasks
+        if id(one) not in known
+        and not (_may_start(one, task, first) and any(_may_start(one, top, first) for top in tops))
+    )
 
 
-def _asyncio_tasks_beside(task: Any, others: list[Any]) -> list[Any]:
-    """Of ``others`` those that cannot have started ``task``, as far as their names tell.
+def ran_beside(node: Descent, others: AbstractSet[Any]) -> bool:
+    """Whether that of ``node`` is one of ``others``, or was started by one, or only they wait for it."""
+    if not others:
+        return False
+    these = {id(one) for one in others}
+    if any(id(one.actor) in these for one in _line(node)):
+        return True
+    if isinstance(node.actor, _ThreadActor):
+        return False
+    waiters, found, seen = _waiters(list(others)), [node.actor], these
+    while found:
+        above = waiters(found.pop())
+        if not above:
+            return False
+        found.extend(one for one in above if id(one) not in seen)
+        seen.update(map(id, above))
+    return True
+
+
+def _may_start(one: Any, task: Any, first: int | None) -> bool:
+    """Whether ``one`` can have started ``task``, as far as their names tell.
 
     asyncio does not tell who started a task, but it numbers those that nobody names. Of two such only the
     older can have started the other; of one with and one without a name the loop's first task can, or else
     the one with; of two that were named neither. So where ranks run two tasks in different order, one of
     the ranks has the one beside the other that it follows there.
     """
-    numbers = {one: _number(one) for one in others}
-    mine = _number(task)
-    if mine is None:
-        first = min((number for number in numbers.values() if number is not None), default=None)
-        return [one for one, number in numbers.items() if number != first or number is None]
-    return [one for one, number in numbers.items() if number is not None and number > mine]
+    number, other = _number(one), _number(task)
+    if number is None:
+        return other is not None
+    return number == first or (other is not None and number < other)
 
 
 def _line(node: Descent | None) -> Iterator[Descent]:
@@ -165,25 +195,60 @@ def _line(node: Descent | None) -> Iterator[Descent]:
 
 def _number(task: Any) -> int | None:
     """The place among all tasks of one that asyncio has named."""
+    if not isinstance(task, asyncio.Task):
+        return None
     kind, _, number = task.get_name().partition("-")
     return int(number) if kind == "Task" and number.isdecimal() else None
 
 
-def _starters_by_anyio(task: Any) -> Iterator[int]:
-    """The identity of whose task group started ``task``, of whose started that, and so on."""
+def _waiters(tasks: list[Any]) -> Callable[[Any], list[Any]]:
+    """A function that tells who waits for a task, as far as that is known; of all in ``tasks`` it is."""
+    parents = _parents_by_anyio(tasks) if "anyio" in sys.modules and _running_loop() is not None else {}
+
+    def waiters(task: Any) -> list[Any]:
+        if not isinstance(task, asyncio.Task):
+            return [task.parent_nursery.parent_task] if task.parent_nursery is not None else []
+        found = _waiting_for(task)
+        parent = parents.get(id(task))
+        return found if parent is None else [*found, parent]
+
+    return waiters
+
+
+def _parents_by_anyio(tasks: list[Any]) -> dict[int, Any]:
+    """By a task's identity that whose task group has started it."""
     import anyio
 
-    parents = {info.id: info.parent_id for info in anyio.get_running_tasks()}
-    parent = parents.get(id(task))
-    while parent is not None:
-        yield parent
-        parent = parents.get(parent)
+    known = {id(one): one for one in tasks}
+    return {info.id: known[info.parent_id] for info in anyio.get_running_tasks() if info.parent_id in known}
 
 
-def _starters_by_trio(task: Any) -> Iterator[Any]:
-    while task.parent_nursery is not None:
-        task = task.parent_nursery.parent_task
-        yield task
+def _waiting_for(task: Any) -> list[Any]:
+    """The asyncio tasks that wait for ``task``: by await, gather, wait, wait_for, shield, or in a TaskGroup.
+
+    Its callbacks tell. One resumes the waiter itself, or sets a future that this waits for.
+    """
+    found, futures = [], [task]
+    for future in futures:  # grows
+        for callback, _ in future._callbacks or ():
+            for one in _held_by(callback):
+                if isinstance(one, asyncio.Task):
+                    if one is not task:  # anyio's callback of a task knows this task
+                        found.append(one)
+                elif asyncio.isfuture(one) and one not in futures:
+                    futures.append(one)
+    return found
+
+
+def _held_by(callback: Any) -> Iterator[Any]:
+    """The objects that a callback is bound to, is given, or has in its scope."""
+    bound = getattr(callback, "__self__", None)
+    yield bound
+    yield getattr(bound, "_parent_task", None)  # of an asyncio.TaskGroup
+    yield from getattr(callback, "args", ())  # of a functools.partial
+    for cell in getattr(callback, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing in it yet
+            yield cell.cell_contents
 
 
 def _trio_tasks() -> Iterator[Any]:

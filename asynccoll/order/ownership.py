@@ -31,10 +31,11 @@ _MOST_STREAMS = 4096
 class Owner:
     """Who issued last on an order, where, and in which call of the process."""
 
-    __slots__ = ("actor", "beside", "call", "spot")
+    __slots__ = ("actor", "beside", "call", "name", "spot")
 
     def __init__(self) -> None:
         self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
+        self.name: str = ""
         self.spot: Spot = NOWHERE
         self.call: int = 0
         #: The tasks that were there when it came.
@@ -43,6 +44,7 @@ class Owner:
     def becomes(self, node: actors.Descent) -> None:
         """Another actor has this order from now on."""
         self.actor = weakref.ref(node.actor)
+        self.name = actors.label(node.actor)
         self.beside = actors.beside(node)
 
 
@@ -70,8 +72,7 @@ class Owners:
             node = actors.current()
             held = owner.actor()
             if held is not node.actor:
-                if held is not None:
-                    _check_handover(node, held, owner, lane)
+                _check_handover(node, held, owner, lane)
                 owner.becomes(node)
             owner.call = actors.called()
         return owner
@@ -86,20 +87,23 @@ class Owners:
 
 
 def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane: object) -> None:
-    """Another actor follows on this order: as one that was started after the last call of its owner."""
-    started = actors.started_after(node, held)
-    over = actors.ended(held) or actors.left(held, owner.spot.file)
+    """Another actor follows on this order: as one that was started after the last call of its owner.
+
+    ``held`` is None where nobody has issued yet, or where the owner is gone: those who ran beside it are not.
+    """
+    started = None if held is None else actors.started_after(node, held)
+    over = held is None or actors.ended(held) or actors.left(held, owner.spot.file)
     if started is not None:
         if owner.call <= started:
             return
         how = "issued there at {} after it had started this one"
     elif not over:
         how = "issued there at {} and is still running"
-    elif node.actor in owner.beside:
+    elif actors.ran_beside(node, owner.beside):
         how = "issued there at {} when this one was running already, and has ended since"
     else:
         return
-    mine, other = actors.label(node.actor), actors.label(held)
+    mine, other = actors.label(node.actor), owner.name
     raise LaneOrderError(
         f"{mine} issued a collective on {lane} at {caller().place}, but that lane "
         f"belongs to {'another ' * (mine == other)}{other}, which {how.format(owner.spot.place)}. "
