@@ -16,7 +16,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from asynccoll.errors import LaneOrderError
-from asynccoll.host import actors
+from asynccoll.host import actors, bystanders
 from asynccoll.host.call_site import NOWHERE, Spot, caller
 
 __all__ = ["Owner", "Owners", "Stream"]
@@ -45,7 +45,7 @@ class Owner:
         """Another actor has this order from now on."""
         self.actor = weakref.ref(node.actor)
         self.name = actors.label(node.actor)
-        self.beside = actors.beside(node)
+        self.beside = bystanders.beside(node)
 
 
 def _nobody() -> None:
@@ -99,7 +99,7 @@ def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane
         how = "issued there at {} after it had started this one"
     elif not over:
         how = "issued there at {} and is still running"
-    elif actors.ran_beside(node, owner.beside):
+    elif bystanders.ran_beside(node, owner.beside):
         how = "issued there at {} when this one was running already, and has ended since"
     else:
         return
