@@ -318,6 +318,46 @@ def test_who_waits_for_a_named_child_may_follow_it(pair: World, how: str) -> Non
     pair.run(waits, how, runner="asyncio")
 
 
+def threads_swapped(me: Rank) -> None:
+    first, ended = me.rank % 2, threading.Event()
+    both = threading.Barrier(2)
+    refused: list[str] = []
+
+    def job(index: int) -> None:
+        both.wait()
+        if index == first:
+            ac.all_reduce(1).wait()
+            return
+        ended.wait()
+        try:
+            ac.all_reduce(100).wait()
+        except (ac.LaneOrderError, ac.PeerRefusedError) as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=job, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[first].join()
+    ended.set()
+    threads[1 - first].join()
+    assert len(refused) == 1 and "running already, and has ended since" in refused[0], refused
+
+    def in_turn() -> None:
+        assert ac.all_reduce(1).wait() == me.size
+
+    for _ in range(3):
+        thread = threading.Thread(target=in_turn)
+        thread.start()
+        thread.join()
+    assert ac.all_reduce(2).wait() == 2 * me.size
+
+
+@pytest.mark.processes
+def test_threads_that_take_turns_in_another_order_are_refused(pair: World) -> None:
+    """Those that were started one after the other, and the one that has started them, are not."""
+    pair.run(threads_swapped)
+
+
 async def parent_swapped(me: Rank) -> None:
     called, ended = anyio.Event(), anyio.Event()
 

@@ -27,11 +27,11 @@ __all__ = [
     "called",
     "current",
     "ended",
-    "is_thread",
     "label",
     "left",
     "line",
     "started_after",
+    "thread_of",
     "trio_task",
 ]
 
@@ -131,9 +131,9 @@ def line(node: Descent | None) -> Iterator[Descent]:
         node = node.parent
 
 
-def is_thread(actor: Actor) -> bool:
-    """Whether it is no task."""
-    return isinstance(actor, _ThreadActor)
+def thread_of(actor: Actor) -> host.Thread | None:
+    """The thread that it is, or whose job; None for a task."""
+    return actor.thread if isinstance(actor, _ThreadActor) else None
 
 
 def ended(actor: Actor) -> bool:

@@ -1,4 +1,4 @@
-"""Who runs beside a task: those that were there when it came, and neither started it nor wait for it.
+"""Who runs beside a task or thread: who was there when it came, and neither started it nor waits for it.
 
 Ranks may run such tasks in different order. trio and anyio tell who started a task. asyncio does not; but who
 waits for one stands in its callbacks, and the names that asyncio gives are numbered. What this reads there is
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -21,10 +22,13 @@ __all__ = ["beside", "ran_beside"]
 
 
 def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
-    """The tasks that are there already, and can neither have started that of ``node`` nor wait for it."""
+    """The tasks that are there already, and can neither have started that of ``node`` nor wait for it.
+
+    Where that is a thread: the threads.
+    """
     task = node.actor
-    if actors.is_thread(task):
-        return weakref.WeakSet()
+    if (thread := actors.thread_of(task)) is not None:
+        return weakref.WeakSet(_younger(thread))
     tasks = list(_trio_tasks() if _is_of_trio(task) else asyncio.all_tasks())
     waiters = _waiters(tasks)
     above, tops = {id(task)}, []
@@ -52,9 +56,13 @@ def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
     if not others:
         return False
     these = {id(one) for one in others}
-    if any(id(one.actor) in these for one in actors.line(node)):
+    if any(
+        id(one) in these
+        for above in actors.line(node)
+        for one in (above.actor, actors.thread_of(above.actor))
+    ):
         return True
-    if actors.is_thread(node.actor):
+    if any(isinstance(one, threading.Thread) for one in (*others, actors.thread_of(node.actor))):
         return False
     waiters, found, seen = _waiters(list(others)), [node.actor], these
     while found:
@@ -64,6 +72,12 @@ def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
         found.extend(one for one in above if id(one) not in seen)
         seen.update(map(id, above))
     return True
+
+
+def _younger(thread: Any) -> list[Any]:
+    """The threads that were started later: none of them has started this one."""
+    running = threading.enumerate()  # in the order in which they were started
+    return running[running.index(thread) + 1 :] if thread in running else []
 
 
 def _may_start(one: Any, task: Any, first: int | None) -> bool:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
+from asynccoll import host
 from asynccoll.errors import LaneOrderError
 from asynccoll.host import actors, bystanders
 from asynccoll.host.call_site import NOWHERE, Spot, caller
@@ -31,21 +32,32 @@ _MOST_STREAMS = 4096
 class Owner:
     """Who issued last on an order, where, and in which call of the process."""
 
-    __slots__ = ("actor", "beside", "call", "name", "spot")
+    __slots__ = ("actor", "beside", "call", "name", "spot", "thread")
 
     def __init__(self) -> None:
         self.actor: Callable[[], actors.Actor] = _nobody  # a weak reference
         self.name: str = ""
         self.spot: Spot = NOWHERE
         self.call: int = 0
-        #: The tasks that were there when it came.
+        self.thread: host.Thread | None = None
+        #: The tasks or threads that were there when it came.
         self.beside: AbstractSet[object] = frozenset()
 
     def becomes(self, node: actors.Descent) -> None:
         """Another actor has this order from now on."""
         self.actor = weakref.ref(node.actor)
         self.name = actors.label(node.actor)
+        self.thread = actors.thread_of(node.actor)
         self.beside = bystanders.beside(node)
+
+    def ran_beside(self, node: actors.Descent) -> bool:
+        """Whether that of ``node`` was there already, in no order with this one.
+
+        A pool's threads live on: of their jobs nobody knows when they came.
+        """
+        if self.thread is not None and self.thread.is_alive():
+            return False
+        return bystanders.ran_beside(node, self.beside)
 
 
 def _nobody() -> None:
@@ -99,7 +111,7 @@ def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane
         how = "issued there at {} after it had started this one"
     elif not over:
         how = "issued there at {} and is still running"
-    elif bystanders.ran_beside(node, owner.beside):
+    elif owner.ran_beside(node):
         how = "issued there at {} when this one was running already, and has ended since"
     else:
         return
