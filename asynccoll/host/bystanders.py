@@ -30,6 +30,9 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
     if (thread := actors.thread_of(task)) is not None:
         return weakref.WeakSet(_younger(thread))
     tasks = list(_trio_tasks() if _is_of_trio(task) else asyncio.all_tasks())
+    line = {id(one.actor) for one in actors.line(node)}
+    if all(id(one) in line for one in tasks):
+        return weakref.WeakSet()
     waiters = _waiters(tasks)
     above, tops = {id(task)}, []
     found = [task]
@@ -39,7 +42,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
             tops.append(one)
         found.extend(other for other in waiting if id(other) not in above)
         above.update(map(id, waiting))
-    known = above.union(id(one.actor) for one in actors.line(node))
+    known = above | line
     first = min((number for one in tasks if (number := _number(one)) is not None), default=None)
     # Nobody has started the first; but of a task that nobody waits for, its number is all that is known.
     tops = [top for top in tops if top is task or first is None or _number(top) != first]
