@@ -107,6 +107,8 @@ _LONGEST_MESSAGE_SECONDS = 2e-3
 #: Longer than the library naps before it looks again (8 ms), and than deadlines in programs (20 ms); shorter
 #: than the waits of those who look again only to be sure (100 ms and more).
 _IN_VAIN_SECONDS = 15 * _LONGEST_MESSAGE_SECONDS
+#: How calls are waited for that wait until the task has issued all of them.
+_AT_THE_END = ("later", "gathered", "dropped")
 #: For each call: its messages, one or two lanes to open, and pauses of who asks again and again.
 _CALL_SECONDS = 25 * _LONGEST_MESSAGE_SECONDS
 
@@ -118,7 +120,11 @@ def late(program: Program, report: Report, lives: int) -> list[str]:
     """
     most = lives * (len(program.calls) + 1) * _CALL_SECONDS
     found = []
-    if report.longest_timeout > _IN_VAIN_SECONDS:
+    # Who issues several calls and waits for the last of them first has waited for all of them then.
+    together = max(
+        sum(call.wait in _AT_THE_END or call.coalesced for call in task.calls) for task in program.tasks
+    )
+    if report.longest_timeout > _IN_VAIN_SECONDS + together * _CALL_SECONDS / 2:
         found.append(f"[late] a thread waited for {report.longest_timeout:.4f} s, in vain")
     if report.virtual_seconds > most:
         found.append(f"[late] it took {report.virtual_seconds:.3f} s; at most {most:.3f} s were due")

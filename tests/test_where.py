@@ -196,6 +196,7 @@ def hung(size: int = 3) -> dict[int, Flight]:
 
 
 SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
+FEWER_BATCHES = ". Fewer batches on a rank? Without data for a step it awaits the gradients (or optimizer.step()) all the same"
 
 
 def test_of_a_circle_the_rank_is_named_that_left_a_call_out() -> None:
@@ -204,8 +205,7 @@ def test_of_a_circle_the_rank_is_named_that_left_a_call_out() -> None:
     verdict += (
         "(train.py:7), but waits in all_reduce #9 on lane 'gradients/backward' (train.py:8) for ranks 0, 2"
     )
-    verdict += f": {SAME_ORDER}. Fewer batches on a rank? Without data for a step it awaits the gradients"
-    verdict += " (or optimizer.step()) all the same"
+    verdict += f": {SAME_ORDER}{FEWER_BATCHES}"
     assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == verdict.format("40.00")
     assert str(hang_of(flights)) == verdict.format("2.00")  # until the last that is recorded
 
@@ -345,7 +345,7 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys, mon
     dumps.write_dumps(tmp_path / "job", flights)
     assert main(["trace", "diff", str(tmp_path / "job")]) == 1
     assert capsys.readouterr().out.startswith(
-        f"{verdict} 8.00 s (train.py:7), but {others}: {SAME_ORDER}\n\nlane "
+        f"{verdict} 8.00 s (train.py:7), but {others}: {SAME_ORDER}{FEWER_BATCHES}\n\nlane "
     )
     assert main(["trace", "diff", str(tmp_path / "job"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["hang"]
@@ -356,7 +356,7 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys, mon
     assert overview(jobs_of_this_host) == [
         "0 of 1 ranks",
         f"3 of 3 ranks, pid {1 << 30}",
-        f"  {verdict} 40.00 s (train.py:7), but {others}: {SAME_ORDER}",
+        f"  {verdict} 40.00 s (train.py:7), but {others}: {SAME_ORDER}{FEWER_BATCHES}",
     ]
 
 
