@@ -196,7 +196,8 @@ def hung(size: int = 3) -> dict[int, Flight]:
 
 
 SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
-FEWER_BATCHES = ". Fewer batches on a rank? Without data for a step it awaits the gradients (or optimizer.step()) all the same"
+FEWER_BATCHES = ". Fewer batches on a rank? Without data for a step it awaits the gradients"
+FEWER_BATCHES += " (or optimizer.step()) all the same"
 
 
 def test_of_a_circle_the_rank_is_named_that_left_a_call_out() -> None:
