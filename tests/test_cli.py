@@ -598,6 +598,9 @@ A = {"host": "h", "pid": 1}
         ([Failure(0, code=-15, **A), Failure(1, code=-15, **A)], 0),
         ([Failure(0, code=-6, time=4.0, **A), Failure(1, code=-6, **A)], 1),
         ([Failure(0, code=1, time=4.0, lost=(1,), **A), Failure(1, code=-15, **A)], 1),
+        ([Failure(0, code=1, time=4.0, left=(1,), **A), Failure(1, code=1, time=5.0, **A)], 1),
+        ([Failure(0, code=1, time=4.0, left=(1,), **A), Failure(1, code=-15, **A)], 0),
+        ([Failure(0, code=1, time=4.0, lost=(1,), **A), Failure(1, code=1, time=5.0, **A)], 1),
         (
             [
                 Failure(0, code=1, time=5.0, lost=(1,), **A),

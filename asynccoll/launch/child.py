@@ -201,6 +201,7 @@ def record(path: Path, error: BaseException, *, shown: bool) -> None:
             "exited": isinstance(error, SystemExit),
             "code": _exit_code(error),
             "lost": _lost(error),
+            "left": _lost(error, left=True),
             "shown": shown,
             "time": now,
         },
@@ -224,16 +225,17 @@ def _told(error: BaseException) -> str:
     return f"{'; '.join(map(_told, inside))} (in {own})"
 
 
-def _lost(error: BaseException) -> list[int]:
+def _lost(error: BaseException, *, left: bool = False) -> list[int]:
     """The ranks that had died before, as the library names them (it is not imported here).
 
-    Not those that have left it in order: what ends them later is the launcher, on account of this error.
+    Not those that had ``left`` it in order, or only those: what ends them later may be the launcher, on
+    account of this error.
     """
     if type(error).__name__ == "PeerLostError":
-        ranks, left = getattr(error, "ranks", ()), getattr(error, "left", ())
-        return [rank for rank in ranks if isinstance(rank, int) and rank not in left]
+        ranks, gone = getattr(error, "ranks", ()), getattr(error, "left", ())
+        return [rank for rank in ranks if isinstance(rank, int) and (rank in gone) is left]
     inside = getattr(error, "exceptions", ())
-    return [rank for one in inside for rank in _lost(one)] if isinstance(inside, tuple) else []
+    return [rank for one in inside for rank in _lost(one, left=left)] if isinstance(inside, tuple) else []
 
 
 def _exit_code(error: BaseException) -> int:

@@ -56,6 +56,8 @@ class Failure:
     shown: bool = False
     #: the ranks that this one found to be gone
     lost: tuple[int, ...] = ()
+    #: and those that it found to have left their world, in order or on account of an error
+    left: tuple[int, ...] = ()
 
     @property
     def how(self) -> str:
@@ -88,6 +90,7 @@ def read_failure(
         trace="" if ours.get("exited") else folded(str(extra.get("py_callstack", "")).strip()),
         shown=bool(ours.get("shown")),
         lost=tuple(ours.get("lost", ())),
+        left=tuple(ours.get("left", ())),
     )
 
 
@@ -102,8 +105,9 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
     A rank that died without a word (killed, crashed) makes its peers raise, hardly ever the other
     way round; among those that recorded an error the earliest counts. SIGTERM comes last: that is
-    how the launcher stops the peers of a failed rank. But not where the earliest error is that such a rank
-    was gone: then somebody else had stopped it.
+    how the launcher stops the peers of a failed rank. But not where the earliest error is that another
+    rank was gone: then somebody else had stopped it, or it has told its peers of its error and then been
+    later than they to write it down. (Who left in order counts if it tells an error of its own.)
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -112,7 +116,14 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
         return (2 if failure.code == -signal.SIGTERM else 0), 0.0
 
     first = min(failures, key=order)
-    return next((one for one in failures if one.time is None and one.rank in first.lost), first)
+    return next(
+        (
+            one
+            for one in failures
+            if one.rank in first.lost or (one.rank in first.left and one.time is not None)
+        ),
+        first,
+    )
 
 
 def exit_code(failure: Failure) -> int:
