@@ -116,11 +116,9 @@ def _shortened(node: Descent) -> Descent:
 
 def started_after(node: Descent, ancestor: Actor) -> int | None:
     """The last call of ``ancestor`` before it started ``node``, or an ancestor of that; None: it did not."""
-    below = node
-    while below.parent is not None:
-        if below.parent.actor is ancestor:
+    for below in line(node):
+        if below.parent is not None and below.parent.actor is ancestor:
             return below.after
-        below = below.parent
     return None
 
 

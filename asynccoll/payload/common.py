@@ -39,8 +39,6 @@ def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
         hint = " (convert it with torch.as_tensor)"
     elif isinstance(x, (Iterator, set, frozenset, range, KeysView, ValuesView)):
         hint = " (make a list of it, in an order that is the same on every rank)"
-    elif name in ("send", "recv"):
-        hint = f" (of anything else, ac.{name}_object)"
     return PayloadTypeError(f"{name} got a {type(x).__name__}{hint}; expected {expected}")
 
 

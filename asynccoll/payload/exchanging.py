@@ -140,14 +140,16 @@ def check_pairs(group: Members, pairs: Any) -> list[tuple[int, int]]:
 
 def send(lane: Lane, x: object, dst: int, tag: int, timeout: float | None) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
-    return tensors.start_send(lane, require_tensor("send", x), peer, tag, timeout)
+    x = require_tensor("send", x, "a tensor; ac.send_object takes anything else")
+    return tensors.start_send(lane, x, peer, tag, timeout)
 
 
 def recv(
     lane: Lane, like: object, src: int, tag: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
-    like = require_tensor("recv", like, "a tensor like the one that is sent")
+    expected = "a tensor like the one that is sent; ac.recv_object takes anything else"
+    like = require_tensor("recv", like, expected)
     check_filled("recv", out)
     autograd.records("recv", (), None if out is None else (out,))
     return tensors.start_recv(lane, like, peer, tag, out, timeout)

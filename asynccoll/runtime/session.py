@@ -47,7 +47,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
 
         of_thread.set(await anyio.to_thread.run_sync(self._joined))
         current().liveness.lives_here()  # and not where it has joined
-        actors.current()
+        actors.current()  # as in initialize, which has seen the thread alone
         return self
 
     def _joined(self) -> Context | None:
