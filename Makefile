@@ -50,7 +50,7 @@ tests:
 	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) -k "$(call WAYS_IN_PAIRS,gloo)" $(CURDIR)/tests $(ARGS))
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
-EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks clocks compositions \
+EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks children clocks compositions \
 	faults forks gather groups lanes modes objects p2p reduce reduce_scatter refusals scaling scatter \
 	sync_parity training work
 # How one waits has nothing to do with how many ranks there are: all ways in pairs, one among more; with five ranks

@@ -16,12 +16,14 @@ from asynccoll import host
 from asynccoll.flight import layout
 from asynccoll.flight.reading import text_at
 from asynccoll.flight.recorder import Recorder
+from asynccoll.host.call_number import CHILD
 
 __all__ = ["Headers"]
 
 _MASK = layout.HEADERS - 1
 _WORDS = layout.HEADER_WORDS
-_PLACES = 0xFFFFF
+_PLACES = 0x3FFF
+_CHILDREN = 0x3F
 _PARTS = 0xFFF
 _MIX = 0x9E3779B1
 _LOW = 0xFFFFFFFF
@@ -43,6 +45,7 @@ class Headers:
         self._rings: list[tuple[int, memoryview]] = []
         self._latest = (0, 0)
         self._running = 0
+        self._since = 0  # so that what was written before ranks were in step has no number of now
         self._count = 0
         # Taking a lock is what keeps this processor from reading before it has written.
         self._fence = host.Lock()
@@ -50,6 +53,7 @@ class Headers:
     def restart(self, epoch: int) -> None:
         """From the next call on all ranks are in step again, whatever each has made before."""
         self._running = epoch & _LOW
+        self._since = epoch * _MIX & _LOW
         self._count = 0
         self._latest = (0, 0)
 
@@ -79,7 +83,9 @@ class Headers:
         word = which << 32 | running
         at = (self._count & _MASK) * _WORDS
         mine = self._apart or self._recorder.headers
-        mine[self._base + at + 1] = self._count << 32 | text
+        mine[self._base + at] = 0  # what was there is of another lap, and has no more a number
+        number = self._count + self._since & _LOW
+        mine[self._base + at + 1] = number << 32 | text
         mine[self._base + at] = word
         with self._fence:
             pass
@@ -90,14 +96,27 @@ class Headers:
             theirs = ring[at]
             if theirs == word:
                 continue
-            # What lies there of another lap is of neither place, or has another number.
-            other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
-            which_theirs = theirs >> 32
-            if which_theirs not in (which, _which(*other)) or ring[at + 1] >> 32 != self._count & _LOW:
-                continue
-            if self._is_met(rank):
-                found[rank] = (place, part) if which_theirs == which else other
+            if ring[at + 1] >> 32 != number or ring[at] != theirs:
+                continue  # of another lap, or being written
+            begins = self._begins(theirs >> 32, place, part, before)
+            if begins is not None and self._is_met(rank):
+                found[rank] = begins
         return found
+
+    @staticmethod
+    def _begins(theirs: int, place: int, part: int, before: tuple[int, int]) -> tuple[int, int] | None:
+        """The first call about which ranks differ, if that of the others (``_which``) is not the one here."""
+        if theirs == _which(place, part):
+            return place, part
+        other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
+        if theirs == _which(*other):
+            return other
+        after = (
+            theirs >> 26
+        ) - place // CHILD & _CHILDREN  # as many child tasks have ended there, or not here
+        if not after:
+            return None
+        return (place, part) if after <= _CHILDREN // 2 else (before[0] + 1, 1)
 
     def text(self, rank: int) -> str:
         """What ``rank`` has said of the latest call that was written here; "" if that cannot be read."""
@@ -123,7 +142,8 @@ class Headers:
 
 
 def _which(place: int, part: int) -> int:
-    return (place & _PLACES) << 12 | (part & _PARTS)
+    child = place // CHILD & _CHILDREN
+    return child << 26 | (place & _PLACES) << 12 | (part & _PARTS)
 
 
 def _ring(memory: memoryview, number: int) -> memoryview:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
+from asynccoll.host.call_number import CHILD
 from asynccoll.host.call_site import called_at, caller
 from asynccoll.order.job import Program, Start
 from asynccoll.order.lane import Lane
@@ -48,7 +49,7 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
 
     With it, of calls that are sent together, all of them are compared.
     """
-    row = _row(f"{lane.sent_together} {text}" if lane.sent_together else text)
+    row = _row(f"{lane.sent_together} {text}" if lane.sent_together else text, lane.sequence // CHILD)
     size = lane.group.size
 
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
@@ -63,8 +64,8 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
     return compared
 
 
-def _row(text: str) -> torch.Tensor:
-    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+def _row(text: str, child: int) -> torch.Tensor:
+    digest = hashlib.blake2b(f"{child} {text}".encode(), digest_size=_DIGEST_BYTES).digest()
     shown = f"{text} at {(called_at.get() or caller()).place}".encode()
     shown = shown[: _ROW_BYTES - _DIGEST_BYTES].ljust(_ROW_BYTES - _DIGEST_BYTES, b"\0")
     return torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
@@ -101,6 +102,11 @@ def _hint(texts: Sequence[str]) -> str:
     lines = {line for what, _, line in said if what}
     if len({_any_length(what) for what in whats}) == 1 and whats[0].startswith(_UNEVEN):
         return f"\n(with uneven=True, {whats[0].split()[0]} takes tensors of different shapes)"
+    if len(set(said)) == 1:
+        return (
+            "\n(one is of a child task that had this lane before, and made more calls here than on another "
+            "rank)"
+        )
     if len(lines) > 1:
         return "\n(a rank may have skipped a call before this one, or made one more)"
     return ""

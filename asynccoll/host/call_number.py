@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["ROUND", "call_name", "counterpart", "message_name", "numbered"]
+__all__ = ["CHILD", "ROUND", "call_name", "counterpart", "message_name", "numbered"]
 
 #: More calls than a rank makes between two joins: after each, all ranks count on from the next multiple.
 ROUND = 1 << 30
+#: Likewise, more than a child task of a group makes: where another one has its lane after it, all ranks count
+#: on from the next multiple, so that what one of them calls is never taken for a call of the other.
+CHILD = 1 << 40
 
 
 def call_name(operation: str, sequence: int) -> str:
@@ -27,6 +30,8 @@ def counterpart(operation: str) -> str:
 
 
 def numbered(sequence: int) -> str:
-    """``#12``, or ``#12 after 2 joins``."""
-    joins, number = divmod(sequence, ROUND)
-    return f"#{number} after {joins} join{'s' * (joins > 1)}" if joins else f"#{number}"
+    """``#12``, ``#12 after 2 joins``, ``#12 of child task 3``: of the third of its name."""
+    child, number = divmod(sequence, CHILD)
+    joins, number = divmod(number, ROUND)
+    of = f" of child task {child + 1}" if child else ""
+    return f"#{number}{f' after {joins} join' if joins else ''}{'s' * (joins > 1)}{of}"

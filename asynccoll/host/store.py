@@ -149,6 +149,10 @@ class Waiting(dist.Store):
         with self._clients.borrow() as client:
             return client.add(key, amount)
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        with self._clients.borrow() as client:
+            return client.compare_set(key, expected, value)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         missing = self._clients.await_keys(keys, seconds, self._given_up)

@@ -373,14 +373,19 @@ class TaskGroup:
         return name if self._started[name] == 1 else f"{name} {self._started[name]}"
 
     async def _run(self, own: str, child: Steps) -> None:
+        failed: BaseException | None = None
         try:
             with lane(own):
                 await child
+        except BaseException as error:
+            failed = error
+            raise
         finally:
             self._live.discard(own)
             self._ended[own] = None
             if (context := existing()) is not None:
-                context.children.ended(own)
+                context.children.ended(own, failed)
+            failed = None  # or it and this frame kept each other
 
 
 def _check_function(function: object) -> None:

@@ -63,11 +63,18 @@ class Lane:
     """The order named ``name`` of ``group``; operations on lanes of one name match across ranks."""
 
     def __init__(
-        self, group: Members, world: World, name: str, key: str = "", turnstile: Turnstile | None = None
+        self,
+        group: Members,
+        world: World,
+        name: str,
+        key: str = "",
+        turnstile: Turnstile | None = None,
+        child: int = 0,
     ) -> None:
         """``key``: by which its ranks meet; another one each time that a closed name is opened again.
 
         ``turnstile``: what it must pass before it starts an operation; None where any order will do.
+        ``child``: how many child tasks have ended that had it, one after the other.
         """
         self.group = group
         self.world = world
@@ -86,7 +93,7 @@ class Lane:
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._out = Outstanding()
         lock = self._lock = host.Lock()
-        self._places = Places()
+        self._places = Places(child)
         epochs = self._epochs = Epochs(self._places)
         failing = self._failing = Failing(self, epochs)
         made, failed = lambda: self.queue.drive(), self._failed_to_open  # noqa: PLW0108  # it comes later
@@ -352,6 +359,11 @@ class Lane:
         # There are half-matched operations on this one.
         retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
         return None if retired is None else partial(self._connection.retire, retired)
+
+    def next_child(self) -> None:
+        """A child task has ended that had it: what is called from now on is another's."""
+        with self._lock:
+            self._places.next_child()
 
     def next_round(self) -> None:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asynccoll.host.call_number import ROUND
+from asynccoll.host.call_number import CHILD, ROUND
 
 if TYPE_CHECKING:
     from asynccoll.order.job import What
@@ -20,8 +20,9 @@ class Places:
 
     __slots__ = ("latest", "part", "shared", "whole")
 
-    def __init__(self) -> None:
-        self.latest: int = 0
+    def __init__(self, child: int = 0) -> None:
+        """``child``: how many child tasks have ended that had the lane."""
+        self.latest: int = child * CHILD
         self.part: int = 0  # of those at the latest place
         self.shared: bool = False  # what is accepted now shares that place
         self.whole: What = None  # what the call that takes it is
@@ -69,3 +70,8 @@ class Places:
         """Go on at the next round number."""
         self.latest += ROUND - self.latest % ROUND
         return self.latest
+
+    def next_child(self) -> None:
+        """What is called from now on is another child task's."""
+        self.latest += CHILD - self.latest % CHILD
+        self.part = 0

@@ -37,8 +37,6 @@ class Backend:
     #: A call may be over on one rank before its peers have made theirs: a broadcast's root on MPI, and any
     #: call on nccl, where the host goes on and the device waits.
     ends_alone = False
-    #: It finds out by itself, and tells every rank, where they call different things.
-    compares_calls = False
     #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
     ad_hoc_groups = True
     #: Communicators that start in different order on different ranks can deadlock (nccl).

@@ -11,42 +11,70 @@ with a lane follows from what happened to its own name, and in the one task that
 
 A group inside of another of the same task is left with that one, for the other's children may still run.
 The lanes of a child's own children go with its lane.
+
+Which child of its name makes a call is a part of what that call is, for on another rank the one before may
+have made fewer calls, or more. One that fails or is cancelled does not make its next call: its lanes refuse
+it, which ends that call on the ranks whose child goes on, and the lane is in step again for the next one.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.errors import AbortedError, AsyncCollError, CollectiveMismatchError, PeerRefusedError
 from asynccoll.host.actors import Actor
+from asynccoll.host.endings import in_a_line, leaves
+
+if TYPE_CHECKING:
+    from asynccoll.order.lane import Lane
 
 __all__ = ["Children"]
 
 #: So many names a task's groups may have that keep the lanes of those that come again.
 MANY_NAMES = 8
+#: Errors of a call of which the other ranks have heard, too: there the lane is in step again.
+_KNOWN_TO_ALL = (CollectiveMismatchError, PeerRefusedError)
 
 
 class Children:
     """The names of lanes of which a child has ended, in one rank's world."""
 
-    def __init__(self, close: Callable[[str], object]) -> None:
-        """``close`` closes the lanes of a name, in whichever groups of ranks they are open."""
+    def __init__(
+        self,
+        lanes: Callable[[str], Iterable[Lane]],
+        close: Callable[[str, AsyncCollError | None], object],
+    ) -> None:
+        """``lanes`` are those of a name, in whichever groups; ``close`` closes them, and is told why."""
+        self._lanes = lanes
         self._close = close
-        self._ended: set[str] = set()
+        self._ended: Counter[str] = Counter()
         self._below: dict[str, dict[str, None]] = {}  # by the parent's name
         self._left: weakref.WeakKeyDictionary[Actor, dict[str, None]] = weakref.WeakKeyDictionary()
         self._lock = host.Lock()
 
-    def ended(self, name: str) -> None:
-        """A child has ended whose lane is ``name``."""
+    def ended_on(self, name: str) -> int:
+        """How many children have ended whose lane was ``name``, and is kept."""
+        return self._ended[name]
+
+    def ended(self, name: str, error: BaseException | None = None) -> None:
+        """A child has ended whose lane is ``name``; with ``error``, before it had made all of its calls."""
+        because = None if error is None else _not_called(name, error)
         with self._lock:
-            if name in self._ended:
-                return
-            closed = self._forget(name)
-            self._ended.add(name)
+            is_first = not self._ended[name]
+            closed = self._forget(name) if is_first else []
+            self._ended[name] += 1
             self._below.setdefault(_parent(name), {})[name] = None
-        self._close_all(closed)
+        if is_first:
+            self._close_all(closed, because)
+            return
+        for lane in self._lanes(name):
+            if because is not None:
+                lane.world.refuse(lane, because)
+            lane.next_child()
 
     def left(self, actor: Actor, names: Iterable[str]) -> None:
         """``actor`` is in no group of tasks any more; in the last, its children had these ``names``."""
@@ -61,14 +89,24 @@ class Children:
 
     def _forget(self, name: str) -> list[str]:
         """``name``, and those below it, count as new; they are returned. With the lock held."""
-        self._ended.discard(name)
+        del self._ended[name]
         self._below.get(_parent(name), {}).pop(name, None)
         below = self._below.pop(name, {})
         return [name, *(each for child in below for each in self._forget(child))]
 
-    def _close_all(self, names: Iterable[str]) -> None:
+    def _close_all(self, names: Iterable[str], because: AsyncCollError | None = None) -> None:
         for name in names:
-            self._close(name)
+            self._close(name, because)
+
+
+def _not_called(name: str, error: BaseException) -> AsyncCollError | None:
+    """Why the child makes no more calls on its lane, which others may wait for; None if they know."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return None  # the program ends, which is heard of in any case
+    if any(isinstance(one, _KNOWN_TO_ALL) and one.lane == name for one in leaves(error)):
+        return None
+    ended = f"ended with {in_a_line(error)}" if isinstance(error, Exception) else "was cancelled"
+    return AbortedError(f"its child task {name.rpartition('/')[2]!r} {ended} there")
 
 
 def _parent(name: str) -> str:

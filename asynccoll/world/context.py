@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.environment import node_name
-from asynccoll.errors import CollectiveError, PeerLostError, collective_error
+from asynccoll.errors import AsyncCollError, CollectiveError, PeerLostError, collective_error
 from asynccoll.flight import Recorder, dumps, joined, lane_id, read, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
@@ -119,7 +119,7 @@ class Context:
         self.groups: dict[tuple[int, ...], Group] = {}
         #: how many lanes of a kind have been named here: all ranks name them in one order
         self.named: Counter[str] = Counter()
-        self.children: Children = Children(self._close_lanes)
+        self.children: Children = Children(self._lanes_named, self._close_lanes)
         self.recorder: Recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
         self._helpers: dict[host.Thread, None] = {}
@@ -201,7 +201,7 @@ class Context:
             raise self._without_store(lane, error) from None
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
-        if lane.announcing.compared is None and not self.backend.compares_calls:
+        if lane.announcing.compared is None:
             lane.announcing.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
         return opened
 
@@ -277,10 +277,15 @@ class Context:
                 group = self.groups[ranks] = Group(self, ranks)
             return group
 
-    def _close_lanes(self, name: str) -> None:
+    def _lanes_named(self, name: str) -> list[Lane]:
+        """Those of this name, in all groups in which this rank has used it."""
+        groups = self._sorted_groups()
+        return [lane for group in groups if (lane := group.opened.get(name)) is not None]
+
+    def _close_lanes(self, name: str, because: AsyncCollError | None) -> None:
         """Close the lanes of this name, in all groups in which this rank has used it."""
         for group in self._sorted_groups():
-            group.close_lane(name, unless_unused=True)
+            group.close_lane(name, unless_unused=True, because=because)
 
     def lanes(self) -> list[Lane]:
         """Every open lane, in an order that is the same on all members."""

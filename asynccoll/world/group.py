@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.errors import (
+    AsyncCollError,
     CollectiveError,
+    CollectiveTimeoutError,
     InvalidArgumentError,
     LaneLimitError,
     PayloadTypeError,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.completion import Completion
+    from asynccoll.waiting.children import Children
 
 __all__ = ["MAX_LANES", "Group", "GroupLike"]
 
@@ -45,6 +49,8 @@ MAX_LANES = 32
 #: How soon it is noticed that a lane which is to be closed is over.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
+#: How much later other ranks may close a lane whose child task was cancelled, before they hear of that.
+_CLOSES_ALONE_SECONDS = 1.0
 #: How long at most those threads are waited for that close lanes: nobody may end while one is in native code.
 _CLOSE_SECONDS = 10.0
 
@@ -57,6 +63,7 @@ class Surroundings(World, Protocol):
     nodes: tuple[int, ...]
     thread_rank: bool
     clients: Clients | None
+    children: Children
 
     @property
     def meeting_seconds(self) -> float:
@@ -176,8 +183,9 @@ class Group:
                     f"and was asked for {name!r}; reuse names, or close those that are over with "
                     f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
                 )
+            child = self.context.children.ended_on(name)
             lane = self.opened[name] = Lane(
-                self, self.context, name, self._next_key(name), self.turnstile(name)
+                self, self.context, name, self._next_key(name), self.turnstile(name), child
             )
             return lane
 
@@ -186,8 +194,13 @@ class Group:
         times = self._closed.get(name, 0)
         return f"{name}~{times}" if times else name
 
-    def close_lane(self, name: str, *, unless_unused: bool = False) -> None:
-        """Close the lane called ``name`` once all members have, and what is in flight on it is over."""
+    def close_lane(
+        self, name: str, *, unless_unused: bool = False, because: AsyncCollError | None = None
+    ) -> None:
+        """Close the lane called ``name`` once all members have, and what is in flight on it is over.
+
+        ``because``: why this rank does so before it has made all of its calls, for members that wait for one.
+        """
         with self._lock:
             for each in (name, name + BACKWARD):
                 lane = self.opened.pop(each, None)
@@ -195,11 +208,11 @@ class Group:
                     self._closed[each] = self._closed.get(each, 0) + 1
                 if lane is not None:
                     closer = self._closing[lane] = host.Thread(
-                        target=self._close, args=(lane,), name=f"asynccoll-close-{each}", daemon=True
+                        target=self._close, args=(lane, because), name=f"asynccoll-close-{each}", daemon=True
                     )
                     closer.start()
 
-    def _close(self, lane: Lane) -> None:
+    def _close(self, lane: Lane, because: AsyncCollError | None) -> None:
         context = self.context
         for operation in lane.outstanding():
             context.watch_over(operation)  # a peer may be gone, or have refused its side
@@ -210,12 +223,22 @@ class Group:
         if context.clients is not None and self.size > 1 and lane.broken is None:
             # A peer may still be in a call in which this rank has done its part.
             with contextlib.suppress(RuntimeError, CollectiveError):
-                key = f"closed/{self.key}/{lane.key}"
-                context.clients.meet(key, self.rank, self.size, context.timeout, lambda: context.closed)
+                self._meet_to_close(lane, context.clients, because)
         if not context.closed:  # else that closes it
             lane.close()
             with self._lock:
                 self._closing.pop(lane, None)
+
+    def _meet_to_close(self, lane: Lane, clients: Clients, because: AsyncCollError | None) -> None:
+        """Wait until all members close it; those that do not soon may wait for a call of this rank's."""
+        context = self.context
+        meet = partial(clients.meet, f"closed/{self.key}/{lane.key}", self.rank, self.size)
+        if because is not None:
+            with contextlib.suppress(CollectiveTimeoutError):
+                meet(_CLOSES_ALONE_SECONDS, lambda: context.closed)
+                return
+            context.refuse(lane, because)
+        meet(context.timeout, lambda: context.closed)
 
     def _not_a_member(self) -> InvalidArgumentError:
         return InvalidArgumentError(

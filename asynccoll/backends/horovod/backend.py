@@ -77,7 +77,6 @@ class HorovodBackend(Backend):
     name = "horovod"
     ad_hoc_groups = False
     joins = True
-    compares_calls = True
     training: HorovodTraining = HorovodTraining()
 
     def __init__(

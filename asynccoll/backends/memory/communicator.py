@@ -68,8 +68,11 @@ class MemoryCommunicator:
         spot = self._spot
         key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
         known, line = self._kinds.get(key) or self._learn(key)
-        # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer.
-        checksum = (known + self._place * 0x9E3779B1 + self._part * 0x85EBCA6B) & 0xFFFFFFFF
+        # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer. So
+        # may a child task that had the lane before, after which places go on far above (2**40 at a time).
+        place = self._place
+        which = place * 0x9E3779B1 + (place >> 32) * 0x27D4EB2F + self._part * 0x85EBCA6B
+        checksum = (known + which) & 0xFFFFFFFF
         return checksum, line, self._place, self._shares, self._disagreed
 
     def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes]:

@@ -182,7 +182,8 @@ class Engine(Mover):
             return self._agree(exchange)
         places = [words[base + PLACES + step % SLOTS] for base in (self._mine, *self.region.others)]
         if all(place >> 1 >= exchange.place for place in places):
-            self._disagree(exchange, shared=any(place & 1 for place in places))
+            others = any(place >> 1 != exchange.place for place in places)
+            self._disagree(exchange, shared=others or any(place & 1 for place in places))
         # Else a rank is still at the parts of an earlier call, about which ranks differ, or has more of them:
         # it has its lane begin a new epoch, in which this call is made once more, or lost.
         return False

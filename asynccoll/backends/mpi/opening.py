@@ -3,8 +3,8 @@
 MPI makes a communicator in a call that waits for all members, and libraries differ in what happens
 when two such calls cross. So a rank first says in the store that it is ready for a name; the last
 member to say so writes the name into a journal; and every rank makes the communicators it is a
-member of in the journal's order. A waiter sleeps, outside of MPI, and
-can give up; once a name is in the journal all of its members come at once.
+member of in the journal's order. A waiter sleeps, outside of MPI, and can give up, for all members; once
+a name is in the journal all of them come at once, for who has come cannot give up any more.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ __all__ = ["Opener"]
 _LONGEST_NAME = 200
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
+#: What becomes of a name: all members have come, or one does not want it any more.
+_COMPLETE, _GIVEN_UP = "complete", "given up"
 #: How long closing waits for communicators that are being made just now.
 _CLOSE_SECONDS = 2.0
 
@@ -73,7 +75,7 @@ class Opener:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             with self._turn, self._making:
-                if given_up():
+                if given_up() and _decide(store, name, _GIVEN_UP) == _GIVEN_UP:
                     raise AbortedError(f"opening {name} was given up")
                 self._follow(store)
                 if name in self._made:
@@ -122,9 +124,14 @@ class Opener:
 def _announce(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int) -> None:
     """Say that ``rank`` is ready for ``name``; the last to say so writes it into the journal."""
     store.set(_ready(name, rank), "")
-    if store.add(f"mpi/ready/{name}", 1) == len(ranks):
+    if store.add(f"mpi/ready/{name}", 1) == len(ranks) and _decide(store, name, _COMPLETE) == _COMPLETE:
         place = store.add("mpi/journal", 1)
         store.set(_entry(place), json.dumps([name, ranks]))
+
+
+def _decide(store: dist.Store, name: str, fate: str) -> str:
+    """What becomes of ``name``: ``fate``, if this rank is the first to say so."""
+    return store.compare_set(f"mpi/fate/{name}", "", fate).decode()
 
 
 def _ready(name: str, rank: int) -> str:

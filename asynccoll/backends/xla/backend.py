@@ -78,7 +78,6 @@ class XlaBackend(Backend):
     """XLA for one rank: its device, its progress thread, and the replicas beside it."""
 
     name = "xla-tpu"
-    compares_calls = True
     open_waits = False
     training: XlaTraining = XlaTraining()
 

@@ -1,0 +1,136 @@
+"""One child task after another on a lane: what is left of the last one is never taken for the next one's."""
+
+from __future__ import annotations
+
+import itertools
+
+import anyio
+import pytest
+import torch
+
+import asynccoll as ac
+from ranks import Rank, raising
+from worlds import World
+
+STEPS = 5
+#: In which step children do not all make as many calls: in that of the first of a name, whose lane is closed
+#: then, or of a later one, whose lane is kept.
+FIRST, LATER = 0, 2
+#: Of the tests here, which have their worlds in common: each has children of another name.
+tags = itertools.count()
+
+
+async def sums(me: Rank, step: int, calls: int, got: list[int]) -> None:
+    for turn in range(calls):
+        x = torch.full((3,), 100.0 * step + turn)
+        got.append(int((await ac.all_reduce(x))[0]))
+
+
+def due(me: Rank, step: int, calls: int) -> list[int]:
+    return [me.size * (100 * step + turn) for turn in range(calls)]
+
+
+async def cancelled(me: Rank, at: int, name: str) -> None:
+    """All children of a step are cancelled, after other numbers of calls, the last of which is in flight."""
+
+    async def child(step: int, calls: int, got: list[int]) -> None:
+        await sums(me, step, calls, got)
+        if step == at:
+            ended.set()
+            if me.rank:
+                await ac.all_reduce(torch.zeros(3))  # rank 0 makes no such call
+            await anyio.sleep_forever()
+
+    ended = anyio.Event()
+    for step in range(STEPS):
+        calls, got = 3, []
+        async with ac.create_task_group() as tasks:
+            tasks.start_soon(child, step, calls, got, name=name)
+            if step == at:
+                await ended.wait()
+                await ac.barrier()
+                tasks.cancel_scope.cancel()
+        with me.case(f"step {step}"):
+            assert got == due(me, step, calls)
+
+
+@pytest.mark.parametrize("at", [FIRST, LATER])
+def test_the_next_child_is_in_step_with_others_after_one_was_cancelled(
+    several: World, loop: str, at: int
+) -> None:
+    """Where ranks were cancelled in another call, the next child of that name has right numbers on all."""
+    several.run(cancelled, at, f"cancelled {next(tags)}", runner=loop)
+
+
+async def failed(me: Rank, at: int, name: str) -> None:
+    """On rank 0 a child fails, which it goes on after: the others hear of it at their next call."""
+
+    async def child(step: int, got: list[int]) -> None:
+        await sums(me, step, 2, got)
+        if step == at:
+            if me.rank == 0:
+                raise LookupError("no such file")
+            await ac.all_reduce(torch.zeros(3))
+
+    for step in range(STEPS):
+        got: list[int] = []
+        kind = () if step != at else (LookupError,) if me.rank == 0 else (ac.PeerRefusedError,)
+        try:
+            async with ac.create_task_group() as tasks:
+                tasks.start_soon(child, step, got, name=name)
+        except BaseException as group:  # of one exception; Python 3.10 has no name for it
+            (error,) = group.exceptions  # type: ignore[attr-defined]
+            with me.case(f"what is raised in step {step}"):
+                assert isinstance(error, kind), error
+                if me.rank:
+                    assert "rank 0 refused" in str(error)
+                    assert f"child task {name!r} ended with LookupError: no such file" in str(error)
+        else:
+            assert not kind, step
+        with me.case(f"step {step}"):
+            assert got == due(me, step, 2)
+
+
+@pytest.mark.parametrize("at", [FIRST, LATER])
+def test_the_others_hear_of_a_child_that_failed(several: World, loop: str, at: int) -> None:
+    """They do not wait for its calls until their time is over, and the next child of that name is in step."""
+    several.run(failed, at, f"failed {next(tags)}", runner=loop)
+
+
+async def uneven(me: Rank, name: str) -> None:
+    """Nothing failed, but rank 1's child has made a call more, and not awaited it."""
+
+    async def child(step: int, got: list[int]) -> None:
+        await sums(me, step, 2, got)
+        if step == LATER and me.rank == 1:
+            left.append(ac.all_reduce(torch.zeros(3)))
+
+    left: list[ac.Work[torch.Tensor]] = []
+    for step in range(LATER + 1):
+        got: list[int] = []
+        async with ac.create_task_group() as tasks:
+            tasks.start_soon(child, step, got, name=name)
+        assert got == due(me, step, 2)
+    found: list[BaseException] = []
+
+    async def next_child() -> None:
+        try:
+            await ac.all_reduce(torch.ones(3))
+        except ac.CollectiveError as error:
+            found.append(error)
+
+    async with ac.create_task_group() as tasks:
+        tasks.start_soon(next_child, name=name)
+    assert found
+    told = [str(error) for error in found]
+    with me.case("what the next child is told"):
+        assert all(isinstance(error, ac.CollectiveMismatchError | ac.PeerRefusedError) for error in found)
+        assert all("ranks called different things" in text for text in told), told
+    for work in left:
+        with raising(ac.CollectiveError):
+            await work
+
+
+def test_a_call_more_of_the_last_child_is_not_taken_for_one_of_the_next(pair: World, loop: str) -> None:
+    """Of the same shape, from the same line or another: an error on every rank."""
+    pair.run(uneven, f"uneven {next(tags)}", runner=loop)
