@@ -75,8 +75,8 @@ class Stepping(Promise):
         return True
 
     def settle(self, error: BaseException | None = None) -> None:
+        self._job.let_go()  # first, so that who is told finds nothing kept
         super().settle(error)
-        self._job.let_go()
 
     def follow(self, completion: Completion) -> None:
         if self._job.driven and not completion.done():
