@@ -307,7 +307,11 @@ def test_a_loader_that_draws_ahead_says_what_was_taken():
     batches = iter(DataLoader(DATA, batch_size=3, sampler=sampler, num_workers=1))
     first = next(batches)[0].flatten().tolist()
     assert first == [1.0, 3.0, 5.0]
-    assert sampler.state_dict()["seen"] > 6  # drawn for the worker
+    with pytest.warns(
+        UserWarning, match=r"which draw ahead.*ac\.auto_dataloader\(dataset, sampler="
+    ) as warned:
+        assert sampler.state_dict()["seen"] > 6  # drawn for the worker
+    assert warned[0].filename == __file__
     state = sampler.state_dict(taken=3)
     assert state == {"epoch": 0, "seen": 6, "length": 50}
     sampler.load_state_dict(state)

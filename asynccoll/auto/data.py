@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class _Iteration:
     began: int = 0  # samples of all ranks that it leaves out
     drawn: int = 0  # samples of this rank since
     taken: int | None = None  # those that a loop has got; None: nobody counts, they are all that are drawn
+    ahead: bool = False  # whether workers draw them, ahead of the loop
 
 
 class _Resumable(distributed.DistributedSampler[Any]):
@@ -52,7 +55,7 @@ class _Resumable(distributed.DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Not before the first is drawn: torch makes two iterators where it has workers and no batches.
-        now = self._now = _Iteration(self._next)
+        now = self._now = _Iteration(self._next, ahead=_is_drawn_for_workers())
         self._next = 0
         first, size = now.began, len(self) * self.num_replicas
         mine = self._order(first + size)[first + self.rank : first + size : self.num_replicas]
@@ -82,7 +85,7 @@ class _Resumable(distributed.DistributedSampler[Any]):
         ``taken`` is how many samples this rank has trained on since the iteration began. None takes those of
         the batches that the loop has got from a loader of ``auto_dataloader``, whose workers may be ahead of
         it. A loader of another kind does not count them: all that were drawn are taken, which with workers is
-        too many.
+        too many, and warned of.
 
         Raises:
             InvalidArgumentError: more were taken than drawn.
@@ -91,6 +94,8 @@ class _Resumable(distributed.DistributedSampler[Any]):
         """
         now = self._now
         if taken is None:
+            if now.ahead and now.taken is None:
+                _warn_of_workers(now.drawn)
             taken = now.drawn if now.taken is None else now.taken
         if not isinstance(taken, int) or not 0 <= taken <= now.drawn:
             raise InvalidArgumentError(f"state_dict: taken={taken!r}, but {now.drawn} samples were drawn")
@@ -113,6 +118,23 @@ class _Resumable(distributed.DistributedSampler[Any]):
     def counting(self, begin: Callable[[], Iterator[Any]], batch_size: int | None) -> Iterator[Any]:
         """What ``begin`` iterates over, in batches of this sampler: as the loop takes them."""
         return _Taken(self, begin, batch_size or 1)
+
+
+def _is_drawn_for_workers() -> bool:
+    """Whether it is a loader of torch's that draws just now, for its workers: nothing else of it says so."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_try_put_index":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == torch_data.dataloader.__file__
+
+
+def _warn_of_workers(drawn: int) -> None:
+    warnings.warn(
+        f"state_dict counts all {drawn} samples drawn, but the loader has workers, which draw ahead: "
+        "what the loop has not got is left out when it resumes. ac.auto_dataloader(dataset, sampler=...) "
+        "makes a loader that counts what the loop got; or pass state_dict(taken=...), samples of this rank",
+        stacklevel=3,
+    )
 
 
 class _Taken(Iterator[Any]):

@@ -261,6 +261,10 @@ class TaskGroup:
     children of one function are ``validate 2``, ``validate 3`` in the order in which the group's task starts
     them.
 
+    A child that fails, or is cancelled, makes no more calls: other ranks that wait for one get
+    ``PeerRefusedError`` within seconds. Children of one name are told apart, so that the next one is in step
+    on all ranks, however many calls each had made (``#2 of child task 3`` in errors).
+
     Names may be new each time: when the first child of a name has ended its lane is closed, in the
     background. From the second of that name on it stays open, until the groups that a task has left have had
     more than eight names: then the lanes of all of these are closed. What goes on to use a child's lane after
@@ -428,5 +432,18 @@ async def _awaiting(made: Awaitable[object]) -> object:
 
 
 def create_task_group() -> TaskGroup:
-    """``async with ac.create_task_group() as tg: tg.start_soon(train); tg.start_soon(validate)``."""
+    """A ``TaskGroup``: ``async with ac.create_task_group() as tg: tg.start_soon(validate, model)``.
+
+    It is anyio's, on asyncio and trio: the end of the block waits for the children, and where one fails the
+    others are cancelled and an exception group is raised. Besides, each child has a lane of its own, so that
+    children may be scheduled in any order on each rank, and torch's modes (``no_grad``) of its own.
+
+    >>> async with ac.create_task_group() as tg:
+    ...     tg.start_soon(train, model)
+    ...     tg.start_soon(validate, copy.deepcopy(model), name="eval")
+
+    A child that fails on one rank only is cancelled on none of the others: there its next call raises
+    ``PeerRefusedError``, which names that rank and the child's error. Where ranks may go on after an error,
+    catch it inside of the child, and agree on what to do: ``await ac.all_reduce(ok, op="and")``.
+    """
     return TaskGroup()

@@ -66,6 +66,9 @@ class Op(str, enum.Enum):
         try:
             return cls(str(getattr(name, "value", name)).lower())
         except ValueError:
+            called = getattr(name, "__name__", "")
+            if called in {op.value for op in cls}:
+                raise InvalidArgumentError(f"{name!r} is a function; pass its name, {called!r}") from None
             known = ", ".join(op.value for op in cls)
             raise InvalidArgumentError(f"unknown operation {name!r}; there are {known}") from None
 
