@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import anyio
@@ -95,6 +96,117 @@ async def failed(me: Rank, at: int, name: str) -> None:
 def test_the_others_hear_of_a_child_that_failed(several: World, loop: str, at: int) -> None:
     """They do not wait for its calls until their time is over, and the next child of that name is in step."""
     several.run(failed, at, f"failed {next(tags)}", runner=loop)
+
+
+async def failed_at_last(me: Rank, at: int, name: str) -> None:
+    """On the last rank a child fails behind its last call: no other rank waits for it."""
+
+    async def child(step: int, got: list[int]) -> None:
+        await sums(me, step, 2, got)
+        if step == at and me.rank == me.size - 1:
+            raise LookupError("disk full")
+
+    for step in range(STEPS):
+        got: list[int] = []
+        with contextlib.ExitStack() as ends:
+            if step == at and me.rank == me.size - 1:
+                ends.enter_context(raising(BaseException, "1 sub-exception"))
+            async with ac.create_task_group() as tasks:
+                tasks.start_soon(child, step, got, name=name)
+        with me.case(f"step {step}"):
+            assert got == due(me, step, 2)
+
+
+@pytest.mark.parametrize("at", [FIRST, LATER])
+def test_a_child_that_fails_behind_its_last_call_spoils_nothing(several: World, loop: str, at: int) -> None:
+    """What the next child of its name calls is right everywhere, where others have begun with it, too."""
+    several.run(failed_at_last, at, f"at last {next(tags)}", runner=loop)
+
+
+async def ended_early(me: Rank, name: str) -> None:
+    """The first child of a name is cancelled before its first call on rank 0, and in it on the others."""
+
+    async def child(step: int, got: list[int]) -> None:
+        if step == FIRST:
+            if me.rank == 0:
+                await anyio.sleep_forever()
+            work = ac.all_reduce(torch.zeros(3))
+            called.set()
+            await work
+        await sums(me, step, 2, got)
+
+    called = anyio.Event()
+    for step in range(STEPS):
+        got: list[int] = []
+        async with ac.create_task_group() as tasks:
+            tasks.start_soon(child, step, got, name=name)
+            if step == FIRST:
+                if me.rank:
+                    await called.wait()
+                await ac.barrier()
+                tasks.cancel_scope.cancel()
+        with me.case(f"step {step}"):
+            assert got == ([] if step == FIRST else due(me, step, 2))
+
+
+def test_the_name_of_a_child_that_has_called_nothing_is_in_step(several: World, loop: str) -> None:
+    """Ranks meet by the number of a child, whether those before had called anything or not."""
+    several.run(ended_early, f"early {next(tags)}", runner=loop)
+
+
+async def on_two_lanes(me: Rank, name: str) -> None:
+    """A child that fails leaves out a call of a group and one of the world, for which others wait."""
+    pair = ac.new_group([0, me.size - 1])
+
+    async def child(step: int, got: list[int]) -> None:
+        await sums(me, step, 2, got)
+        if me.rank in pair.ranks:
+            assert await ac.all_reduce(step, group=pair) == 2 * step
+        if step == LATER:
+            if me.rank == 0:
+                raise LookupError("no such file")
+            await ac.all_reduce(step, group=pair if me.rank in pair.ranks else None)
+
+    for step in range(STEPS):
+        got: list[int] = []
+        with contextlib.ExitStack() as ends:
+            if step == LATER:
+                ends.enter_context(raising(BaseException, "1 sub-exception"))
+            async with ac.create_task_group() as tasks:
+                tasks.start_soon(child, step, got, name=name)
+        with me.case(f"step {step}"):
+            assert got == due(me, step, 2)
+
+
+def test_all_lanes_of_a_child_that_failed_hear_of_it(several: World, loop: str) -> None:
+    """In every group of ranks in which it has called."""
+    several.run(on_two_lanes, f"two lanes {next(tags)}", runner=loop)
+
+
+async def in_backward(me: Rank, name: str) -> None:
+    """Rank 0's child fails before a backward pass, in which the others wait."""
+
+    async def child(step: int) -> None:
+        x = torch.full((2,), float(step + 1), requires_grad=True)
+        y = await ac.all_reduce(x)
+        if step == LATER and me.rank == 0:
+            raise LookupError("no such file")
+        y.sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [me.size, me.size]
+
+    for step in range(STEPS):
+        with contextlib.ExitStack() as ends:
+            if step == LATER:
+                ends.enter_context(raising(BaseException, "1 sub-exception"))
+            async with ac.create_task_group() as tasks:
+                tasks.start_soon(child, step, name=name)
+
+
+def test_what_backward_sends_of_a_child_is_refused_and_in_step_too(pair: World, loop: str) -> None:
+    """On a lane of its own, which goes on with the next child of that name."""
+    if pair.backend == "xla-tpu":
+        pytest.skip("the replicas of a process have one thread of autograd's, which would wait for itself")
+    pair.run(in_backward, f"backward {next(tags)}", runner=loop)
 
 
 async def uneven(me: Rank, name: str) -> None:

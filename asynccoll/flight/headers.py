@@ -79,7 +79,7 @@ class Headers:
         self._latest = place, part
         self._count += 1
         which = _which(place, part)
-        running = self._running = ((self._running ^ checksum) * _MIX + which) & _LOW
+        running = self._running = ((self._running ^ checksum) * _MIX + which + place // CHILD) & _LOW
         word = which << 32 | running
         at = (self._count & _MASK) * _WORDS
         mine = self._apart or self._recorder.headers

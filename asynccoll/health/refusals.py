@@ -231,7 +231,12 @@ class Refusals:
             return [Refusal(**json.loads(said)) for said in values(store, written)]
 
     def _state(self, lane: Lane, cut: Cut) -> None:
-        said = {"issued": cut.issued, "reached": cut.reached, "refusal": _plain(cut.mine)}
+        said = {
+            "issued": cut.issued,
+            "reached": cut.reached,
+            "refusal": _plain(cut.mine),
+            "ends": cut.ends,
+        }
         with self._reading, self._store() as store:
             store.set(self._key(lane, cut.epoch, "stated", self._rank), json.dumps(said))
 
@@ -264,4 +269,5 @@ def _plain(refusal: Refusal | None) -> dict[str, object] | None:
 
 def _statement(said: dict[str, Any]) -> Statement:
     refusal = said["refusal"]
-    return Statement(said["issued"], said["reached"], None if refusal is None else Refusal(**refusal))
+    own = None if refusal is None else Refusal(**refusal)
+    return Statement(said["issued"], said["reached"], own, said["ends"])

@@ -59,10 +59,11 @@ class Connection:
         if not waits:
             self._install(self._make(self._epoch))
             return
-        self._opener = host.Thread(
+        opener = host.Thread(
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
-        self._opener.start()
+        opener.start()
+        self._opener = opener  # who closes joins it, which is not to be done before it has started
 
     def _open_here(self, epoch: int) -> None:
         try:

@@ -24,7 +24,10 @@ order. A refusal ends it, in three steps:
    refused place; otherwise some ranks may be ahead of others on it, and every rank opens another.
 
 So in every epoch all ranks begin at the same place, on communicators that are in step, and a result is given
-only if every rank made that call in that epoch. Each step is one change under the lane's lock, made before
+only if every rank made that call in that epoch. Where child tasks have a lane one after another, a refused
+place of one says nothing of the calls of the next: what is accepted of these is held too, but what was issued
+is not lost yet. If no rank has issued anything of the refused child at or above P, the communicator is in
+step, and these calls go on, numbered as before. Each step is one change under the lane's lock, made before
 anybody is woken; so a waiter that is told of a refusal finds the lane halted. Point-to-point messages have no
 place, and no part in this.
 """
@@ -32,12 +35,12 @@ place, and no part in this.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
-from asynccoll.host.call_number import numbered
+from asynccoll.host.call_number import CHILD, numbered
 
 if TYPE_CHECKING:
     from asynccoll.order.job import Job
@@ -69,6 +72,10 @@ class Refusal:
         """Whether that part of the call at ``place`` is lost."""
         return (place, part) > self.begins
 
+    def is_of_child(self, job: Job) -> bool:
+        """Whether it is a call of the same child task."""
+        return job.place // CHILD == self.place // CHILD
+
     def error(self, lane: object, place: int, operation: object = None) -> CollectiveError:
         """What the waiters of the call at ``place`` get: it is the refused one, or was lost with it.
 
@@ -99,6 +106,14 @@ class Statement:
     issued: int
     reached: int
     refusal: Refusal | None
+    #: the last place of child tasks that have ended on the lane, with the child's number
+    ends: Sequence[tuple[int, int]] = ()
+
+    def issued_by(self, child: int) -> int:
+        """The highest place that it issued of that child's, if that is known."""
+        if self.issued // CHILD <= child:
+            return self.issued
+        return dict(self.ends).get(child, self.issued)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +123,33 @@ class Verdict:
     refusal: Refusal
     resumes: int
     in_step: bool
+    #: only calls of one child task are lost, and those of the next are counted as they were
+    next_child: bool
 
     @classmethod
     def of(cls, statements: Sequence[Statement]) -> Verdict:
         """``statements``: those of all ranks, in their order; at least one has refused."""
         refusals = [one.refusal for one in statements if one.refusal is not None]
         first = min(refusals, key=lambda refusal: (refusal.begins, refusal.rank))
-        return cls(
-            first,
-            max(one.reached for one in statements) + 1,
-            all(one.issued < first.place for one in statements),
-        )
+        child, reached = first.place // CHILD, max(one.reached for one in statements)
+        in_step = all(one.issued_by(child) < first.place for one in statements)
+        next_child = in_step and reached // CHILD > child
+        return cls(first, end_of(child) if next_child else reached + 1, in_step, next_child)
 
     def covers(self, place: int) -> bool:
         """Whether the call at ``place`` was lost, or the parts of it that did not remain valid."""
         return self.refusal.place <= place < self.resumes
 
 
+def end_of(child: int) -> int:
+    """Above all places of that child task, and below those of the next."""
+    return (child + 1) * CHILD
+
+
 class Cut:
     """The end of one epoch, as far as this rank has got. Changed with the lane's lock held."""
 
-    __slots__ = ("epoch", "held", "issued", "mine", "peak", "reached", "refusal", "stated", "verdict")
+    __slots__ = ("ends", "epoch", "held", "issued", "mine", "peak", "reached", "refusal", "stated", "verdict")
 
     def __init__(self, epoch: int, refusal: Refusal, peak: int) -> None:
         self.epoch: int = epoch
@@ -139,6 +160,7 @@ class Cut:
         self.stated: bool = False
         self.issued: int = 0  # as stated; 0 until then
         self.reached: int = 0  # likewise
+        self.ends: list[tuple[int, int]] = []  # likewise: see ``Statement``
         self.verdict: Verdict | None = None
 
     @property
@@ -146,13 +168,15 @@ class Cut:
         """At and above which nothing is issued, except the parts that remain valid."""
         return self.refusal.place
 
-    def state(self, issued: int) -> None:
+    def state(self, issued: int, ends: Mapping[int, int]) -> None:
         """Fix what this rank says: all below is over, and it has issued nothing above ``issued``.
 
-        What is below the cut counts as issued, even where it was lost with an earlier epoch.
+        What is below the cut counts as issued, even where it was lost with an earlier epoch. ``ends``: the
+        last places of child tasks that have ended.
         """
         self.issued = max(issued, self.place - 1)
         self.reached = max(self.issued, self.mine.place if self.mine is not None else 0)
+        self.ends = list(ends.items())
         self.stated = True
 
     def claim(self, refusal: Refusal) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from asynccoll.order.cut import Cut, Epochs, Refusal, Verdict
+from asynccoll.host.call_number import CHILD
+from asynccoll.order.cut import Cut, Epochs, Refusal, Verdict, end_of
 
 if TYPE_CHECKING:
     from asynccoll import host
@@ -111,7 +112,7 @@ class Halting:
         """Whether all below the cut is over here: then this rank can say how far it went, and that stands."""
         with self.lock:
             if not cut.stated and self._epochs.cut is cut and self._is_quiet(cut.refusal):
-                cut.state(self._peak())
+                cut.state(self._peak(), self._epochs.places.ends)
             return cut.stated
 
     def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
@@ -121,7 +122,7 @@ class Halting:
                 return None
             lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
             jobs = self._epochs.settle(cut, verdict)
-            rest = self._restart(verdict.in_step)
+            rest = None if verdict.next_child else self._restart(verdict.in_step)
             self._queue.extend(jobs)
             following = self._epochs.unsettled
         self._queue.request(len(jobs))
@@ -144,7 +145,8 @@ class Halting:
         if cut is None:
             return None, []
         cut.hold(*self._queue.take_out(refusal))
-        return None if cut is before else cut, self._lost(refusal.place, max(refusal.place, peak), refusal)
+        last = min(max(refusal.place, peak), end_of(refusal.place // CHILD))
+        return None if cut is before else cut, self._lost(refusal.place, last, refusal)
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
         """What is in flight from ``first`` to ``last``, with the error of each."""
@@ -159,7 +161,7 @@ class Halting:
         return (
             places.have_come_to(*refusal.begins)
             and not places.shared
-            and self._queue.is_quiet
+            and self._queue.is_quiet_below(refusal)
             and all(
                 one.landed()
                 for one in self._outstanding.collectives

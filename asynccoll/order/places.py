@@ -14,15 +14,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Places"]
 
+#: Of how many child tasks it is known where they ended: ranks are not that far apart.
+_ENDS = 16
+
 
 class Places:
     """Those that were given out so far."""
 
-    __slots__ = ("latest", "part", "shared", "whole")
+    __slots__ = ("ends", "latest", "part", "shared", "whole")
 
     def __init__(self, child: int = 0) -> None:
         """``child``: how many child tasks have ended that had the lane."""
         self.latest: int = child * CHILD
+        self.ends: dict[int, int] = {}  # the last place of each of the latest children that have ended
         self.part: int = 0  # of those at the latest place
         self.shared: bool = False  # what is accepted now shares that place
         self.whole: What = None  # what the call that takes it is
@@ -73,5 +77,8 @@ class Places:
 
     def next_child(self) -> None:
         """What is called from now on is another child task's."""
-        self.latest += CHILD - self.latest % CHILD
+        child = self.latest // CHILD
+        self.ends[child] = self.latest
+        self.ends.pop(child - _ENDS, None)
+        self.latest = (child + 1) * CHILD
         self.part = 0

@@ -114,7 +114,7 @@ class Queue:
         lost = [job for job in self._jobs if refusal.loses(job.place, job.part)]
         self._jobs = deque(job for job in self._jobs if not refusal.loses(job.place, job.part))
         active = self._active
-        if active is not None and refusal.loses(active.place, active.part):
+        if active is not None and refusal.loses(active.place, active.part) and refusal.is_of_child(active):
             self._active = None
             active.abandon()
         return lost
@@ -131,12 +131,12 @@ class Queue:
         # One that others were told of counts: it is not announced once more.
         return latest if first is None else first.place - (not first.shares and first.gate is None)
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing that has a place is left, nor being issued."""
+    def is_quiet_below(self, refusal: Refusal) -> bool:
+        """Whether nothing that has a place below the refused one is left, nor being issued."""
+        active = self._active
         return (
             not self._driving
-            and (self._active is None or not self._active.place)
+            and (active is None or not active.place or refusal.loses(active.place, active.part))
             and not any(job.place for job in self._jobs)
         )
 

@@ -10,7 +10,8 @@ with a lane follows from what happened to its own name, and in the one task that
   of these are closed, and the names count as new.
 
 A group inside of another of the same task is left with that one, for the other's children may still run.
-The lanes of a child's own children go with its lane.
+The lanes of a child's own children are closed when it ends: on another rank it may have ended before it had
+any. So which of them ranks meet on (``times``) never depends on what a child has called, or whether it has.
 
 Which child of its name makes a call is a part of what that call is, for on another rank the one before may
 have made fewer calls, or more. One that fails or is cancelled does not make its next call: its lanes refuse
@@ -25,9 +26,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from asynccoll import host
-from asynccoll.errors import AbortedError, AsyncCollError, CollectiveMismatchError, PeerRefusedError
+from asynccoll.errors import AbortedError
 from asynccoll.host.actors import Actor
-from asynccoll.host.endings import in_a_line, leaves
+from asynccoll.host.endings import in_a_line
 
 if TYPE_CHECKING:
     from asynccoll.order.lane import Lane
@@ -36,44 +37,54 @@ __all__ = ["Children"]
 
 #: So many names a task's groups may have that keep the lanes of those that come again.
 MANY_NAMES = 8
-#: Errors of a call of which the other ranks have heard, too: there the lane is in step again.
-_KNOWN_TO_ALL = (CollectiveMismatchError, PeerRefusedError)
 
 
 class Children:
     """The names of lanes of which a child has ended, in one rank's world."""
 
-    def __init__(
-        self,
-        lanes: Callable[[str], Iterable[Lane]],
-        close: Callable[[str, AsyncCollError | None], object],
-    ) -> None:
+    def __init__(self, lanes: Callable[[str], Iterable[Lane]], close: Callable[[str, str], object]) -> None:
         """``lanes`` are those of a name, in whichever groups; ``close`` closes them, and is told why."""
         self._lanes = lanes
         self._close = close
+        #: How many children of a name have ended, since it was new and in all, and how often its lanes were
+        #: closed.
         self._ended: Counter[str] = Counter()
+        self._in_all: Counter[str] = Counter()
+        self._closed: Counter[str] = Counter()
         self._below: dict[str, dict[str, None]] = {}  # by the parent's name
         self._left: weakref.WeakKeyDictionary[Actor, dict[str, None]] = weakref.WeakKeyDictionary()
         self._lock = host.Lock()
 
     def ended_on(self, name: str) -> int:
-        """How many children have ended whose lane was ``name``, and is kept."""
+        """How many children have ended whose lane was ``name``, since it was new."""
         return self._ended[name]
+
+    def times(self, name: str) -> str:
+        """What tells the lanes apart that a name has had, on ranks that have used them all or not."""
+        parents = [name]
+        while parent := _parent(parents[-1]):
+            parents.append(parent)
+        numbers = [self._closed[name], *(self._in_all[parent] for parent in parents[1:])]
+        return f"c{'.'.join(map(str, numbers))}" if any(numbers) else ""
 
     def ended(self, name: str, error: BaseException | None = None) -> None:
         """A child has ended whose lane is ``name``; with ``error``, before it had made all of its calls."""
-        because = None if error is None else _not_called(name, error)
+        why = _not_called(name, error)
         with self._lock:
             is_first = not self._ended[name]
-            closed = self._forget(name) if is_first else []
+            closed = [name] if is_first else []
+            for below in [each for child in self._below.pop(name, {}) for each in self._forget(child)]:
+                closed.append(below)
+                del self._in_all[below], self._closed[below]
+            self._closed[name] += is_first
             self._ended[name] += 1
+            self._in_all[name] += 1
             self._below.setdefault(_parent(name), {})[name] = None
-        if is_first:
-            self._close_all(closed, because)
-            return
-        for lane in self._lanes(name):
-            if because is not None:
-                lane.world.refuse(lane, because)
+        for one in closed:
+            self._close(one, why)
+        for lane in () if is_first else self._lanes(name):
+            if why:
+                lane.world.refuse(lane, AbortedError(why))
             lane.next_child()
 
     def left(self, actor: Actor, names: Iterable[str]) -> None:
@@ -85,28 +96,24 @@ class Children:
                 return
             closed = [each for name in known for each in self._forget(name)]
             known.clear()
-        self._close_all(closed)
+        for each in closed:
+            self._close(each, "")
 
     def _forget(self, name: str) -> list[str]:
-        """``name``, and those below it, count as new; they are returned. With the lock held."""
+        """``name``, and those below it, count as new; they are returned, to be closed. With the lock held."""
         del self._ended[name]
+        self._closed[name] += 1
         self._below.get(_parent(name), {}).pop(name, None)
         below = self._below.pop(name, {})
         return [name, *(each for child in below for each in self._forget(child))]
 
-    def _close_all(self, names: Iterable[str], because: AsyncCollError | None = None) -> None:
-        for name in names:
-            self._close(name, because)
 
-
-def _not_called(name: str, error: BaseException) -> AsyncCollError | None:
-    """Why the child makes no more calls on its lane, which others may wait for; None if they know."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-        return None  # the program ends, which is heard of in any case
-    if any(isinstance(one, _KNOWN_TO_ALL) and one.lane == name for one in leaves(error)):
-        return None
+def _not_called(name: str, error: BaseException | None) -> str:
+    """Why the child makes no more calls on its lane, which others may wait for; "" if it has made all."""
+    if error is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return ""  # or the program ends, which is heard of in any case
     ended = f"ended with {in_a_line(error)}" if isinstance(error, Exception) else "was cancelled"
-    return AbortedError(f"its child task {name.rpartition('/')[2]!r} {ended} there")
+    return f"its child task {name.rpartition('/')[2]!r} {ended} there"
 
 
 def _parent(name: str) -> str:

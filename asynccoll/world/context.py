@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.environment import node_name
-from asynccoll.errors import AsyncCollError, CollectiveError, PeerLostError, collective_error
+from asynccoll.errors import CollectiveError, PeerLostError, collective_error
 from asynccoll.flight import Recorder, dumps, joined, lane_id, read, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
@@ -35,6 +35,7 @@ from asynccoll.host.call_site import caller
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.host.words import listed
+from asynccoll.order.lane import BACKWARD, Lane
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
 from asynccoll.world.group import Group
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from asynccoll.order.lane import Lane
     from asynccoll.order.operation import Operation
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
@@ -279,13 +279,13 @@ class Context:
 
     def _lanes_named(self, name: str) -> list[Lane]:
         """Those of this name, in all groups in which this rank has used it."""
-        groups = self._sorted_groups()
-        return [lane for group in groups if (lane := group.opened.get(name)) is not None]
+        groups, names = self._sorted_groups(), (name, name + BACKWARD)
+        return [lane for group in groups for each in names if (lane := group.opened.get(each)) is not None]
 
-    def _close_lanes(self, name: str, because: AsyncCollError | None) -> None:
+    def _close_lanes(self, name: str, why: str) -> None:
         """Close the lanes of this name, in all groups in which this rank has used it."""
         for group in self._sorted_groups():
-            group.close_lane(name, unless_unused=True, because=because)
+            group.close_child(name, why)
 
     def lanes(self) -> list[Lane]:
         """Every open lane, in an order that is the same on all members."""

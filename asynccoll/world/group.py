@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.errors import (
-    AsyncCollError,
+    AbortedError,
     CollectiveError,
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -183,7 +183,7 @@ class Group:
                     f"and was asked for {name!r}; reuse names, or close those that are over with "
                     f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
                 )
-            child = self.context.children.ended_on(name)
+            child = self.context.children.ended_on(name.removesuffix(BACKWARD))
             lane = self.opened[name] = Lane(
                 self, self.context, name, self._next_key(name), self.turnstile(name), child
             )
@@ -191,28 +191,33 @@ class Group:
 
     def _next_key(self, name: str) -> str:
         """By which the ranks of a lane meet that is opened under this name now."""
-        times = self._closed.get(name, 0)
-        return f"{name}~{times}" if times else name
+        times = [f"~{number}" for number in (self._closed.get(name, 0), self._times(name)) if number]
+        return "".join((name, *times))
 
-    def close_lane(
-        self, name: str, *, unless_unused: bool = False, because: AsyncCollError | None = None
-    ) -> None:
-        """Close the lane called ``name`` once all members have, and what is in flight on it is over.
+    def _times(self, name: str) -> str:
+        return self.context.children.times(name.removesuffix(BACKWARD))
 
-        ``because``: why this rank does so before it has made all of its calls, for members that wait for one.
+    def close_lane(self, name: str) -> None:
+        """Close the lane called ``name`` once all members have, and what is in flight on it is over."""
+        for each in (name, name + BACKWARD):
+            self._closed[each] = self._closed.get(each, 0) + 1
+        self.close_child(name, "")
+
+    def close_child(self, name: str, why: str) -> None:
+        """The same where no member opens it again by that key.
+
+        ``why`` this rank does so before it has made all of its calls, for members that wait for one.
         """
         with self._lock:
             for each in (name, name + BACKWARD):
                 lane = self.opened.pop(each, None)
-                if lane is not None or not unless_unused:
-                    self._closed[each] = self._closed.get(each, 0) + 1
                 if lane is not None:
                     closer = self._closing[lane] = host.Thread(
-                        target=self._close, args=(lane, because), name=f"asynccoll-close-{each}", daemon=True
+                        target=self._close, args=(lane, why), name=f"asynccoll-close-{each}", daemon=True
                     )
                     closer.start()
 
-    def _close(self, lane: Lane, because: AsyncCollError | None) -> None:
+    def _close(self, lane: Lane, why: str) -> None:
         context = self.context
         for operation in lane.outstanding():
             context.watch_over(operation)  # a peer may be gone, or have refused its side
@@ -223,21 +228,21 @@ class Group:
         if context.clients is not None and self.size > 1 and lane.broken is None:
             # A peer may still be in a call in which this rank has done its part.
             with contextlib.suppress(RuntimeError, CollectiveError):
-                self._meet_to_close(lane, context.clients, because)
+                self._meet_to_close(lane, context.clients, why)
         if not context.closed:  # else that closes it
             lane.close()
             with self._lock:
                 self._closing.pop(lane, None)
 
-    def _meet_to_close(self, lane: Lane, clients: Clients, because: AsyncCollError | None) -> None:
+    def _meet_to_close(self, lane: Lane, clients: Clients, why: str) -> None:
         """Wait until all members close it; those that do not soon may wait for a call of this rank's."""
         context = self.context
         meet = partial(clients.meet, f"closed/{self.key}/{lane.key}", self.rank, self.size)
-        if because is not None:
+        if why:
             with contextlib.suppress(CollectiveTimeoutError):
                 meet(_CLOSES_ALONE_SECONDS, lambda: context.closed)
                 return
-            context.refuse(lane, because)
+            context.refuse(lane, AbortedError(why))
         meet(context.timeout, lambda: context.closed)
 
     def _not_a_member(self) -> InvalidArgumentError:
