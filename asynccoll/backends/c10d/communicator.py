@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
+from time import monotonic
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ _REDUCE_OPS: dict[ReduceOp, object] = {
 
 #: So long it is waited for the threads of a native group, which end at once if they do.
 _DESTROY_SECONDS = 1.0
+#: And so long at the end of the program for those that did not: they end when their peers do.
+_EXIT_SECONDS = 5.0
+#: Destructors that have not come back.
+_destroying: list[threading.Thread] = []
 
 
 def _options(kind: Any, **values: object) -> object:
@@ -241,6 +247,18 @@ def _destroy(held: list[Transport]) -> None:
     thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
     thread.start()
     thread.join(_DESTROY_SECONDS)
+    if thread.is_alive():
+        _destroying.append(thread)
+
+
+def _await_destroyed() -> None:
+    """A thread of gloo's that ends while the interpreter does would abort the process: it tells Python."""
+    deadline = monotonic() + _EXIT_SECONDS
+    for thread in _destroying:
+        thread.join(max(0.0, deadline - monotonic()))
+
+
+atexit.register(_await_destroyed)
 
 
 def _abort(native: Any) -> None:
