@@ -124,7 +124,7 @@ class Verdict:
     resumes: int
     in_step: bool
     #: only calls of one child task are lost, and those of the next are counted as they were
-    next_child: bool
+    next_child: bool = False
 
     @classmethod
     def of(cls, statements: Sequence[Statement]) -> Verdict:
