@@ -111,12 +111,15 @@ class Headers:
         other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
         if theirs == _which(*other):
             return other
-        after = (
+        ahead = (
             theirs >> 26
         ) - place // CHILD & _CHILDREN  # as many child tasks have ended there, or not here
-        if not after:
-            return None
-        return (place, part) if after <= _CHILDREN // 2 else (before[0] + 1, 1)
+        if not ahead or ahead <= _CHILDREN // 2:
+            return (place, part) if ahead else None
+        child = place // CHILD + ahead - _CHILDREN - 1
+        if before[0] // CHILD == child and before[0]:
+            return before[0] + 1, 1
+        return child * CHILD + (theirs >> 12 & _PLACES), theirs & _PARTS
 
     def text(self, rank: int) -> str:
         """What ``rank`` has said of the latest call that was written here; "" if that cannot be read."""

@@ -72,10 +72,6 @@ class Refusal:
         """Whether that part of the call at ``place`` is lost."""
         return (place, part) > self.begins
 
-    def is_of_child(self, job: Job) -> bool:
-        """Whether it is a call of the same child task."""
-        return job.place // CHILD == self.place // CHILD
-
     def error(self, lane: object, place: int, operation: object = None) -> CollectiveError:
         """What the waiters of the call at ``place`` get: it is the refused one, or was lost with it.
 
@@ -282,6 +278,8 @@ class Epochs:
         """The next one begins, with what was held and is still wanted, up to the next refusal in that."""
         self.number += 1
         cut.verdict = self.settled = verdict
+        if cut.mine is not None and cut.mine.place >= verdict.resumes:
+            cut.hold(cut.mine)  # a call of the next child task, which is still to be refused
         if self.places.latest >= verdict.resumes - 1:
             self.cut = None
         held = [one for one in cut.held if one.place >= verdict.resumes]

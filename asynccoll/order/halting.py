@@ -121,6 +121,7 @@ class Halting:
             if self._epochs.is_over or self._epochs.cut is not cut:
                 return None
             lost = self._lost(verdict.refusal.place, verdict.resumes - 1, verdict.refusal)
+            self._queue.give_up(verdict.refusal, verdict.resumes - 1)
             jobs = self._epochs.settle(cut, verdict)
             rest = None if verdict.next_child else self._restart(verdict.in_step)
             self._queue.extend(jobs)
@@ -144,8 +145,8 @@ class Halting:
         cut = self._epochs.halt(refusal, peak, own=refusal.rank == self._rank)
         if cut is None:
             return None, []
-        cut.hold(*self._queue.take_out(refusal))
         last = min(max(refusal.place, peak), end_of(refusal.place // CHILD))
+        cut.hold(*self._queue.take_out(refusal, end_of(refusal.place // CHILD)))
         return None if cut is before else cut, self._lost(refusal.place, last, refusal)
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:

@@ -360,10 +360,13 @@ class Lane:
         retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
         return None if retired is None else partial(self._connection.retire, retired)
 
-    def next_child(self) -> None:
-        """A child task has ended that had it: what is called from now on is another's."""
+    def next_child(self) -> int:
+        """A child task has ended that had it: what is called from now on is another's.
+
+        Comes back the place of what it has not called.
+        """
         with self._lock:
-            self._places.next_child()
+            return self._places.next_child()
 
     def next_round(self) -> None:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""

@@ -26,7 +26,8 @@ class Places:
     def __init__(self, child: int = 0) -> None:
         """``child``: how many child tasks have ended that had the lane."""
         self.latest: int = child * CHILD
-        self.ends: dict[int, int] = {}  # the last place of each of the latest children that have ended
+        #: the last place of each of the latest children that have ended
+        self.ends: dict[int, int] = {one: one * CHILD for one in range(max(0, child - _ENDS), child)}
         self.part: int = 0  # of those at the latest place
         self.shared: bool = False  # what is accepted now shares that place
         self.whole: What = None  # what the call that takes it is
@@ -75,10 +76,11 @@ class Places:
         self.latest += ROUND - self.latest % ROUND
         return self.latest
 
-    def next_child(self) -> None:
-        """What is called from now on is another child task's."""
+    def next_child(self) -> int:
+        """What is called from now on is another child task's; the place of what the last one left out."""
         child = self.latest // CHILD
         self.ends[child] = self.latest
         self.ends.pop(child - _ENDS, None)
-        self.latest = (child + 1) * CHILD
+        missed, self.latest = self.latest + 1, (child + 1) * CHILD
         self.part = 0
+        return missed

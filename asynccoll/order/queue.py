@@ -109,15 +109,19 @@ class Queue:
         """They come after those that are there."""
         self._jobs.extend(jobs)
 
-    def take_out(self, refusal: Refusal) -> list[Job]:
-        """What is lost with ``refusal``, and not begun. What is begun is given up."""
+    def take_out(self, refusal: Refusal, last: int) -> list[Job]:
+        """What may be lost with ``refusal``, and is not begun; what is begun is given up, up to ``last``."""
         lost = [job for job in self._jobs if refusal.loses(job.place, job.part)]
         self._jobs = deque(job for job in self._jobs if not refusal.loses(job.place, job.part))
+        self.give_up(refusal, last)
+        return lost
+
+    def give_up(self, refusal: Refusal, last: int) -> None:
+        """What is begun is lost with ``refusal``, if its place is not above the ``last``."""
         active = self._active
-        if active is not None and refusal.loses(active.place, active.part) and refusal.is_of_child(active):
+        if active is not None and active.place <= last and refusal.loses(active.place, active.part):
             self._active = None
             active.abandon()
-        return lost
 
     def clear(self) -> list[Job]:
         """Take out all, also what is begun."""

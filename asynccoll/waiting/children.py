@@ -83,9 +83,9 @@ class Children:
         for one in closed:
             self._close(one, why)
         for lane in () if is_first else self._lanes(name):
+            missed = lane.next_child()
             if why:
-                lane.world.refuse(lane, AbortedError(why))
-            lane.next_child()
+                lane.world.refuse(lane, AbortedError(why), missed)
 
     def left(self, actor: Actor, names: Iterable[str]) -> None:
         """``actor`` is in no group of tasks any more; in the last, its children had these ``names``."""
