@@ -28,8 +28,8 @@ import asynccoll as ac
 import compositions_expected as expected
 import oracle
 from asynccoll import host
-from asynccoll.host.endings import leaves
 from asynccoll.ops.scopes import current_lane
+from asynccoll.testing.report import leaves
 from compositions import MODES, Call, Program, Task, from_json
 from compositions_called import issue
 from compositions_compared import Record, backward, compare, raised, unchanged

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import asynccoll as ac
 import compositions_run
-from asynccoll.host.endings import leaves
 from asynccoll.testing import Cancel, Fail, Fault, Interrupt, Kill, Report, StoreLost, simulate
+from asynccoll.testing.report import leaves
 from compositions import Call, Program
 
 

@@ -204,8 +204,6 @@ async def in_backward(me: Rank, name: str) -> None:
 
 def test_what_backward_sends_of_a_child_is_refused_and_in_step_too(pair: World, loop: str) -> None:
     """On a lane of its own, which goes on with the next child of that name."""
-    if pair.backend == "xla-tpu":
-        pytest.skip("the replicas of a process have one thread of autograd's, which would wait for itself")
     pair.run(in_backward, f"backward {next(tags)}", runner=loop)
 
 

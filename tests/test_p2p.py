@@ -490,9 +490,10 @@ async def refused_by_one(me: Rank) -> None:
     else:
         says = (
             "recv from rank 0 (tag 0) on lane",
+            "test_p2p.py:",
             "rank 0 refused its side (",
             "ranks.py:",
-            "PayloadTypeError",
+            "): PayloadTypeError",
         )
         with me.case("recv"), raising(ac.PeerRefusedError, *says) as caught:
             await me.get(ac.recv(torch.empty(3), src=0))

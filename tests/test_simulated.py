@@ -22,8 +22,8 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.host.endings import leaves
 from asynccoll.testing import PCT, Kill, Link, RandomWalk, Report, explore, simulate
+from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
 from determined import differing
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.host.endings import leaves
 from asynccoll.testing import simulate
+from asynccoll.testing.report import leaves
 
 STEPS = 5
 #: In which a child fails on rank 1.

@@ -111,9 +111,8 @@ class Headers:
         other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
         if theirs == _which(*other):
             return other
-        ahead = (
-            theirs >> 26
-        ) - place // CHILD & _CHILDREN  # as many child tasks have ended there, or not here
+        # As many child tasks more have ended there; of the upper half of the numbers, here.
+        ahead = (theirs >> 26) - place // CHILD & _CHILDREN
         if not ahead or ahead <= _CHILDREN // 2:
             return (place, part) if ahead else None
         child = place // CHILD + ahead - _CHILDREN - 1

@@ -104,8 +104,8 @@ def _hint(texts: Sequence[str]) -> str:
         return f"\n(with uneven=True, {whats[0].split()[0]} takes tensors of different shapes)"
     if len(set(said)) == 1:
         return (
-            "\n(one is of a child task that had this lane before, and made more calls here than on another "
-            "rank)"
+            "\n(another call of that line: one of a block of calls, or of a child task that had this lane "
+            "before, of which a rank has made more than the others)"
         )
     if len(lines) > 1:
         return "\n(a rank may have skipped a call before this one, or made one more)"

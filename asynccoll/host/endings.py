@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 
-__all__ = ["in_a_line", "in_words", "leaves"]
+__all__ = ["in_a_line", "in_words"]
 
 
 def in_words(code: int) -> str:
@@ -24,9 +24,3 @@ def in_a_line(error: BaseException) -> str:
     if isinstance(inside, tuple) and inside and all(isinstance(one, BaseException) for one in inside):
         return f"{'; '.join(map(in_a_line, inside))} (in {type(error).__name__})"
     return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0].rstrip(":")
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """The errors in a group of them, or the one."""
-    parts = getattr(error, "exceptions", None)  # by its attribute: Python 3.10 has no such class
-    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]

@@ -130,16 +130,16 @@ class Verdict:
         child, reached = first.place // CHILD, max(one.reached for one in statements)
         in_step = all(one.issued_by(child) < first.place for one in statements)
         next_child = in_step and reached // CHILD > child
-        return cls(first, end_of(child) if next_child else reached + 1, in_step, next_child)
+        return cls(first, end_of(first.place) if next_child else reached + 1, in_step, next_child)
 
     def covers(self, place: int) -> bool:
         """Whether the call at ``place`` was lost, or the parts of it that did not remain valid."""
         return self.refusal.place <= place < self.resumes
 
 
-def end_of(child: int) -> int:
-    """Above all places of that child task, and below those of the next."""
-    return (child + 1) * CHILD
+def end_of(place: int) -> int:
+    """Above all places of the child task whose call that is, and below those of the next."""
+    return (place // CHILD + 1) * CHILD
 
 
 class Cut:

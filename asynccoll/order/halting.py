@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from asynccoll.host.call_number import CHILD
 from asynccoll.order.cut import Cut, Epochs, Refusal, Verdict, end_of
 
 if TYPE_CHECKING:
@@ -145,8 +144,9 @@ class Halting:
         cut = self._epochs.halt(refusal, peak, own=refusal.rank == self._rank)
         if cut is None:
             return None, []
-        last = min(max(refusal.place, peak), end_of(refusal.place // CHILD))
-        cut.hold(*self._queue.take_out(refusal, end_of(refusal.place // CHILD)))
+        end = end_of(refusal.place)
+        cut.hold(*self._queue.take_out(refusal, end))
+        last = min(max(refusal.place, peak), end)
         return None if cut is before else cut, self._lost(refusal.place, last, refusal)
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:

@@ -6,16 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError, PeerRefusedError
-from asynccoll.host.endings import leaves
 from asynccoll.testing.strays import Stray, told
 from asynccoll.testing.threads import Event
 from asynccoll.trace import Timeline
 
-__all__ = ["Report"]
+__all__ = ["Report", "leaves"]
 
 _CONSEQUENCES = (AbortedError, PeerLostError, PeerRefusedError)
 #: Ranks whose errors are told; the others' say the same.
 _MOST_TOLD = 8
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of them, or the one."""
+    parts = getattr(error, "exceptions", None)
+    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
 
 
 def _follows(error: BaseException) -> bool:

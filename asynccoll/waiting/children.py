@@ -61,10 +61,10 @@ class Children:
 
     def times(self, name: str) -> str:
         """What tells the lanes apart that a name has had, on ranks that have used them all or not."""
-        parents = [name]
-        while parent := _parent(parents[-1]):
-            parents.append(parent)
-        numbers = [self._closed[name], *(self._in_all[parent] for parent in parents[1:])]
+        numbers = [self._closed[name]]
+        parent = name
+        while parent := _parent(parent):
+            numbers.append(self._in_all[parent])
         return f"c{'.'.join(map(str, numbers))}" if any(numbers) else ""
 
     def ended(self, name: str, error: BaseException | None = None) -> None:

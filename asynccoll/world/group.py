@@ -199,23 +199,27 @@ class Group:
 
     def close_lane(self, name: str) -> None:
         """Close the lane called ``name`` once all members have, and what is in flight on it is over."""
-        for each in (name, name + BACKWARD):
-            self._closed[each] = self._closed.get(each, 0) + 1
-        self.close_child(name, "")
+        with self._lock:
+            for each in (name, name + BACKWARD):
+                self._closed[each] = self._closed.get(each, 0) + 1
+            self._begin_to_close(name, "")
 
     def close_child(self, name: str, why: str) -> None:
-        """The same where no member opens it again by that key.
+        """The same of a child task's lane, of which ``Children`` counts how often it was closed.
 
         ``why`` this rank does so before it has made all of its calls, for members that wait for one.
         """
         with self._lock:
-            for each in (name, name + BACKWARD):
-                lane = self.opened.pop(each, None)
-                if lane is not None:
-                    closer = self._closing[lane] = host.Thread(
-                        target=self._close, args=(lane, why), name=f"asynccoll-close-{each}", daemon=True
-                    )
-                    closer.start()
+            self._begin_to_close(name, why)
+
+    def _begin_to_close(self, name: str, why: str) -> None:
+        for each in (name, name + BACKWARD):
+            lane = self.opened.pop(each, None)
+            if lane is not None:
+                closer = self._closing[lane] = host.Thread(
+                    target=self._close, args=(lane, why), name=f"asynccoll-close-{each}", daemon=True
+                )
+                closer.start()
 
     def _close(self, lane: Lane, why: str) -> None:
         context = self.context
