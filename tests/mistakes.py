@@ -84,8 +84,8 @@ _SEEDED = (
     ("order/halting.py", "or epoch != epochs.number or", "or"),
     (
         "order/halting.py",
-        "        cut.hold(*self._queue.take_out(refusal))\n",
-        "        self._queue.take_out(refusal)\n",
+        "        cut.hold(*self._queue.take_out(refusal, end))\n",
+        "        self._queue.take_out(refusal, end)\n",
     ),
     ("order/halting.py", "            self._queue.extend(jobs)\n", ""),
     ("order/halting.py", "place = places.open()", "place = places.latest + 1"),
