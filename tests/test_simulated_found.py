@@ -170,7 +170,7 @@ def stopped(chance: object, world_size: int) -> list[Stop]:
 
 
 def test_the_first_rank_lets_an_epoch_pass_that_this_rank_has_yet_to_begin() -> None:
-    """It went through the turnstile with nothing, and had no turn when that epoch had begun."""
+    """It took its turn without starting anything, and had no turn when that epoch had begun."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"wait": "exception", "pauses": 1}, '
         '{"payload": "tracked", "form": "out"}, {}]}], "start": "task group", "loop": "trio"}'

@@ -46,7 +46,7 @@ from asynccoll.transport.completion import Completion, Promise, Ready
 
 if TYPE_CHECKING:
     from asynccoll.order.needs import Members, Subject, World
-    from asynccoll.order.start_order import Turnstile
+    from asynccoll.order.start_order import StartOrder
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.communicator import Communicator
 
@@ -68,12 +68,12 @@ class Lane:
         world: World,
         name: str,
         key: str = "",
-        turnstile: Turnstile | None = None,
+        start_order: StartOrder | None = None,
         child: int = 0,
     ) -> None:
         """``key``: by which its ranks meet; another one each time that a closed name is opened again.
 
-        ``turnstile``: what it must pass before it starts an operation; None where any order will do.
+        ``start_order``: what decides when it may start an operation; None where any order will do.
         ``child``: how many child tasks have ended that had it, one after the other.
         """
         self.group = group
@@ -100,7 +100,7 @@ class Lane:
         connection = self._connection = Connection(name, lock, partial(world.open, self), made, failed)
         self.announcing: Announcing = Announcing(connection, checked=self.compares_calls)
         self.queue: Queue = Queue(
-            name, self.key, lock, connection, epochs, self.announcing, self.records, failing, turnstile
+            name, self.key, lock, connection, epochs, self.announcing, self.records, failing, start_order
         )
         self.halting: Halting = Halting(
             self, lock, epochs, self.queue, self._out, self.records, self._restart

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asynccoll.order.job import Job
     from asynccoll.order.ownership import Stream
     from asynccoll.order.records import Records
-    from asynccoll.order.start_order import Turnstile
+    from asynccoll.order.start_order import StartOrder
     from asynccoll.transport.communicator import Communicator
 
 __all__ = ["Queue"]
@@ -46,9 +46,9 @@ class Queue:
         announcing: Announcing,
         records: Records,
         failing: Failing,
-        turnstile: Turnstile | None,
+        start_order: StartOrder | None,
     ) -> None:
-        """``name`` and ``key``: the lane's, which a ``turnstile`` tells to other ranks."""
+        """``name`` and ``key``: the lane's, by which a ``start_order`` names it to other ranks."""
         self.name: str = name
         self.key: str = key
         self.lock: host.Lock = lock
@@ -59,8 +59,8 @@ class Queue:
         self._failing = failing
         self._jobs: deque[Job] = deque()
         self._active: Job | None = None
-        self._turnstile = turnstile
-        self._admitted: int | None = None  # the epoch for which the turnstile lets one operation start
+        self._start_order = start_order
+        self._admitted: int | None = None  # the epoch in which ``start_order`` lets one operation start
         self._driving = False
         self._kicked = False
 
@@ -71,7 +71,7 @@ class Queue:
             and not self._jobs
             and self._active is None
             and not self._driving
-            and self._turnstile is None
+            and self._start_order is None
             and self._epochs.cut is None
             and not self._failing.out_of_step
             and not (self._epochs.places.shared and self._epochs.has_given_up)
@@ -196,12 +196,12 @@ class Queue:
             if job is not None and (job.step is None or job.step.done()):
                 self._advance(job)
         if self._admitted is not None:
-            self._pass_up()
+            self._pass_turn()
 
     def _may_start(self, job: Job) -> bool:
         if self._connection.communicator is None or self._failing.out_of_step:
             return False
-        return self._turnstile is None or not job.place or self._admitted == self._epochs.number
+        return self._start_order is None or not job.place or self._admitted == self._epochs.number
 
     def _rest(self) -> bool:
         """Give up driving, unless somebody called for it meanwhile. With the lock held."""
@@ -224,15 +224,15 @@ class Queue:
                 self._failing.broke_off(job, error)
         if last is not None:
             with self.lock:
-                mine = self._active is job  # else it was given up meanwhile, and the turnstile told
+                mine = self._active is job  # else it was given up meanwhile, and ``start_order`` told
                 if mine:
                     self._active = None
                 passed = mine and job.place > 0 and self._admitted is not None
                 if passed:
                     self._admitted = None
             job.promise.follow(last)
-            if passed and self._turnstile is not None:
-                self._turnstile.release()
+            if passed and self._start_order is not None:
+                self._start_order.release()
         elif not job.driven:
             assert job.step is not None
             job.step.add_callback(self.drive)
@@ -268,27 +268,27 @@ class Queue:
             return returned(stop.value)
         return None
 
-    # What the turnstile asks and says
+    # What the start order asks and says
 
     def request(self, times: int) -> None:
-        """So many were queued: they want to pass the turnstile, if there is one."""
-        if self._turnstile is not None:
+        """So many operations were queued: ask for their start, if the group has an order of starts."""
+        if self._start_order is not None:
             for _ in range(times):
-                self._turnstile.request(self)
+                self._start_order.request(self)
 
-    def next_epoch_to_pass(self) -> int | None:
-        """The epoch of the next operation that waits for the turnstile; None if none does."""
+    def next_epoch_to_start(self) -> int | None:
+        """The epoch of the next operation that waits to be started; None if no operation does."""
         with self.lock:
             return self._epochs.number if any(job.place for job in self._jobs) else None
 
     def admit(self, epoch: int) -> None:
-        """The turnstile lets the next operation of this lane start: that of the first rank's ``epoch``."""
+        """The next operation of this lane may start: the one that rank 0 starts in ``epoch``."""
         with self.lock:
             self._admitted = epoch
         self.drive()
 
-    def _pass_up(self) -> None:
-        """Go through the turnstile with nothing, where the operation that was to was given up."""
+    def _pass_turn(self) -> None:
+        """Take this lane's turn without starting anything, if the operation it was for was given up."""
         with self.lock:
             barren = self._epochs.is_exhausted and not self._jobs and self._active is None
             if self._admitted is None or self._admitted > self._epochs.number:
@@ -296,5 +296,5 @@ class Queue:
             if self._admitted == self._epochs.number and not barren:
                 return
             self._admitted = None
-        assert self._turnstile is not None
-        self._turnstile.release()
+        assert self._start_order is not None
+        self._start_order.release()

@@ -1,17 +1,19 @@
-"""One order of starts for the lanes of a group, where the device needs one (nccl on several GPUs).
+"""One start order for the operations of a group's lanes, where the device needs it (nccl on several GPUs).
 
-NCCL kernels of two communicators can deadlock if ranks launch them in different order. So there the group's
-first rank leads: one lane at a time passes its *turnstile* with one operation, and each passage is announced
-through the store. A thread on every other rank follows: it lets the same lanes pass in the same order, one
-at a time, each until its operation has issued its last native call. The default lane has no turnstile, so its
-calls never wait for the store.
+NCCL kernels of two communicators can deadlock if ranks launch them in different orders. So on nccl rank 0 of
+the group leads: it starts one operation at a time, of whichever lane asked first, and announces each start
+through the store. A thread on every other rank replays the announcements: it starts the next operation of the
+same lane, and goes on to the next announcement once that operation has made its last native call. Two things
+follow for users. Calls on two lanes start in rank 0's order everywhere, so a rank that waits for its call on
+one lane before it makes the one on the other can deadlock, if rank 0 made them the other way round. And the
+default lane is left out, so that its calls never wait for the store: it is ordered among its own calls only.
 
-A passage is for one operation of one epoch. If a refusal has cancelled that operation meanwhile (``cut``),
-its lane passes without issuing anything, so that every rank counts the same passages.
+An announcement is for one operation of one epoch of its lane (``cut``). If a refusal has cancelled that
+operation meanwhile, the lane takes its turn without starting anything: all ranks count the same turns.
 
-Locks are taken in the order turnstile, then lane: the leader holds its own while it asks a lane what there is
-to start. So a lane calls ``request`` and ``release`` without its lock. ``admit`` is called with neither held,
-because the lane may issue its operation in there and call ``release``.
+Lock order: ours, then a lane's, because the leader, under its own lock, asks a lane whether anything waits.
+So a lane calls ``request`` and ``release`` without holding its lock, and ``admit`` is called without holding
+ours: the lane may issue the whole operation in that call, and call ``release`` from it.
 """
 
 from __future__ import annotations
@@ -29,44 +31,48 @@ from asynccoll import host
 if TYPE_CHECKING:
     from asynccoll.host.store import Clients
 
-__all__ = ["Turnstile"]
+__all__ = ["StartOrder"]
 
-#: How long a follower waits in the store before it checks whether it is to stop.
+#: How long a follower waits in the store before it checks whether the group has closed.
 _SLICE = timedelta(seconds=1)
-_PAUSE_SECONDS = 0.001
+_JOIN_SECONDS = 2.0  # longer than a slice: the thread must not be in the store when the interpreter ends
+_POLL_SECONDS = 0.001
 
 
-class Passing(Protocol):
-    """The queue of a lane, as the turnstile lets its operations through."""
+class OrderedLane(Protocol):
+    """The queue of a lane whose operations start in the group's order."""
 
     name: str
     key: str
 
-    def next_epoch_to_pass(self) -> int | None:
-        """The epoch of its next operation that waits for a passage; None if none does."""
+    def next_epoch_to_start(self) -> int | None:
+        """The epoch of its next operation that waits to be started; None if no operation does."""
 
     def admit(self, epoch: int) -> None:
-        """Its next operation may start; ``epoch`` is the one in which the first rank starts it."""
+        """Let its next operation start, once it is queued; ``epoch``: the one in which rank 0 starts it."""
 
 
-class Passengers(Protocol):
-    """The group whose lanes pass one turnstile."""
+class LaneGroup(Protocol):
+    """The group whose lanes share one order."""
 
     size: int
     rank: int
 
     @property
     def key(self) -> str:
-        """The name by which its members meet."""
+        """The name under which its members meet in the store."""
 
-    def meant(self, name: str, key: str) -> Passing | None:
-        """That of the lane whose ranks meet by ``key``, opened if it is the next of its name."""
+    def find_queue(self, name: str, key: str) -> OrderedLane | None:
+        """The queue of the lane ``name`` that has this ``key``; the lane is opened if this rank has yet to.
+
+        None while this rank still has an earlier lane of that name open.
+        """
 
 
-class Turnstile:
-    """The turnstile of one group, on one rank."""
+class StartOrder:
+    """The start order of one group, on one rank."""
 
-    def __init__(self, group: Passengers, clients: Clients) -> None:
+    def __init__(self, group: LaneGroup, clients: Clients) -> None:
         self._group = group
         self._clients = clients
         self._store = clients.take()
@@ -74,104 +80,102 @@ class Turnstile:
         self._closed = False
         self._leads = group.rank == 0
         self._lock = host.Lock()
-        self._waiting: deque[Passing] = deque()  # on the first rank: the lane of each request, in order
-        self._occupied = False
-        self._passed = 0  # how many passages there were; the number of the next one
-        self._free = host.Event()
-        self._free.set()
+        self._requests: deque[OrderedLane] = deque()  # on the leader: one entry for each queued operation
+        self._starting = False  # on the leader: an operation was announced, and has calls to make
+        self._announced = 0  # the number of the next announcement
+        self._released = host.Event()  # on a follower: the operation it started has made its last call
         if not self._leads:
             self._thread = host.Thread(target=self._follow, name="asynccoll-order", daemon=True)
             self._thread.start()
 
-    def request(self, lane: Passing) -> None:
+    def request(self, lane: OrderedLane) -> None:
         """An operation of ``lane`` is queued and wants to start. Called without the lane's lock."""
         if not self._leads:
-            return  # it starts when the first rank has started its own
+            return  # it starts once rank 0 has announced that its own does
         with self._lock:
-            self._waiting.append(lane)
-        self._admit()
+            self._requests.append(lane)
+        self._admit_next()
 
     def release(self) -> None:
-        """The operation that was let through has issued its last call. Called without the lane's lock."""
+        """The operation that was admitted has made its last native call. Called without the lane's lock."""
         if self._leads:
             with self._lock:
-                self._occupied = False
-            self._admit()
+                self._starting = False
+            self._admit_next()
         else:
-            self._free.set()
+            self._released.set()
 
-    def _admit(self) -> None:
+    def _admit_next(self) -> None:
         with self._lock:
-            if self._occupied:
+            if self._starting:
                 return
             epoch = None
             while epoch is None:
-                if not self._waiting:
+                if not self._requests:
                     return
-                lane = self._waiting.popleft()
-                epoch = lane.next_epoch_to_pass()  # None: the operation that asked was given up
-            self._occupied = True
-            # A key for each follower, so that one that leaves can wake its own thread by setting its own.
-            keys = [self._key(self._passed, rank) for rank in range(1, self._group.size)]
+                lane = self._requests.popleft()
+                epoch = lane.next_epoch_to_start()  # None: an operation that asked was given up
+            self._starting = True
+            # Each follower has a key of its own, so that ``close`` can end the wait of its own thread.
+            keys = [self._key(self._announced, rank) for rank in range(1, self._group.size)]
             announced = json.dumps([lane.name, lane.key, epoch])
             try:
                 self._store.multi_set(keys, [announced] * len(keys))  # type: ignore[attr-defined]  # stub
             except RuntimeError:
-                # The store is gone: the turnstile stays occupied, so nothing starts any more, and waiters
-                # learn from their operations which rank is lost.
+                # The store is gone. Nothing starts any more (``_starting`` stays set), and waiters learn from
+                # their operations which rank is lost.
                 return
-            self._passed += 1
+            self._announced += 1
         lane.admit(epoch)
 
     def _follow(self) -> None:
-        try:
-            while (announced := self._next()) is not None:
-                name, key, epoch = json.loads(announced)
-                lane = self._named(name, key)
-                if lane is None:
-                    return
-                self._free.clear()
-                lane.admit(epoch)
-                self._free.wait()
-        except RuntimeError:  # the store went with its rank: waiters learn that from their operations
-            return
+        while (announcement := self._next_announcement()) is not None:
+            name, key, epoch = json.loads(announcement)
+            lane = self._wait_for_lane(name, key)
+            if lane is None:
+                return
+            self._released.clear()  # before ``admit``, which may release
+            if self._closed:  # after ``clear``, which may have undone what ``close`` set
+                return
+            lane.admit(epoch)
+            self._released.wait()
 
-    def _next(self) -> bytes | None:
-        """The announcement of the next passage; None once this rank leaves."""
-        key = self._key(self._passed, self._group.rank)
+    def _next_announcement(self) -> bytes | None:
+        """None once the group has closed, or the store is gone: waiters learn that from their operations."""
+        key = self._key(self._announced, self._group.rank)
         while not self._closed:
             try:
                 self._store.wait([key], _SLICE)
+                announcement = self._store.get(key)
             except dist.DistNetworkError:
-                raise
+                return None
             except RuntimeError:  # nothing yet
                 continue
-            announced = self._store.get(key)
             if self._closed:
                 return None
-            self._passed += 1
-            with contextlib.suppress(NotImplementedError, RuntimeError):
+            self._announced += 1
+            with contextlib.suppress(RuntimeError):  # not every store can
                 self._store.delete_key(key)
-            return announced
+            return announcement
         return None
 
-    def _named(self, name: str, key: str) -> Passing | None:
-        """That of the lane that is meant, which this rank may have yet to open again after a close."""
+    def _wait_for_lane(self, name: str, key: str) -> OrderedLane | None:
+        """Wait until an earlier lane of that name is closed here. None once the group has closed."""
         while not self._closed:
-            lane = self._group.meant(name, key)
+            lane = self._group.find_queue(name, key)
             if lane is not None:
                 return lane
-            host.sleep(_PAUSE_SECONDS)
+            host.sleep(_POLL_SECONDS)
         return None
 
     def close(self) -> None:
-        """End the thread: still waiting in the store at exit, it would abort the interpreter."""
+        """End the thread. If it were still waiting in the store at exit, it would abort the interpreter."""
         self._closed = True
-        self._free.set()
+        self._released.set()
         if self._thread is not None:
             with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
-                store.set(self._key(self._passed, self._group.rank), "")
-            self._thread.join(timeout=1.0)
+                store.set(self._key(self._announced, self._group.rank), "")
+            self._thread.join(timeout=_JOIN_SECONDS)
 
-    def _key(self, passage: int, rank: int) -> str:
-        return f"asynccoll/order/{self._group.key}/{passage}/{rank}"
+    def _key(self, number: int, rank: int) -> str:
+        return f"asynccoll/order/{self._group.key}/{number}/{rank}"

@@ -25,7 +25,7 @@ from asynccoll.errors import (
 )
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.order.needs import World
-from asynccoll.order.start_order import Turnstile
+from asynccoll.order.start_order import StartOrder
 from asynccoll.plan.spec import Topology, equal_nodes, place_of
 from asynccoll.transport.communicator import Opening
 
@@ -100,7 +100,7 @@ class Group:
         self.opened: dict[str, Lane] = {}
         self._closing: dict[Lane, host.Thread] = {}
         self._closed: dict[str, int] = {}  # how often: ranks that open a name again meet by another key
-        self._turnstile: Turnstile | None = None
+        self._start_order: StartOrder | None = None
         self._lock = host.Lock()
 
     def __repr__(self) -> str:
@@ -156,14 +156,14 @@ class Group:
             self.place,
         )
 
-    def turnstile(self, lane: str) -> Turnstile | None:
-        """What ``lane`` must pass before it starts an operation; None where any order will do."""
+    def start_order(self, lane: str) -> StartOrder | None:
+        """What decides when ``lane`` may start an operation; None where any order will do."""
         context = self.context
         if lane == DEFAULT or not context.backend.orders_lanes or context.clients is None or self.size == 1:
             return None
-        if self._turnstile is None:
-            self._turnstile = Turnstile(self, context.clients)
-        return self._turnstile
+        if self._start_order is None:
+            self._start_order = StartOrder(self, context.clients)
+        return self._start_order
 
     def lane(self, name: str = DEFAULT) -> Lane:
         """The lane called ``name``, opened on first use. Only members may ask."""
@@ -185,7 +185,7 @@ class Group:
                 )
             child = self.context.children.ended_on(name.removesuffix(BACKWARD))
             lane = self.opened[name] = Lane(
-                self, self.context, name, self._next_key(name), self.turnstile(name), child
+                self, self.context, name, self._next_key(name), self.start_order(name), child
             )
             return lane
 
@@ -262,8 +262,8 @@ class Group:
 
     def close(self, *, abort: bool) -> None:
         """Close the lanes and what orders them. The context says that it is closed, which closers look at."""
-        if self._turnstile is not None:
-            self._turnstile.close()
+        if self._start_order is not None:
+            self._start_order.close()
         with self._lock:
             closers = list(self._closing.values())
         for closer in closers:
@@ -302,7 +302,7 @@ class Group:
         with self._lock:
             return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
 
-    def meant(self, name: str, key: str) -> Queue | None:
+    def find_queue(self, name: str, key: str) -> Queue | None:
         """The queue of the lane whose ranks meet by ``key``, which is opened if it is the next of its name.
 
         One that is closing has calls in flight while its name is free, or another's. None where this rank has

@@ -62,7 +62,7 @@ async def closed_in_flight(me: Rank) -> list[float]:
         ac.close_lane("short")
         me.show(f"{me.rank} closed {life}")
         totals.append((await work).item())
-    assert "short" not in context.world.opened, "the turnstile opened a lane that nobody has used"
+    assert "short" not in context.world.opened, "a lane was opened that nobody has used"
     return totals
 
 
@@ -73,10 +73,10 @@ def test_a_lane_that_is_closing_still_passes() -> None:
     assert results == [[3.0, 6.0, 9.0]] * 3
 
 
-def test_without_the_need_there_is_no_turnstile(pair: World) -> None:
+def test_without_the_need_there_is_no_start_order(pair: World) -> None:
     """gloo's lanes need no agreement, and do not pay for one."""
     pair.run(unordered)
 
 
 async def unordered(me: Rank) -> None:
-    assert runtime.current().world.turnstile("eval") is None
+    assert runtime.current().world.start_order("eval") is None
