@@ -115,6 +115,22 @@ def test_who_starts_a_rank_writes_down_how_it_ended(tmp_path, rank, how: str) ->
     assert rank.wait(patient(10)) == CODES[how]
 
 
+def test_a_note_that_comes_as_the_directory_is_read_is_seen(tmp_path, rank) -> None:
+    """Within one tick of the kernel's clock, the directory has the same time of change before it and after it."""
+    note = tmp_path / "rank-1.json"
+    text = note.read_text()
+    note.unlink()
+    changed = tmp_path.stat().st_mtime_ns
+    witness = Witness(tmp_path)
+    witness.ended()  # it looks when it is told to
+    witness._look()
+    assert not witness.flights()
+    note.write_text(text)
+    os.utime(tmp_path, ns=(changed, changed))
+    witness._look()
+    assert list(witness.flights()) == [1]
+
+
 def test_what_a_rank_says_of_its_end_first_stands() -> None:
     recorder = flight.Recorder(0, 2)
     recorder.end("died", "LookupError: of my own", 1)

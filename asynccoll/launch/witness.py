@@ -12,6 +12,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ __all__ = ["Witness"]
 
 #: A rank that dies sooner after it has joined its world leaves no record here.
 _LOOK_SECONDS = 0.02
+#: Of a change as recent as this, a directory's time of change does not tell whether more followed: it is coarse.
+_COARSE_NS = 100_000_000
 
 
 @dataclass(slots=True)
@@ -84,7 +87,7 @@ class Witness:
             return
         if changed == self._changed:
             return
-        self._changed = changed
+        self._changed = changed if time.time_ns() - changed > _COARSE_NS else -1
         for note in self._directory.glob("*.pid"):
             with contextlib.suppress(OSError, ValueError):
                 self._watch(int(note.stem), int(note.read_text()))
