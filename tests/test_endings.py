@@ -116,7 +116,7 @@ def test_who_starts_a_rank_writes_down_how_it_ended(tmp_path, rank, how: str) ->
 
 
 def test_a_note_that_comes_as_the_directory_is_read_is_seen(tmp_path, rank) -> None:
-    """Within one tick of the kernel's clock, the directory has the same time of change before it and after it."""
+    """Within one tick of the kernel's clock, the directory has the same time of change before and after."""
     note = tmp_path / "rank-1.json"
     text = note.read_text()
     note.unlink()

@@ -24,7 +24,7 @@ __all__ = ["Witness"]
 
 #: A rank that dies sooner after it has joined its world leaves no record here.
 _LOOK_SECONDS = 0.02
-#: Of a change as recent as this, a directory's time of change does not tell whether more followed: it is coarse.
+#: A change as recent as this may be followed by one with the same time: the clock of files is coarse.
 _COARSE_NS = 100_000_000
 
 
