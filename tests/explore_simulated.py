@@ -31,6 +31,7 @@ from compositions import Program
 from compositions_drawn import OPERATIONS, programs
 from compositions_reduced import reduced
 from compositions_tried import kinds
+from patience import patient
 from simulated import complaints, script, unwaited
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "12"))
@@ -41,7 +42,7 @@ FAULTS = tuple(
 STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") if name)
 #: Seconds for making one smaller that failed.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
-REAL_SECONDS = 60.0
+REAL_SECONDS = patient(60)
 _TOLD_EVERY_SECONDS = 60.0
 #: Programs of one seed. Of more, most would be made of those before: half as many calls are different ones.
 _EACH_SEED = 12
