@@ -1,6 +1,6 @@
-"""The ``Work`` that a user holds, and how one sleeps until it is over: on asyncio, on trio, as a thread.
+"""The ``Work`` that a user holds, and how waiters sleep until it is done: on asyncio, on trio, in a thread.
 
-Knows operations, and what they fill; not what they mean or which backend runs them.
+Knows operations and the memory that they fill; not what they mean or which backend runs them.
 """
 
 from asynccoll.waiting.started import Started

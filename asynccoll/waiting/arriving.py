@@ -37,7 +37,10 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
 
 
 class _Attending:
-    """Awaitable: whether ``work`` is done, or ends while it is waited for in place."""
+    """An awaitable that waits for ``work`` in place if that is likely to be enough.
+
+    It gives whether the work is done, and never suspends the task until then.
+    """
 
     __slots__ = ("_work",)
 
@@ -55,32 +58,35 @@ class _Attending:
 
 
 def _line_of(work: Work[Any]) -> object:
-    """What works share that end one after the other: collectives a lane; messages nothing."""
+    """A key that works share if they end one after the other: for a collective its lane.
+
+    A message, and a work of several operations, shares it with no other work: the key is the work itself.
+    """
     operations = work._operations
     return operations[0].lane if len(operations) == 1 and operations[0].sequence else work
 
 
 class _Line:
-    """Where, among the works, those are that end one after the other."""
+    """The indices of works that end one after the other, without those that were taken."""
 
     __slots__ = ("places", "watched")
 
     def __init__(self) -> None:
         self.places: deque[int] = deque()
-        self.watched = False  # whether the first of them tells when it is done
+        self.watched = False  # whether the first of them has a callback that tells when it is done
 
 
 class _Arrivals(Generic[T]):
     """Works in the order in which they became done, for one task.
 
-    Of those on one lane, which end in their order, only the first is looked at, and asked to tell when it is
-    done: a callback costs a turn of the completing thread, and others behind it may be done by then.
+    Works of one lane end in their order. So only the first of them is checked, and only it gets a callback:
+    callbacks cost the completing thread time, and works behind the first may be done when it has run.
     """
 
     def __init__(self, works: list[Work[T]]) -> None:
-        self._works: list[Work[T] | None] = [*works]  # None: taken, and let go of
+        self._works: list[Work[T] | None] = [*works]  # None: taken, so that it is not kept in memory
         self.left = len(self._works)
-        self._first = 0  # the oldest that is not taken
+        self._first = 0  # no work before this index is left
         self._arrived: deque[Work[T]] = deque()
         lines: dict[object, _Line] = {}
         self._line_at: list[_Line] = []
@@ -90,29 +96,29 @@ class _Arrivals(Generic[T]):
             line = lines.setdefault(_line_of(work), _Line())
             line.places.append(place)
             self._line_at.append(line)
-        self._told = deque(lines.values())  # whose first may be done
+        self._told = deque(lines.values())  # lines whose first work may be done
         self._unwatched = deque(lines.values())
         self._signal = Signal()
         self._due = self._deadline()
 
     async def next(self, deadline: float) -> Work[T]:
         if self._take():
-            await _Attending(self._arrived[0])  # only to give the loop the turn that may be due
+            await _Attending(self._arrived[0])  # only to yield to the loop, if its turn is over
         while not self._take():
-            # Most often the first to start is the first to end, and soon: then nobody has to be woken.
+            # Most often the work listed first ends first, and soon: waiting in place then saves a wake-up.
             if await self._oldest_ends():
                 continue
-            self._signal = Signal()  # before the second look: what is told after it sets this one
+            self._signal = Signal()  # before _told is read below: what ends after that sets this signal
             self._watch()
             if self._told or await self._signal.wait(min(deadline, self._due) - host.monotonic()):
                 continue
-            self._due = self._deadline()  # whose time it was may have come meanwhile
+            self._due = self._deadline()  # the operation whose deadline it was may have ended since
             if host.monotonic() >= min(deadline, self._due):
                 self._give_up()
         return self._arrived.popleft()
 
     def _take(self) -> bool:
-        """Take those that are done; whether there are any."""
+        """Move the works that are done to ``_arrived``; returns whether any is there."""
         while self._told:
             line = self._told.popleft()
             while line.places and (work := self._at(line.places[0])).done():
@@ -129,7 +135,7 @@ class _Arrivals(Generic[T]):
         return work
 
     async def _oldest_ends(self) -> bool:
-        """Wait in place for the work that has been out longest; whether it is done."""
+        """Wait in place for the first work that is left; returns whether it is done."""
         while self._works[self._first] is None:
             self._first += 1
         line = self._line_at[self._first]
@@ -139,7 +145,7 @@ class _Arrivals(Generic[T]):
         return False
 
     def _watch(self) -> None:
-        """Let the first of each line tell when it is done."""
+        """Have the first work of each line call ``_tell`` when it is done."""
         while self._unwatched:
             line = self._unwatched.popleft()
             if line.places:
@@ -147,7 +153,7 @@ class _Arrivals(Generic[T]):
                 self._at(line.places[0]).add_done_callback(partial(self._tell, line))
 
     def _tell(self, line: _Line, _: Work[T]) -> None:
-        """On the completing thread."""
+        """Note that the first work of ``line`` is done. Runs on the completing thread."""
         self._told.append(line)
         self._signal.set()
 
@@ -161,11 +167,11 @@ class _Arrivals(Generic[T]):
         )
 
     def _deadline(self) -> float:
-        """When the waiting for one of those that are in flight ends at the latest."""
+        """The earliest deadline of the operations in flight; infinity if there are none."""
         return min((operation.deadline for operation in self._out()), default=math.inf)
 
     def _give_up(self) -> NoReturn:
-        """Say of the oldest why it is not done; all of them have as long again."""
+        """Raise the timeout error of the first operation in flight, and extend the deadlines of all."""
         oldest, *others = self._out()
         for operation in others:
             operation.extend()

@@ -1,6 +1,6 @@
-"""Results that nobody can use: ``await all_reduce(x)`` as torch's users write it, who expect ``x`` to change.
+"""Whether a call's result is thrown away: ``await all_reduce(x)``, as if ``x`` itself were reduced.
 
-Whether a value is thrown away is written in the bytecode behind the call, which is read once for each place.
+The bytecode behind the call tells, and is read once for each call in the source.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from asynccoll.host.call_site import is_users
 
 __all__ = ["is_discarded", "is_thrown_away"]
 
-#: Code, and a call in it whose result is used or that is not the user's. Kept, so that its id stays.
+#: Calls whose result is used or that are not the user's, by the id of their code and the instruction. The
+#: code itself is kept so that no other code gets its id.
 _kept: dict[tuple[int, int], CodeType] = {}
-#: What does nothing to the value of a call, or is a part of the ``await`` behind it.
+#: Instructions that leave the value of a call alone, or are part of the ``await`` behind it.
 _AWAIT = frozenset(["CACHE", "NOP", "RESUME", "GET_AWAITABLE", "LOAD_CONST", "END_SEND", "YIELD_FROM"])
-#: ``.wait(timeout=...)``: what may stand between the name and the call, by versions of Python.
+#: Instructions between the name ``wait`` and its call in ``.wait(timeout=...)``, in any version of Python.
 _ARGUMENTS = frozenset(
     [
         "CACHE",
@@ -37,7 +38,7 @@ _CALLS = frozenset(["CALL", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUN
 
 
 def is_thrown_away(depth: int) -> bool:
-    """Whether the user's call ``depth`` frames above leaves its result to nobody (0.3 us once known)."""
+    """Whether the user's call ``depth`` frames above throws its result away (0.3 us once known)."""
     frame = sys._getframe(depth + 1)
     code, instruction = frame.f_code, frame.f_lasti
     if (id(code), instruction) in _kept:
@@ -49,13 +50,13 @@ def is_thrown_away(depth: int) -> bool:
 
 
 def is_discarded(code: CodeType, instruction: int) -> bool:
-    """Whether what the call at ``instruction`` returns is awaited, or waited for, and the result dropped."""
+    """Whether the work that the call at ``instruction`` returns is waited for, and the result thrown away."""
     steps = [step for step in dis.get_instructions(code) if step.offset > instruction]
     first = next((step for step in steps if step.opname not in ("CACHE", "NOP")), None)
     if first is None:
         return False
     if first.opname == "GET_AWAITABLE":
-        # The loop that waits is left for where its SEND points to.
+        # An await is a loop of instructions, whose SEND names the one behind the loop.
         ends = next((step.argval for step in steps if step.opname == "SEND"), 0)
         rest = [step for step in steps if step.offset >= ends]
         passed = _AWAIT

@@ -1,8 +1,9 @@
-"""An event loop as a waiter sees it: whether it is due for a turn, how to yield to it, how to sleep in it.
+"""An event loop as a waiter sees it: whether its turn is over, how to yield to it, how to sleep in it.
 
-A turn of the loop may be held by waits in place for a millisecond; then, if something there is ready to
-run, it is to be given one. One of asyncio's own can be asked: it gets its turn as soon as a timer is due, and
-while it has nothing to do, the turn is prolonged a millisecond at a time.
+A *turn* is the time between two times that the loop runs its other tasks. Waits in place (``suspending``) may
+hold a turn for a millisecond; after that the waiter yields to the loop. asyncio's own selector loop can be
+asked what it has to do: the waiter yields as soon as a timer is due, and while the loop has nothing to do,
+the turn is prolonged a millisecond at a time.
 """
 
 from __future__ import annotations
@@ -22,45 +23,49 @@ from asynccoll.order.operation import INLINE_SECONDS
 
 __all__ = ["AddWaker", "Loop", "here", "is_cancelled", "on_asyncio"]
 
-#: What is returned forgets the waker: who has stopped waiting is not kept until the operation ends.
+#: Registers a waker; returns a function that forgets it, so that a waiter which has stopped waiting is not
+#: kept in memory until the operation ends.
 AddWaker = Callable[[Callable[[], object]], Callable[[], object]]
 
 _running_loop = asyncio._get_running_loop
 
 
 class Loop:
-    """An asyncio loop of which no more is known than when it had a turn (uvloop; Windows' proactor)."""
+    """An asyncio loop that cannot be asked what it has to do (uvloop; Windows' proactor).
+
+    All that is known is when its present turn began.
+    """
 
     __slots__ = ("ends",)
 
-    #: How often the loop has to go round until what was due has run, and the tasks that it woke.
+    #: How often the loop has to go round to run the callbacks that were due, and the tasks they woke.
     rounds = 2
 
     def __init__(self) -> None:
         self.ends: float = -math.inf  # until when waits in place may hold the present turn
 
     def over(self, now: float) -> bool:
-        """Whether the loop is to be given a turn: a timer is due, or it is time and there may be work."""
+        """Whether to yield now: a timer is due, or the turn's time is up and other tasks may be ready."""
         return now >= self.ends
 
     def due(self, now: float) -> float:
-        """Seconds until its next timer is due."""
+        """Seconds until the loop's next timer is due; infinity if none is known."""
         return math.inf
 
     def may_last(self, now: float) -> bool:
-        """Whether the loop is known to have nothing to do for another millisecond."""
+        """Prolong the turn if the loop is known to be idle for another millisecond; returns whether it is."""
         return False
 
     def others_ready(self) -> bool:
-        """Whether something else may want to run in this turn."""
+        """Whether other tasks or callbacks of the loop may be ready to run."""
         return True
 
     def begin_turn(self) -> None:
-        """It has just had a turn."""
+        """Begin a new turn: the loop has just run its other tasks."""
         self.ends = host.monotonic() + INLINE_SECONDS
 
     def give_turn(self) -> Generator[Any, object, None]:
-        """Let it have a turn if one is due, or the task be told that it is cancelled."""
+        """Yield to the loop if its turn is over, or if the task was cancelled, which a yield tells it."""
         if self.over(host.monotonic()) or is_cancelled(_running_loop()):
             for _ in range(self.rounds):
                 yield
@@ -74,7 +79,7 @@ class Loop:
         future = loop.create_future()
 
         def wake() -> None:
-            # The loop may be closed while the operation is in flight: then nobody waits there any more.
+            # The loop may be closed while the operation is in flight: then no task is left to wake.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_resolve, future)
 
@@ -94,20 +99,20 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 def is_cancelled(loop: object) -> bool:
-    """Whether the running task was cancelled and has not been told: the next yield tells it."""
+    """Whether the running task was cancelled, and its next yield will raise ``CancelledError``."""
     return getattr(asyncio_task(loop), "_must_cancel", False)
 
 
 class _SelectorLoop(Loop):
-    """One of asyncio's own, which can be asked what it has to do.
+    """asyncio's own loop, which can be asked what it has to do.
 
-    These attributes of asyncio are private, and the same in every version from 3.4 on. Where it is not asked,
-    a heartbeat of 1 ms beside a stream of small calls comes a millisecond later.
+    The attributes of asyncio read here are private, and the same in every version from 3.4 on. With a loop
+    that is not asked, a 1 ms heartbeat beside a stream of small calls comes a millisecond later.
     """
 
     __slots__ = ("_loop",)
 
-    #: A timer or a socket that is ready has its callback in the second, the task it wakes in the third.
+    #: The callback of a timer or socket that is ready runs in the second round, its task in the third.
     rounds = 3
 
     def __init__(self, loop: Any) -> None:
@@ -130,9 +135,9 @@ class _SelectorLoop(Loop):
         return loop is not None and bool(loop._ready)
 
     def _prolong(self, now: float, until: float) -> bool:
-        """Let the turn last if no callback, timer or file descriptor is ready by ``until``.
+        """Prolong the turn unless a callback or file descriptor is ready, or a timer is due by ``until``.
 
-        A turn of the loop costs ten times more than asking.
+        Returns whether the turn was prolonged. Letting the loop go round costs ten times more than asking it.
         """
         loop = self._loop()
         if loop is None or loop._ready or self.due(until) <= 0.0 or loop._selector.select(0):
@@ -142,7 +147,7 @@ class _SelectorLoop(Loop):
 
 
 class _TrioLoop(Loop):
-    """A run of trio's."""
+    """A run of trio, which cannot be asked what it has to do either."""
 
     __slots__ = ()
 
@@ -192,7 +197,7 @@ def _seen(loop: object) -> Loop:
 
 
 _seen_loops: WeakKeyDictionary[object, Loop] = WeakKeyDictionary()
-#: The one that was asked for last: nearly always the next one, too.
+#: The loop that was looked up last, which is nearly always the next one, too.
 _latest: tuple[Any, Loop] = (lambda: None, Loop())
 
 
@@ -207,7 +212,7 @@ def _known(loop: object) -> Loop:
 
 
 def here() -> Loop | None:
-    """The loop that the caller runs in."""
+    """The event loop that the caller runs in, or None."""
     # trio first: under its guest mode an asyncio loop runs in the same thread.
     if "trio" in sys.modules and trio_task() is not None:
         return _known(sys.modules["trio"].lowlevel.current_trio_token())
@@ -216,7 +221,10 @@ def here() -> Loop | None:
 
 
 def on_asyncio() -> tuple[object, Loop] | None:
-    """The asyncio loop that the caller runs in, as it is and as seen, where it cannot be trio's."""
+    """The running asyncio loop, as itself and as a ``Loop``.
+
+    None if no asyncio loop runs here, or if trio is imported: the caller may then run in trio.
+    """
     loop = _running_loop()
     if loop is None or "trio" in sys.modules:
         return None

@@ -1,8 +1,9 @@
 """What a call has started, before its user gets a ``Work`` for it.
 
-A call is made of parts: the buckets of a tree, a comparison of signatures, a number beside tensors. Inside,
-each part is a ``Started``: its operations, and what makes their result. Nobody waits for one, no scope knows
-it and nothing is lost if it is dropped; the public call alone makes a ``Work``, of all of them together.
+A call is made of parts: the buckets of a tree, a comparison of signatures, a number beside tensors. Inside
+the library each part is a ``Started``: its operations, and the function that makes their result. It cannot
+be awaited, no scope tracks it, and dropping it loses nothing; only the public call makes a ``Work``, of all
+parts together.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ U = TypeVar("U")
 
 
 class Started(Generic[T]):
-    """Operations under way, and their result: ``value`` as it will be, or what ``finish`` returns, if any.
+    """Operations in flight, and their result: what ``finish`` returns, or without one ``value``, once filled.
 
-    ``leaves`` are those of a tree, which are read.
+    ``leaves``: those of a tree that the operations read.
     """
 
     __slots__ = ("finish", "leaves", "operations", "value")
@@ -38,15 +39,15 @@ class Started(Generic[T]):
         self.leaves: Sequence[object] = ()
 
     def outcome(self) -> T:
-        """The result, once all operations are over. What is left to do is done here: it is called once."""
+        """The result, once all operations are over. Call it only once: it runs ``finish``."""
         return self.value if self.finish is None else self.finish()
 
     def then(self, function: Callable[[T], U]) -> Started[U]:
-        """The same, with ``function`` of the result as the result."""
+        """A ``Started`` of the same operations, whose result is ``function`` of this one's."""
         return Started(self.operations, lambda: function(self.outcome()))
 
 
 def together(parts: Sequence[Started[Any]], finish: Callable[[list[object]], T]) -> Started[T]:
-    """All ``parts`` as one, whose result ``finish`` makes of theirs."""
+    """One ``Started`` for all ``parts``; ``finish`` makes its result from the list of theirs."""
     operations = tuple(operation for part in parts for operation in part.operations)
     return Started(operations, lambda: finish([part.outcome() for part in parts]))

@@ -1,12 +1,13 @@
 """How a waiter sleeps: on asyncio, on trio, or as a plain thread.
 
-Waiting is adaptive. A waiter that finds the operation done returns. If it is expected to end soon, the
-waiter waits in place with the GIL released, which costs no wake-up across threads. Else it suspends, and
-the completing thread wakes it.
+Waiting is adaptive. A waiter that finds the operation done returns. If the operation is expected to end
+soon, the waiter waits *in place*: it blocks its thread with the GIL released, which costs no wake-up across
+threads. Else it suspends, and the completing thread wakes it.
 
-*Soon* is a millisecond. It belongs to the turn of the loop (``loops``), not to the operation: once the loop
-has had no turn for that long, and something there is ready to run, the await yields, so that a stream of
-small operations does not starve the other tasks. While a loop has nothing to do, *soon* is a few of them.
+Waiting in place keeps the event loop from running other tasks. The time between two times that it runs them
+is a *turn* (``loops``), and lasts a millisecond, however many operations are awaited in it. After that the
+await yields, if another task may be ready, so that a stream of small operations does not starve the others.
+While the loop is known to have nothing else to do, the turn goes on, a few milliseconds for one operation.
 
 Cancelling a waiter stops the waiting, never the operation.
 """
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Signal", "attend", "block", "in_loop", "late", "pause", "quick", "suspend"]
 
-#: For how long at most a turn is prolonged for one operation.
+#: The longest wait in place for one operation, in an idle loop.
 _PATIENCE_SECONDS = 4e-3
-#: A thread in a native wait cannot take signals; this is how late Ctrl-C may be.
+#: A thread in a native wait cannot handle signals; Ctrl-C takes effect after this long at the latest.
 _SLICE_SECONDS = 0.1
 
 
-#: What other ranks may wait for, where a task waits in a way that holds its loop.
+#: Added to the timeout error of a wait that blocked an event loop whose other tasks were ready to run: what
+#: those would have called may be what the other ranks wait for.
 _HELD = (
     ". This rank waited without await (by wait(), or asynccoll.sync), so that no other task of its event "
     "loop could call anything meanwhile: await it there"
@@ -42,12 +44,16 @@ _HELD = (
 
 
 def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
-    """The error of who has waited for it in vain; the next wait has as long again."""
+    """Build the timeout error for a waiter of ``operation``, and extend the deadline if it has passed.
+
+    The next wait then has the operation's full timeout again. ``why`` is added to the error's first sentence.
+    """
     waited = host.monotonic() - operation.started
     blame = operation.lane.world.blame(operation)
-    operation.extend()  # not earlier: asking may take as long as the next wait may last
+    operation.extend()  # only now: ``blame`` asks other ranks, which may take as long as the timeout
     who = f": {blame}" if str(blame) else ""
-    behind = ", and later calls on its lane wait behind it" if operation.sequence else ""  # not a message
+    # A message has no place in its lane's order (its sequence is 0): nothing waits behind it.
+    behind = ", and later calls on its lane wait behind it" if operation.sequence else ""
     return CollectiveTimeoutError(
         f"{operation} is not ready after {waited:.3f} s{who}{why}. "
         f"This rank's {operation.title} is still in flight{behind}; await the same work again "
@@ -59,7 +65,10 @@ def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
 
 
 def block(operation: Operation, seconds: float | None) -> None:
-    """Wait without a loop, at most ``seconds`` from now and to the operation's own deadline."""
+    """Wait without a loop, until ``seconds`` from now or the operation's own deadline, whichever is earlier.
+
+    Raises ``CollectiveTimeoutError`` then. Returns when the operation is done, even if it has failed.
+    """
     now = host.monotonic()
     deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
@@ -82,10 +91,10 @@ def block(operation: Operation, seconds: float | None) -> None:
 
 
 def quick(operation: Operation) -> bool:
-    """Whether the operation is done, or ends while it is waited for in place.
+    """Wait in place if that is likely to be enough; returns whether the operation is done.
 
-    The whole of an await in the common case, in one call: no generator, no look at what is not needed.
-    Where there is more to it (trio, a turn that is over, a cancelled task), ``suspend`` sees to it.
+    This is the whole await in the common case, in one call without a generator. It also returns False where
+    the loop has to be yielded to first (trio, a turn that is over, a cancelled task): ``suspend`` does that.
     """
     found = on_asyncio()
     if found is None:
@@ -98,7 +107,7 @@ def quick(operation: Operation) -> bool:
 
 
 def suspend(operation: Operation) -> Generator[object, object, None]:
-    """Wait as a coroutine on the running event loop."""
+    """Wait as a coroutine on the running event loop; raises ``CollectiveTimeoutError`` past the deadline."""
     loop = here()
     if loop is None:
         if not operation.done():
@@ -125,21 +134,24 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
 
 
 def attend(operation: Operation) -> Generator[object, object, bool]:
-    """Give the loop its turn, then wait in place if that is likely to be enough; whether it is done."""
+    """Yield to the loop if its turn is over, then wait in place if that is likely to be enough.
+
+    Returns whether the operation is done. Does not suspend the task until it is.
+    """
     loop = _required()
     yield from loop.give_turn()
     return operation.failure is not None or _inline(operation, loop, host.monotonic())
 
 
 def pause() -> Generator[object, object, None]:
-    """Give the loop a turn if it had none for a while: for awaits of what is ready anyway."""
+    """Yield to the loop if its turn is over: for awaits of works that are done already."""
     loop = here()
     if loop is not None:
         yield from loop.give_turn()
 
 
 def in_loop() -> bool:
-    """Whether the caller runs in an event loop, which a long computation would hold."""
+    """Whether the caller runs in an event loop, whose other tasks a long computation would hold up."""
     return here() is not None
 
 
@@ -168,13 +180,13 @@ class Signal:
         self._waker = None
 
     async def wait(self, seconds: float = math.inf) -> bool:
-        """Wait until it is set or ``seconds`` have passed; whether it is set."""
+        """Wait until the signal is set or ``seconds`` have passed; returns whether it is set."""
         await _Parked(self._add_waker, seconds)
         return self._set
 
 
 class _Parked:
-    """An awaitable of ``Loop.park``."""
+    """``Loop.park`` of the running loop, as an awaitable."""
 
     __slots__ = ("_add_waker", "_seconds")
 
@@ -194,15 +206,15 @@ def _required() -> Loop:
 
 
 def _inline(operation: Operation, loop: Loop, now: float) -> bool:
-    """Wait in place if that is likely to be enough; whether the operation is done."""
+    """Wait in place if that is likely to be enough; returns whether the operation is done."""
     completion = operation.completion
     estimate = operation.estimate
     elapsed = now - operation.started
     left = estimate.seconds - elapsed
-    lasts = left if left > 0.0 else INLINE_SECONDS  # what is late may be so for long
+    lasts = left if left > 0.0 else INLINE_SECONDS  # an overdue operation may take any time
     if left < 0.0 and completion.done():
-        estimate.at_most(elapsed)  # it may have been so for long
-        completion.wait(INLINE_SECONDS)  # which also sees whether it ended well
+        estimate.at_most(elapsed)  # when it ended is not known
+        completion.wait(INLINE_SECONDS)  # does not block: it has the completion note whether it ended well
     elif (
         not completion.blockable
         or left > _PATIENCE_SECONDS
@@ -221,11 +233,11 @@ def _inline(operation: Operation, loop: Loop, now: float) -> bool:
 
 
 def _hold(completion: Completion, loop: Loop, now: float) -> bool:
-    """Wait in place for as long as the turn may last; whether it is done."""
+    """Wait in place for as long as the turn may last; returns whether the completion is done."""
     until = now + _PATIENCE_SECONDS
     while not completion.wait(INLINE_SECONDS):
         now = host.monotonic()
         if now >= until or not loop.may_last(now):
-            loop.ends = -math.inf  # its time is spent
+            loop.ends = -math.inf  # the turn is over
             return False
     return True

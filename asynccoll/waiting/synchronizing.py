@@ -25,19 +25,20 @@ _waiters = host.per_process(lambda: Waiters("asynccoll-stream"))
 
 
 def synchronized(operations: Sequence[Operation], device: torch.device) -> Operation | None:
-    """An operation that ends when the device has done what its current stream holds now; None if it has.
+    """Return an operation that ends when the device has done all work now on its current stream.
 
-    Its time limit is that of the last of ``operations``, and whatever ends the lane of that ends it as well.
+    Returns None if the device has done so already. The time limit is that of the last of ``operations``, and
+    what ends that one's lane ends the new operation as well.
     """
     event = streams.recorded(device)
     done = Promise()
     try:
         if event.query():
             return None
-    except RuntimeError as error:  # of a kernel that ran earlier: CUDA reports errors at a later call
+    except RuntimeError as error:  # from an earlier kernel: CUDA reports its errors at a later call
         done.settle(error)
     else:
-        _waiters.submit(event, lambda: _wait(event, done))  # a key of its own: waits run side by side
+        _waiters.submit(event, lambda: _wait(event, done))  # each its own key: waits run side by side
     return operations[-1].lane.follow_up(operations[-1], "on_host", done)
 
 
@@ -45,7 +46,7 @@ def _wait(event: Any, done: Promise) -> None:
     # A blocking event sleeps in the driver: no spinning, and the GIL is free.
     try:
         event.synchronize()
-    except RuntimeError as error:  # of a kernel, as above
+    except RuntimeError as error:  # from a kernel, as above
         done.settle(error)
     else:
         done.settle()
