@@ -1,8 +1,8 @@
 """One collective over whatever a user passes: a tensor, a number, a string, a tree of these.
 
-Validates, dispatches by kind of payload, and puts trees back together. Must not know how a
-tensor is encoded, nor which backend sends it. Roots and pairs are global ranks here, and indices in the
-group from here on.
+This package validates the payload, dispatches by its kind, and puts trees back together. It must not know
+how a tensor is encoded, nor which backend sends it. Its functions take roots and pairs as global ranks, and
+pass indices in the group to the layers below.
 """
 
 from asynccoll.payload.exchanging import all_to_all, permute, recv, refuse_message, send

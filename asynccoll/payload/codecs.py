@@ -1,8 +1,7 @@
 """How arbitrary objects become bytes.
 
-The default codec decodes without running anybody's code, by a format of its own (``safecodec``).
-``codec="pickle"`` takes any picklable object, and with it the risk that decoding runs code which the sender
-chose.
+The default codec has its own format (``safecodec``), which is decoded without running anybody's code.
+``codec="pickle"`` takes any picklable object, with the risk that decoding runs code which the sender chose.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _CODECS = {codec.name: codec for codec in (SAFE, PICKLE)}
 
 
 def get_codec(codec: Codec | str | None) -> Codec:
-    """The codec for what a user passes as ``codec=``: None, a name, or a ``Codec``."""
+    """Return the ``Codec`` for the ``codec=`` of a user: None (the default), a name, or a ``Codec``."""
     if codec is None:
         return SAFE
     if isinstance(codec, Codec):

@@ -1,4 +1,4 @@
-"""What all payloads share: which leaves there are, what is refused, and how a tree is sent."""
+"""What the collectives of this package share: checking payloads, and sending a tree leaf by leaf."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXPECTED = (
 
 
 def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
-    """The error for a payload that ``name`` cannot carry."""
+    """Return the error for a payload that the collective ``name`` cannot send."""
     hint = ""
     if isinstance(x, Work):
         hint = ", whose result has to be waited for first: was an await forgotten?"
@@ -48,22 +48,23 @@ def no_out(name: str, out: object) -> None:
 
 
 def require_tensor(name: str, x: object, role: str = "a tensor") -> torch.Tensor:
-    """``x`` if it is a tensor, as native code may read it."""
+    """Return ``x`` as a tensor that native code may read (``plain_tensor``); refuse anything else."""
     if not isinstance(x, torch.Tensor):
         raise nothing_to_send(name, x) if x is None else refuse(name, x, role)
     return plain_tensor(name, x)
 
 
 def check_filled(name: str, out: object, x: torch.Tensor | None = None) -> None:
-    """Refuse an ``out=`` that cannot be filled; its shape is looked at where it is known.
+    """Refuse an ``out=`` that cannot be filled. The callers check its shape, once they know the result's.
 
-    ``x`` is the input, which was found to be plain memory: in place there is less to look at.
+    ``x`` is the input, which was checked to be plain memory: if ``out`` is ``x``, that is not checked again.
     """
     if isinstance(out, torch.Tensor):
         writable(name, out if out is x else plain_tensor(f"{name}: out=", out))
 
 
-#: What is done with all tensors of a tree: started, with the list of their results.
+#: Starts the collective for all tensors of a tree, given them and their ``out`` tensors (or None). The
+#: result is the list of their results.
 OfTensors = Callable[[list[torch.Tensor], Any], Started[list[Any]]]
 
 
@@ -78,11 +79,11 @@ def over_tree(
     out: object = None,
     alike: bool = False,
 ) -> Started[object]:
-    """What is done with all leaves as one: tensors together, values one by one.
+    """Start the collective ``name`` for all leaves of the tree ``x``: tensors together, values one by one.
 
-    Every leaf passes ``check`` before any is sent, and all take one place in the lane's order: a tree
-    is refused as a whole, here and for the peers. ``alike``: what is refused depends on dtype, device and
-    layout of a tensor alone, so that one of each is checked.
+    Every leaf passes ``check`` before any is sent, and all leaves share one number in the lane's order. So a
+    tree is refused as a whole, here and for the peers. ``alike`` says that ``check`` depends only on the
+    dtype, device and layout of a tensor; then only one tensor of each is checked.
     """
     leaves, spec = leaves_of(name, x)
     for leaf in _one_of_each(leaves) if alike else leaves:
@@ -103,9 +104,9 @@ def over_tree(
 
 
 def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:
-    """The leaves that ``name`` sends, tensors as native code may read them, and how they are put back.
+    """Return the leaves of ``x`` (tensors as native code may read them), and the structure of the tree.
 
-    A tree without any is refused: the others may have some, and would wait for this rank.
+    A tree without leaves is refused: other ranks may have some, and would wait for this rank.
     """
     leaves, spec = flatten(x)
     if not leaves:
@@ -117,7 +118,7 @@ def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:
 
 
 def nothing_to_send(name: str, x: object) -> PayloadTypeError:
-    """The error for None, and for a tree without leaves."""
+    """Return the error for None, and for a tree without leaves."""
     got = "None" if x is None else f"a {type(x).__name__} without leaves ({x!r:.60})"
     cure = "pass at least one tensor or number on every rank, or skip the call on every rank"
     if name == "broadcast":
@@ -134,7 +135,7 @@ def _only_tensors(leaves: list[object]) -> bool:
 
 
 def _one_of_each(leaves: list[Any]) -> list[Any]:
-    """One tensor of each dtype, device and layout, and all that are no tensors."""
+    """Return one tensor of each dtype, device and layout, and all leaves that are not tensors."""
     xs, values = leaves, []
     if not _only_tensors(leaves):
         xs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -143,7 +144,7 @@ def _one_of_each(leaves: list[Any]) -> list[Any]:
 
 
 def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[torch.Tensor]:
-    """The tensors of the tree ``out``, each fit to hold the result for one of ``leaves``."""
+    """Return the tensors of the tree ``out``, each checked to fit the result for one of ``leaves``."""
     outs, filled = flatten(out)
     if not (_only_tensors(leaves) and all(isinstance(one, torch.Tensor) for one in outs)):
         raise InvalidArgumentError(
@@ -162,7 +163,7 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[
 def _start_leaves(
     leaves: list[Any], outs: object, of_tensors: OfTensors, of_value: Callable[[object], Started[Any]]
 ) -> Started[list[object]]:
-    """All leaves, with the list of their results."""
+    """Start the collective for all leaves; its result is the list of their results, in the same order."""
     if _only_tensors(leaves):
         return of_tensors(leaves, outs)
     tensors_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -180,7 +181,7 @@ def _start_leaves(
 
 
 def one_by_one(start: Callable[[torch.Tensor], Started[object]]) -> OfTensors:
-    """For a collective that is not elementwise: a call for each tensor."""
+    """Start one call for each tensor, for a collective that is not elementwise."""
     return lambda xs, _: together([start(x) for x in xs], list)
 
 
@@ -194,14 +195,14 @@ def check_reducible(lane: Lane, name: str, op: Op, x: object, reduce: ReduceOp) 
 
 
 def check_number(name: str, x: object, reduce: ReduceOp) -> None:
-    """Refuse what is no number, or none that can be reduced so."""
+    """Refuse ``x`` if it is not a number, or not one for which ``reduce`` is defined."""
     if not is_number(x):
         raise refuse(name, x, "a tensor, a number, or a dict, list, tuple or dataclass of these")
     check_number_reduction(x, reduce)
 
 
 def check_sendable(lane: Lane, op: Op, x: object) -> None:
-    """Refuse a leaf that cannot be moved."""
+    """Refuse a leaf that cannot be sent as it is, without a reduction."""
     if isinstance(x, torch.Tensor):
         tensors.plan_for(lane, op, x)
     else:
@@ -209,7 +210,7 @@ def check_sendable(lane: Lane, op: Op, x: object) -> None:
 
 
 def message_kind(name: str, x: object) -> str:
-    """What a signature says of a payload sent as a message; refuses what cannot."""
+    """Return how the call's signature describes a payload sent as a message; refuse one that cannot be."""
     if isinstance(x, torch.Tensor):
         return f"{dtype_name(x.dtype)} of any shape"
     if not is_value(x):
@@ -223,7 +224,7 @@ def values_of(lane: Lane, rows: Sequence[Message]) -> list[object]:
 
 
 def no_gradient(started: Started[Any], x: object, name: str, instead: str) -> Started[Any]:
-    """If autograd is recording ``x``, results whose backward raises instead of being silently wrong."""
+    """If autograd records ``x``, mark the results: their backward raises instead of being silently wrong."""
     if not autograd.any_tracked([leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
         return started
 
@@ -238,7 +239,7 @@ def no_gradient(started: Started[Any], x: object, name: str, instead: str) -> St
 
 
 def normal_dim(name: str, x: torch.Tensor, dim: int) -> int:
-    """``dim`` counted from the front; an error that tells the dimensions there are."""
+    """Return ``dim`` counted from the front; refuse one that ``x`` does not have."""
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise InvalidArgumentError(
             f"{name}: dim={dim!r} is not a dimension of a tensor of shape {list(x.shape)}"

@@ -1,4 +1,4 @@
-"""all_to_all, permute, send and recv: what goes from some ranks to some others."""
+"""all_to_all, permute, send and recv: payloads that go from some ranks to some others."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _no_splits(*splits: object) -> None:
 
 
 def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> Started[list[object]]:
-    """Part j to rank j, each of any shape: they are sent as bytes that describe themselves."""
+    """Send part j to rank j. Parts may differ in shape: their bytes say what each of them is."""
     parts = parts_of("all_to_all", x, lane.group.size)
     joined, lengths = join_messages([part_message(part) for part in parts])
     device = lane.world.device
@@ -84,7 +84,10 @@ def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> 
 
 
 def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int] | None:
-    """The split sizes as a list of one count for each rank that add up to ``total``."""
+    """Return the split sizes as a list with a count for each rank; refuse one that does not sum to ``total``.
+
+    A ``total`` of None is not compared. Without ``splits`` the result is None.
+    """
     if splits is None:
         return None
     listed = list(splits) if isinstance(splits, Iterable) else [splits]
@@ -124,7 +127,10 @@ def _check_permuted(lane: Lane, x: object) -> torch.Tensor:
 
 
 def check_pairs(group: Members, pairs: Any) -> list[tuple[int, int]]:
-    """Pairs of (source, destination), each end of them in the group and used once."""
+    """Return the (source, destination) pairs as a list.
+
+    Refuse a rank that is not in the group, or that is a source (or a destination) more than once.
+    """
     try:
         listed = [(source, destination) for source, destination in pairs]
     except (TypeError, ValueError):
@@ -156,13 +162,16 @@ def recv(
 
 
 def refuse_message(lane: Lane, name: str, rank: int, tag: int, error: BaseException) -> None:
-    """This rank refuses a send or recv: see ``tensors.refuse_message``, if it has another side."""
+    """Tell the peer that this rank refused a send or recv (``tensors.refuse_message``).
+
+    Do nothing if ``rank`` or ``tag`` is itself wrong: then no message exists that could be refused.
+    """
     with suppress(AsyncCollError):
         tensors.refuse_message(lane, name, peer_of(lane, rank, name), check_tag(tag), error)
 
 
 def peer_of(lane: Lane, rank: int, role: str) -> int:
-    """The index of another rank."""
+    """Return the index in the group of ``rank``, which must not be this rank itself."""
     index = lane.group.index(rank, role)
     if index == lane.group.rank:
         raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to another one")
@@ -170,7 +179,7 @@ def peer_of(lane: Lane, rank: int, role: str) -> int:
 
 
 def check_tag(tag: int) -> int:
-    """``tag``, if a message may have it."""
+    """Return ``tag``; refuse one that a message cannot have."""
     if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
         return tag
     raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")

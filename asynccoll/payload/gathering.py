@@ -145,7 +145,7 @@ def _gather_tensor(
 
 
 def _gathered_shape(name: str, lane: Lane, x: torch.Tensor, dim: int) -> tuple[int, list[int]]:
-    """``dim`` from the front, and the shape of all ranks' ``x`` joined along it."""
+    """Return ``dim`` counted from the front, and the shape of all ranks' ``x`` joined along it."""
     size = lane.group.size
     if x.dim() == 0 and dim in (0, -1):
         return 0, [size]
@@ -162,12 +162,12 @@ def _check_gathered(lane: Lane, name: str, x: object, dim: int, uneven: bool) ->
 
 
 def _device_of(lane: Lane, x: object) -> torch.device:
-    """From which device the body of a message is sent: a device tensor stays on the device."""
+    """Return the device from which the body of a message is sent: that of a tensor, else the CPU."""
     return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 
 
 def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """(n, *shape) concatenated along ``dim`` of shape; of 0-d parts, the rows themselves."""
+    """Concatenate the rows of (n, *shape) along ``dim`` of shape; rows of 0-d parts stay as they are."""
     if rows.dim() == 1:
         return rows
     if dim == 0:

@@ -1,6 +1,6 @@
-"""The values that are sent as themselves: a row for each kind, with how it becomes bytes and comes back.
+"""The kinds of values that are sent without a codec, and how each becomes bytes and back.
 
-What a kind is called on the wire is the place of its row, so a new one goes to the end.
+On the wire a kind is the index of its row in ``KINDS``, so a new kind goes to the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kind:
     types: tuple[type, ...]
     pack: Callable[[Any], bytes]
     unpack: Callable[[bytes], object]
-    #: of a number, which has a fixed length: its bytes
+    #: how many bytes ``pack`` makes of a number; 0 if the kind is not a number
     size: int = 0
 
 
@@ -51,7 +51,7 @@ def _pack_int(x: int) -> bytes:
         ) from None
 
 
-#: A value is of the first kind of whose types it is an instance: bool before int.
+#: A value belongs to the first kind whose types it is an instance of. So bool is before int.
 KINDS = (
     Kind((bool,), lambda x: bytes([x]), lambda raw: bool(raw[0]), 1),
     Kind((int,), _pack_int, lambda raw: _INT64.unpack(raw)[0], 8),
@@ -72,7 +72,7 @@ KINDS = (
     ),
     Kind((type(None),), lambda _: b"", lambda _: None),
 )
-#: What is no value has a place from the other end.
+#: The kinds of messages that are not in the table are numbered from the other end.
 TENSOR, OBJECT = 255, 254
 
 _BY_TYPE = {kind.types[0]: code for code, kind in enumerate(KINDS)}
@@ -91,26 +91,26 @@ def is_number(x: object) -> bool:
 
 
 def kind_of(x: object) -> int | None:
-    """What a value is sent as; None if it cannot be."""
+    """Return the index in ``KINDS`` as which ``x`` is sent, or None if it is of none of them."""
     code = _BY_TYPE.get(type(x))
     if code is None:
         code = next((code for code, kind in enumerate(KINDS) if isinstance(x, kind.types)), None)
     return code
 
 
-#: The length of a row that holds any number.
+#: The length of a row that can hold any number: the byte of its kind, and the longest packed number.
 ROW_BYTES = 1 + max(kind.size for kind in KINDS)
 
 
 def number_row(x: complex) -> bytes:
-    """A number as a row of a fixed length."""
+    """Return the number ``x`` as ``ROW_BYTES`` bytes: its kind, its packed value, and zeros."""
     code = kind_of(x)
     assert code is not None and KINDS[code].size, f"{x!r} was checked to be a number"
     return (bytes((code,)) + KINDS[code].pack(x)).ljust(ROW_BYTES, b"\0")
 
 
 def numbers_of(rows: bytearray, length: int) -> list[object]:
-    """The numbers in rows of ``number_row``."""
+    """Return the numbers in joined rows of ``number_row``, each of ``length`` bytes."""
     starts = range(0, len(rows), length)
     kinds = (KINDS[rows[start]] for start in starts)
     return [

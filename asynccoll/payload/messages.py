@@ -1,8 +1,9 @@
-"""Payloads whose size only the sender knows: one round for short ones, a second for what is left.
+"""Payloads whose size only the sender knows: one round for short ones, a second for long bodies.
 
-A message is a kind, a small header and a body of bytes. Each rank sends a slot of fixed size; where
-header and body fit, that is all. Else the slots tell everyone how much is missing, and the bodies
-follow, padded to the longest. Numbers, strings, objects, and tensors of unknown shape are sent this way.
+A message is a kind, a small header and a body of bytes. Each rank sends a slot of fixed size. If header and
+body of every message fit into its slot, one round is enough. Else the slots tell the ranks how long the
+bodies are, and a second round sends the bodies, padded to the longest. Numbers, strings, objects, and tensors
+of unknown shape are sent this way.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ __all__ = [
     "send_message",
 ]
 
-#: One slot: on every transport we know, this costs as much as one byte does.
+#: The length of a slot: on every transport we know, sending it takes as long as sending one byte.
 SLOT_BYTES = 512
-_FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest body of the round
+_FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest body (``_slot``'s longest)
 _ROOM = SLOT_BYTES - _FIXED.size
 T = TypeVar("T")
 
@@ -44,7 +45,11 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Message(NamedTuple):
-    """``body`` is bytes, or a flat uint8 tensor on the CPU or on the communication device."""
+    """One payload as it is sent.
+
+    ``kind`` is an index in ``kinds.KINDS``, ``TENSOR`` or ``OBJECT``. ``body`` is bytes, or a flat uint8
+    tensor on the CPU or on the communication device.
+    """
 
     kind: int
     header: bytes = b""
@@ -63,14 +68,18 @@ class Message(NamedTuple):
         return self.body if isinstance(self.body, bytes) else bytes(self.body.cpu().numpy())
 
     def body_tensor(self) -> torch.Tensor:
-        """The body as a flat tensor, aligned for any dtype."""
+        """Return the body as a flat uint8 tensor."""
         if isinstance(self.body, torch.Tensor):
             return self.body
         return torch.frombuffer(bytearray(self.body), dtype=torch.uint8) if self.body else _EMPTY
 
 
 def _slot(message: Message, longest: int = 0) -> bytearray:
-    """The message as the first round sends it."""
+    """Return the slot that the first round sends for ``message``.
+
+    ``longest`` tells the receiver the longest body of all ranks' messages, if the sender knows it (scatter):
+    it then takes part in the second round even if its own body fitted.
+    """
     kind, header, body = message
     size_bytes = message.size_bytes
     row = bytearray(SLOT_BYTES)
@@ -83,12 +92,12 @@ def _slot(message: Message, longest: int = 0) -> bytearray:
 
 
 def _as_tensor(raw: bytearray) -> torch.Tensor:
-    """The same memory, for a backend to send or to fill."""
+    """Return a tensor on the same memory, for a backend to send or to fill."""
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
 class _Slots:
-    """The memory of a first round, and what it says once it is filled."""
+    """The slots of a first round, in one stretch of memory, and the messages that are read from them."""
 
     __slots__ = ("_found", "_missing", "_raw", "longest", "tensor")
 
@@ -105,7 +114,7 @@ class _Slots:
         return cls(bytearray(count * SLOT_BYTES))
 
     def read(self) -> int:
-        """Read what has come; ``longest``, whose bodies follow in a second round."""
+        """Read the received slots, and return ``longest``: if it is not 0, a second round follows."""
         raw, longest = self._raw, 0
         for place in range(0, len(raw), SLOT_BYTES):
             kind, header_length, size_bytes, said = _FIXED.unpack_from(raw, place)
@@ -122,7 +131,7 @@ class _Slots:
         return longest
 
     def messages(self, bodies: Sequence[torch.Tensor] = ()) -> list[Message]:
-        """The messages, with the bodies that came after them."""
+        """Return the messages; those whose body did not fit get it from ``bodies`` of the second round."""
         for index, size_bytes in self._missing if bodies else ():
             self._found[index] = self._found[index]._replace(body=bodies[index][:size_bytes])
         return self._found
@@ -153,7 +162,7 @@ def _run(
 
 
 def _refuse_missing(lane: Lane, calls: Sequence[Op]) -> None:
-    """Refuse what is made of native ``calls`` where the backend has not all of them."""
+    """Refuse an operation made of the native ``calls`` if the backend lacks one of them."""
     known = lane.group.topology("cpu").capabilities
     for op in calls:
         refuse_missing(op, known)
@@ -169,7 +178,10 @@ def all_gather_messages(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """``then`` of every rank's message, in rank order, on every rank. Bodies are sent on ``device``."""
+    """Gather every rank's message on every rank; the result is ``then`` of them, in rank order.
+
+    Bodies are sent from, and received on, ``device``.
+    """
     return _gather(lane, name, message, None, timeout, then, device, detail)
 
 
@@ -182,9 +194,9 @@ def all_gather_rows(
     then: Callable[[bytearray, int], T],
     detail: str = "",
 ) -> Started[T]:
-    """``then`` of every rank's row, joined, and the length of one, which is the same on every rank.
+    """Gather every rank's row; the result is ``then`` of the joined rows and the length of one.
 
-    One native call, where the call itself says what everybody sends.
+    All ranks must pass rows of the same length. It takes one native call.
     """
     _refuse_missing(lane, (Op.ALL_GATHER,))
     mine = _as_tensor(bytearray(row))
@@ -215,7 +227,10 @@ def gather_messages(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """``then`` of every rank's message on the group's ``dst``, and of an empty list elsewhere."""
+    """Gather every rank's message on the group's index ``dst``.
+
+    The result is ``then`` of the messages there, and ``then`` of an empty list on the other ranks.
+    """
     return _gather(lane, name, message, dst, timeout, then, device, detail)
 
 
@@ -235,7 +250,7 @@ def _gather(
     wanted = dst is None or dst == lane.group.rank
 
     def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
-        # All ranks must know the longest body to pad theirs, also when one of them wants them.
+        # An all_gather also if only dst wants the messages: every rank pads its body to the longest.
         first: Completion = communicator.all_gather(slots.tensor, _as_tensor(_slot(message)))
         yield first
         longest = slots.read()
@@ -270,13 +285,16 @@ def broadcast_message(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """``then`` of the message of the group's ``src`` (who gives it) on every rank."""
+    """Broadcast the message of the group's index ``src``; the result is ``then`` of it on every rank.
+
+    The other ranks pass None.
+    """
     slot = _Slots(_slot(message)) if message is not None else _Slots.empty(1)
     body: list[torch.Tensor] = []
 
     def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
         first: Completion = communicator.broadcast(slot.tensor, src)
-        yield first  # also at the source: if the ranks do not agree on it, there is no second
+        yield first  # also at the source: if this round fails, no second one is started
         longest = slot.read()
         if not longest:
             return first
@@ -304,7 +322,10 @@ def scatter_messages(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """``then`` of this rank's message of those that the group's ``src`` gives, one for each rank."""
+    """Scatter the messages of the group's index ``src``, one for each rank; the others pass None.
+
+    The result is ``then`` of the message for this rank.
+    """
     slot = _Slots.empty(1)
     body: list[torch.Tensor] = []
     longest = max((0 if m.fits else m.size_bytes for m in messages), default=0) if messages else 0
@@ -328,7 +349,7 @@ def scatter_messages(
 def send_message(
     lane: Lane, name: str, message: Message, dst: int, tag: int, timeout: float | None
 ) -> Started[None]:
-    """``message`` to the group's ``dst``, which receives it by ``recv_message`` with the same tag."""
+    """Send ``message`` to the group's index ``dst``, which calls ``recv_message`` with the same tag."""
     _refuse_missing(lane, (Op.SEND,))
     slot = _as_tensor(_slot(message))
     pieces = [slot] if message.fits else [slot, message.body_tensor().cpu()]
@@ -343,7 +364,10 @@ def send_message(
 def recv_message(
     lane: Lane, name: str, src: int, tag: int, timeout: float | None, *, then: Callable[[Message], T]
 ) -> Started[T]:
-    """``then`` of the next message that the group's ``src`` sends by ``send_message`` with this tag."""
+    """Receive the next message that the group's index ``src`` sends by ``send_message`` with this tag.
+
+    The result is ``then`` of it.
+    """
     _refuse_missing(lane, (Op.RECV,))
     slot = _Slots.empty(1)
     body: list[torch.Tensor] = []
@@ -361,7 +385,7 @@ def recv_message(
                     else:
                         body.append(torch.empty(slot.longest, dtype=torch.uint8, device="cpu"))
                         over.follow(communicator.recv(body[0], src, tag))
-                except BaseException as error:  # raised in its waiter, not in this thread
+                except BaseException as error:  # for the operation's waiter to raise, not this thread
                     over.settle(error)
                 finally:
                     asked.settle()

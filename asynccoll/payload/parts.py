@@ -1,9 +1,10 @@
 """The list that scatter and all_to_all take, with a part for each rank: tensors of any shape, values, trees.
 
-A part is sent as a message that says what it is, so its receiver need not know. For all_to_all the messages
-of all parts are joined into one buffer of bytes, which is exchanged with a split size for each rank.
+A part is sent as a message that says what the part is, so the receiver need not know its kind or shape. For
+all_to_all the messages of all parts are joined into one buffer of bytes, which is exchanged with a split size
+for each rank.
 
-(The parts of a call in ``order.cut`` are something else: the native calls that it is made of.)
+(``order.cut`` calls something else the parts of a call: the native calls that it is made of.)
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from asynccoll.plan.trees import flatten, is_tree, unflatten
 
 __all__ = ["join_messages", "part_message", "part_of", "parts_of", "split_messages", "tensors_of"]
 
-#: A message in a buffer: its kind and the lengths of header and body, the header, the body.
+#: The kind of a message in the buffer, and the lengths of its header and its body, which follow.
 _LENGTHS = struct.Struct("<BHQ")
-#: Bodies, and so messages, begin at multiples of this: aligned for any dtype, they need no copy on arrival.
+#: Bodies (and so messages) begin at multiples of this: aligned for any dtype, they need no copy on arrival.
 _ALIGNMENT_BYTES = 16
 
 
 def parts_of(name: str, x: Sequence[object], size: int) -> list[object]:
-    """The parts of the list ``x``, one for each of ``size`` ranks, if all of them can be sent."""
+    """Return the parts in ``x``; refuse a list not of length ``size``, and parts that cannot be sent."""
     if len(x) != size:
         raise InvalidArgumentError(
             f"{name}: got a list of {len(x)} for {size} ranks; pass one part for each rank of the group"
@@ -50,22 +51,22 @@ def _sendable(name: str, part: object) -> object:
 
 
 def tensors_of(parts: Sequence[object]) -> list[torch.Tensor]:
-    """All tensors in ``parts``, for the caller to see whether autograd records them."""
+    """Return all tensors in ``parts``, for the caller to check whether autograd records them."""
     return [leaf for part in parts for leaf in flatten(part)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def part_message(part: object) -> Message:
-    """The message of one part: a tree as a whole by the codec, a tensor or a value as itself."""
+    """Return the message for one part: a tree goes through the default codec, a tensor or value does not."""
     return to_message(part, SAFE if is_tree(part) else None)
 
 
 def part_of(message: Message, device: torch.device) -> object:
-    """The part in a message; a tensor is put on ``device`` if that is of the type it was sent from."""
+    """Return the part in a message; a tensor goes to ``device`` if it was sent from a device of that type."""
     return from_message(message, device, SAFE)
 
 
 def join_messages(messages: Sequence[Message]) -> tuple[torch.Tensor, list[int]]:
-    """The messages one after the other, in one tensor of bytes on the CPU; and the length of each there."""
+    """Return the messages joined in one uint8 tensor on the CPU, and how many bytes each takes there."""
     pieces: list[torch.Tensor] = []
     lengths = []
     for message in messages:
@@ -80,7 +81,7 @@ def join_messages(messages: Sequence[Message]) -> tuple[torch.Tensor, list[int]]
 
 
 def split_messages(joined: torch.Tensor) -> list[Message]:
-    """The messages again; their bodies are views of ``joined``, aligned for any dtype."""
+    """Undo ``join_messages``; the messages' bodies are views of ``joined``, aligned for any dtype."""
     messages, start = [], 0
     while start < joined.numel():
         kind, header, body = _LENGTHS.unpack(bytes(joined[start : start + _LENGTHS.size].numpy()))

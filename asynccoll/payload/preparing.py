@@ -1,4 +1,4 @@
-"""The calls of a prepared operation: planned, checked and with their memory, for any number of starts."""
+"""The calls of a prepared operation: planned, checked, and given memory once, for any number of starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from asynccoll.tensors.fusing import Fuse, Parcel
 
 __all__ = ["PREPARES", "check_untracked", "prepared_calls"]
 
-#: The calls, and what makes the result of a tree once they are over (None: the one call's result is it).
+#: The calls, and a function that makes the tree of results once they are done. For one tensor it is None:
+#: the result is that of the one call.
 Calls = tuple[list[Call], Callable[[], object] | None]
 
 
 def prepared_calls(lane: Lane, op: Op, like: object, call: dict[str, object]) -> Calls:
-    """Everything that can be done before the first start."""
+    """Make the calls for a prepared ``op`` on payloads like ``like``; ``call`` has its further arguments.
+
+    All checks that do not depend on the data are made here, before the first start.
+    """
     try:
         make = PREPARES[op]
     except KeyError:
@@ -51,7 +55,10 @@ def _check(name: str, given: object) -> torch.Tensor:
 
 
 def check_untracked(name: str, xs: Sequence[torch.Tensor]) -> None:
-    """Refuse a gradient that would be lost: also at a start, where autograd may record anew."""
+    """Refuse tensors that autograd records, since their gradient would be lost.
+
+    Called again at each start: autograd may have begun to record since the operation was prepared.
+    """
     if autograd.any_tracked(xs):
         raise InvalidArgumentError(
             f"prepare: a prepared {name} has no gradient; pass x.detach(), start it under torch.no_grad(), "
@@ -60,7 +67,7 @@ def check_untracked(name: str, xs: Sequence[torch.Tensor]) -> None:
 
 
 def _result_for(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-    """The caller's ``out``, or memory that all starts share."""
+    """Return the caller's ``out`` once checked, or new memory that all starts share."""
     check_filled("prepare", out)
     check_out(out, x, shape)
     return torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out

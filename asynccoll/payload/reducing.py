@@ -144,16 +144,16 @@ def reduce_scatter(
 
 
 def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> None:
-    """Refuse a leaf that cannot be reduced, or not be shared out evenly."""
+    """Refuse a leaf that cannot be reduced, or that the ranks cannot share evenly."""
     _scattered_dim(lane, x, op, dim)
     tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)
 
 
 def _scattered_dim(lane: Lane, x: object, op: ReduceOp, dim: int) -> int:
-    """``dim`` from the front; refuses what the ranks cannot share evenly."""
+    """Return ``dim`` counted from the front; refuse a tensor that the ranks cannot share evenly along it."""
     x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
     if x.layout is not torch.strided:
-        tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses what has no rows
+        tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses a layout without rows
     size = lane.group.size
     dim = normal_dim("reduce_scatter", x, dim)
     if x.shape[dim] % size:
@@ -165,7 +165,7 @@ def _scattered_dim(lane: Lane, x: object, op: ReduceOp, dim: int) -> int:
 
 
 def split_rows(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """``x`` (..., n*k, ...) as (n, ..., k, ...): row r is the part of rank r."""
+    """Return ``x`` (..., n*k, ...) as (n, ..., k, ...), whose row r is the part of rank r."""
     if dim == 0:
         return x.reshape(size, x.shape[0] // size, *x.shape[1:])
     return uncast(torch.stack, x.chunk(size, dim)) if x.shape[dim] else x.unsqueeze(0).expand(size, *x.shape)

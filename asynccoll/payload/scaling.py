@@ -1,7 +1,8 @@
-"""Factors before and after an all_reduce, and fewer bytes on the way: the same on every backend.
+"""all_reduce with factors before and after it, and with compression of what is sent.
 
-The factors are applied here, around the plain operation, so they mean the same everywhere and have
-gradients. The product that a factor (or a conversion) makes anyway is the memory that is reduced.
+Both are applied here, around the plain operation, so that they mean the same on every backend and have
+gradients. If a factor or a conversion makes a new tensor from a single one, and autograd does not record it,
+the new tensor is reduced in place.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from asynccoll.plan.trees import flatten, is_tree, unflatten
 from asynccoll.tensors import autograd, check_out, deliver
 from asynccoll.waiting.started import Started
 
-#: What is sent instead of wider floats, by the name that Horovod has for it.
+#: The dtype that is sent instead of wider floats, by Horovod's name for the compression.
 _COMPRESSIONS = {"fp16": torch.float16}
 
 
 def is_one(factor: object) -> bool:
-    """Whether it changes nothing; of what is no number, which ``Scaling`` refuses, it is not said."""
+    """Whether ``factor`` is a number that changes nothing. ``Scaling`` refuses what is not a number."""
     return factor == 1 if isinstance(factor, (int, float)) else False
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What is done to each tensor around its all_reduce."""
+    """The factors and the compression around an all_reduce, checked, and applied tensor by tensor."""
 
     prescale: float = 1.0
     postscale: float = 1.0
@@ -50,7 +51,7 @@ class Scaling:
             raise InvalidArgumentError(f"compression must be None or {known}, got {self.compression!r}")
 
     def check(self, x: object) -> torch.Tensor:
-        """``x`` if it can be scaled."""
+        """Return ``x``; refuse what is not a tensor of floats or complex numbers."""
         if not isinstance(x, torch.Tensor):
             raise PayloadTypeError(
                 f"prescale, postscale and compression are for tensors, got a {type(x).__name__}; multiply "
@@ -64,7 +65,7 @@ class Scaling:
         return x
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """What is reduced in the place of ``x``."""
+        """Return the tensor that is reduced instead of ``x``; this is ``x`` itself if nothing changes it."""
         if self.prescale != 1:
             x = x * self.prescale
         if self.compression is not None and x.is_floating_point():
@@ -74,7 +75,7 @@ class Scaling:
         return x
 
     def after(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """The result for ``x``, of the reduction of what ``before`` made of it."""
+        """Return the result for ``x``, from ``total``, the reduction of what ``before`` returned for it."""
         total = total.to(x.dtype)
         return total * self.postscale if self.postscale != 1 else total
 
@@ -87,11 +88,14 @@ def all_reduce_scaled(
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[Any]:
-    """An all_reduce with prescale, postscale and compression, of a tensor or a tree of tensors."""
+    """Start an all_reduce of a tensor or a tree of tensors.
+
+    ``factors`` are prescale, postscale and compression.
+    """
     op = reduce_op(op)
     scaling = Scaling(*factors)
     if scaling.compression is not None and op is ReduceOp.AVG:
-        # Divided while it is wide: the sum of what is sent cannot overflow.
+        # Divide before the conversion to the narrow dtype, so that the sum cannot overflow it.
         scaling, op = replace(scaling, prescale=scaling.prescale / lane.group.size), ReduceOp.SUM
     if not is_tree(x):
         return _of_tensor(lane, scaling.check(x), op, out, scaling, timeout)

@@ -74,7 +74,10 @@ def broadcast(
 
 
 def _broadcast_anything(lane: Lane, x: object, src: int, timeout: float | None) -> Started[object]:
-    """Others may pass anything: what is sent describes itself, also the shape of a tree."""
+    """Broadcast a message that says what the payload is, a tree's structure too.
+
+    So the ranks other than ``src`` may pass anything.
+    """
     from asynccoll.payload.codecs import SAFE
 
     here = lane.group.rank == src
@@ -136,7 +139,7 @@ def _into(part: object, out: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_parts(x: object, size: int) -> list[object]:
-    """One part for each rank, from a list of them or from one tensor to be cut along dim 0."""
+    """Return one part for each rank, from a list of parts or from one tensor that is cut along dim 0."""
     if isinstance(x, torch.Tensor):
         x = plain_tensor("scatter", x)
         if x.dim() == 0 or x.shape[0] % size:

@@ -1,7 +1,7 @@
 """Python values and tensors of unknown shape <-> messages.
 
-Numbers are exact (an int is 64 bits, a float is its bits), strings any Unicode, tensors carry their
-dtype, shape and device type. What is none of these goes through a codec (``codecs``).
+Numbers are sent exactly (an int as 64 bits, a float as its bits), strings may be any Unicode, and tensors
+carry their dtype, shape and device type. Any other object goes through a codec (``codecs``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def as_number(x: object) -> object:
-    """A NumPy scalar as the Python number it stands for; anything else as it is."""
+    """Return a NumPy scalar (anything 0-d with ``item()`` but a tensor) as a Python number, else ``x``."""
     item = getattr(x, "item", None)
     if item is not None and getattr(x, "shape", None) == () and not isinstance(x, torch.Tensor):
         return item()
@@ -40,7 +40,7 @@ def as_number(x: object) -> object:
 
 
 def to_message(x: object, codec: Codec | None = None) -> Message:
-    """``x`` as a message; with a ``codec``, anything that it can encode."""
+    """Return ``x`` as a message; with a ``codec``, ``x`` may be anything that the codec can encode."""
     if codec is not None:
         return Message(OBJECT, codec.name.encode(), codec.encode(x))
     x = as_number(x)
@@ -68,7 +68,7 @@ def _tensor_message(x: torch.Tensor) -> Message:
 
 
 def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
-    """The tensor of a message, on ``device`` if it was sent from a device of that type, else the CPU."""
+    """Return the tensor in a message: on ``device`` if sent from a device of that type, else on the CPU."""
     name, device_type, extents = message.header.decode().split("/")
     shape = [int(extent) for extent in extents.split(",") if extent]
     dtype = DTYPES_BY_NAME[name]
@@ -82,7 +82,7 @@ def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
 
 
 def from_message(message: Message, device: torch.device, codec: Codec | None = None) -> object:
-    """What was sent. An object is decoded only by the codec that this rank asked for."""
+    """Return what was sent. An object is decoded only by the codec that this rank asked for."""
     if message.kind == TENSOR:
         return tensor_from_message(message, device)
     if message.kind == OBJECT:
@@ -101,7 +101,7 @@ def from_message(message: Message, device: torch.device, codec: Codec | None = N
 
 
 def check_number_reduction(x: object, op: ReduceOp) -> None:
-    """Refuse what is not defined, before anything is sent."""
+    """Refuse a number for which ``op`` is not defined, before anything is sent."""
     whole = isinstance(x, int)
     if not is_number(x):
         raise PayloadTypeError(f"{op.value} of a {type(x).__name__} is not defined; it takes numbers")
@@ -133,9 +133,9 @@ _ON_NUMBERS: dict[ReduceOp, Callable[[object, object], Any]] = {
 
 
 def reduce_numbers(numbers: list[Any], op: ReduceOp) -> Any:
-    """The numbers of all ranks reduced in rank order, by Python's own arithmetic.
+    """Reduce the numbers of all ranks, in rank order, by Python's own arithmetic.
 
-    Every rank does the same sum in the same order and gets the same bits; ints never overflow.
+    Every rank reduces the same numbers in the same order and gets the same bits; ints never overflow.
     """
     if op is ReduceOp.AND:
         return type(numbers[0])(all(numbers))
@@ -145,5 +145,5 @@ def reduce_numbers(numbers: list[Any], op: ReduceOp) -> Any:
         return float("nan")  # as torch does; Python's min depends on the order
     total = functools.reduce(_ON_NUMBERS[op], numbers)
     if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and isinstance(total, bool):
-        total = int(total)  # one bool alone: as many would be
+        total = int(total)  # of a single bool: several would also give an int
     return total / len(numbers) if op is ReduceOp.AVG else total

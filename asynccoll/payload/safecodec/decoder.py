@@ -1,4 +1,4 @@
-"""Bytes that anybody may have written, as plain data: every length and type is checked, nothing is called.
+"""Decode untrusted bytes into plain data: check every length and type, and call nothing that they name.
 
 See the package's docstring for what a message cannot do.
 """
@@ -35,7 +35,7 @@ _F64 = struct.Struct("<d")
 
 
 def decode(raw: bytes) -> object:
-    """The object that ``encode`` made ``raw`` of; ``CollectiveError`` for any other bytes."""
+    """Return the object that ``encode`` turned into ``raw``; raise ``CollectiveError`` for other bytes."""
     try:
         decoder = _Decoder(raw)
         found = decoder.value()
@@ -43,7 +43,7 @@ def decode(raw: bytes) -> object:
         return found
     except CollectiveError:
         raise
-    except Exception as error:  # whatever bytes that nobody encoded here may lead to
+    except Exception as error:  # bytes that ``encode`` did not write may raise anything in the readers
         raise CollectiveError(
             f"what came is no object of the default codec ({type(error).__name__}: {error}); pass the same "
             "codec= on every rank"
@@ -83,14 +83,14 @@ class _Decoder:
         return count
 
     def count(self, size_bytes: int = 1) -> int:
-        """A number of things of that many bytes at least, all of which are there."""
+        """Read a count of things that take at least ``size_bytes`` each; refuse more than can follow."""
         count = self.size()
         if count * size_bytes > self._end - self._at:
             raise UnfitError(f"{count} things are announced where {self._end - self._at} bytes are left")
         return count
 
     def skip(self, count: int) -> int:
-        """Where the next ``count`` bytes begin, which are passed over."""
+        """Pass over the next ``count`` bytes, and return where they begin."""
         at = self._at
         if count > self._end - at:
             raise UnfitError(f"{count} bytes are announced where {self._end - at} are left")
@@ -102,7 +102,7 @@ class _Decoder:
         return self._raw[at : self._at]
 
     def writable(self, size_bytes: int) -> bytearray:
-        """The bytes that follow, of which there must be so many, as memory of their own."""
+        """Read a block of bytes, which must have ``size_bytes``, into new memory."""
         at = self.skip(self.size())
         if self._at - at != size_bytes:
             raise UnfitError(f"{self._at - at} bytes came for {size_bytes}")
@@ -324,7 +324,8 @@ def _tensor(of: _Decoder) -> torch.Tensor:
 def _array(of: _Decoder) -> object:
     dtype, shape = np.dtype(scalar_dtype(of.text())), of.ints_only()
     raw = of.writable(prod(shape) * dtype.itemsize)
-    # np.empty would make one character of none, for as many elements as the message says.
+    # Not np.empty: it makes a text dtype of no characters one of one character, and so would allocate memory
+    # for as many elements as the message says.
     made = np.frombuffer(raw, dtype=dtype).reshape(shape) if raw else np.ndarray(shape, dtype)
     of.remember(made)
     return made
@@ -351,7 +352,7 @@ def _dataclass(of: _Decoder) -> object:
         raise UnfitError(f"{len(values)} values for the {len(names)} fields of {kind.__qualname__}")
     made = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # runs nothing: ``fields_of`` has looked at each
+        object.__setattr__(made, name, value)  # runs no code: ``fields_of`` has checked each field
     of.remember(made)
     return made
 

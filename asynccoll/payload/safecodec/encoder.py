@@ -1,4 +1,4 @@
-"""Objects of plain data as bytes; what cannot be decoded without running code is refused here, by name."""
+"""Encode plain data as bytes; refuse, by name, objects that cannot be decoded without running code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asynccoll.plan.spec import DTYPES_BY_NAME, dtype_name
 _U64 = struct.Struct("<BQ")
 _F64 = struct.Struct("<Bd")
 _BYTE = [bytes([value]) for value in range(256)]
-#: In C, and exact: a text is written as it is, so that lone surrogates come back as they were.
+#: This JSON encoder runs in C, and writes texts as they are, so that lone surrogates are kept.
 _to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _JSON = _SCALARS | {list, dict}
@@ -40,7 +40,7 @@ _RUNS = frozenset({str, int, float, bool})
 
 
 def encode(obj: object) -> bytes:
-    """``obj`` in the default codec's format; ``PayloadTypeError`` for what it does not carry."""
+    """Return ``obj`` in the default codec's format; raise ``PayloadTypeError`` for an unsupported object."""
     encoder = _Encoder()
     try:
         encoder.whole(obj)
@@ -54,18 +54,18 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.parts: list[Any] = []  # bytes, and memory of tensors and arrays
-        self._seen: dict[int, int] = {}  # id -> its number among what can be referred to
-        self._kept: list[object] = []  # what they are the ids of
+        self._seen: dict[int, int] = {}  # id of an object -> its number, by which later values refer to it
+        self._kept: list[object] = []  # those objects: while they are kept, no id is used again
         self._keys: dict[tuple[object, ...], int] = {}
         self._names: dict[tuple[str, type], int] = {}
         self._depth = 0
-        self._key_depth = 0  # in a key nothing is referred to, so that hashing takes no longer than reading
+        self._key_depth = 0  # keys have no references, so that hashing them takes no longer than reading them
 
     def value(self, x: object) -> None:
         _WRITE.get(type(x), _other)(self, x)
 
     def whole(self, x: object) -> None:
-        """``value`` of the object itself, which is JSON most of the time."""
+        """Write the outermost object: as one JSON text if that keeps it as it is, else by ``value``."""
         if type(x) in (dict, list) and _is_json(x, set()):
             try:
                 raw = _to_json(x).encode("utf-8", "surrogatepass")
@@ -92,7 +92,7 @@ class _Encoder:
         self.parts.append(raw)
 
     def again(self, x: object) -> bool:
-        """Refer to ``x`` if it was written before."""
+        """Write a reference to ``x`` if it was written before; return whether it was."""
         number = None if self._key_depth else self._seen.get(id(x))
         if number is None:
             return False
@@ -101,13 +101,13 @@ class _Encoder:
         return True
 
     def remember(self, x: object) -> None:
-        """Count ``x`` among what can be referred to."""
+        """Number ``x``, so that later occurrences are written as references to it."""
         if not self._key_depth:
             self._seen[id(x)] = len(self._kept)
             self._kept.append(x)
 
     def items(self, values: Sequence[object]) -> None:
-        """How many there are, and each of them."""
+        """Write how many values there are, and each of them."""
         self.size(len(values))
         if len(values) >= tags.MIN_RUN and self._run(values):
             return
@@ -121,7 +121,7 @@ class _Encoder:
         self._depth -= 1
 
     def _run(self, values: Sequence[Any]) -> bool:
-        """Write values of one simple type as one block."""
+        """Write values of one simple type as one block; return whether that was possible."""
         kinds = set(map(type, values))
         if len(kinds) > 1:
             return False
@@ -149,13 +149,13 @@ class _Encoder:
         return True
 
     def keys(self, keys: Iterable[object]) -> None:
-        """The keys of a dict, or the members of a set: what is hashed where it is decoded."""
+        """Write the keys of a dict, or the members of a set, which the decoder will hash."""
         self._key_depth += 1
         self.items(list(keys))
         self._key_depth -= 1
 
     def mapping(self, x: dict[object, Any]) -> None:
-        """Keys and values; the texts that are the keys of many dicts are written once."""
+        """Write keys and values; keys that are texts and the same in several dicts are written once."""
         keys = tuple(x)
         texts = set(map(type, keys)) == {str}
         known = self._keys.get(keys) if texts else None  # equal keys may be of other types
@@ -172,7 +172,7 @@ class _Encoder:
         self.items(list(x.values()))
 
     def class_name(self, x: Any, tag: str, fields: Callable[[Any], tuple[str, ...]]) -> tuple[str, ...]:
-        """The class of ``x``, and the names of its fields: in full where it occurs first."""
+        """Write the class of ``x`` and its field names (later by number), and return the names."""
         kind: Any = type(x)
         if self._key_depth and not plain_hash(kind, tag):
             raise _refused(kind, "as a key it would run its own __hash__ or __eq__")
@@ -195,7 +195,10 @@ class _Encoder:
 
 
 def _is_json(x: Any, seen: set[int]) -> bool:
-    """Whether the dict or list ``x`` comes back from JSON as it is: no other types, and nothing twice."""
+    """Whether JSON gives the dict or list ``x`` back as it is: no other types, and no container in it twice.
+
+    False also for long lists and dicts of one type, which ``items`` writes as a block, and quicker.
+    """
     values = x
     if type(x) is dict:
         if not {*map(type, x)} <= {str}:
@@ -375,7 +378,7 @@ def _array(to: _Encoder, x: Any) -> None:
     if to.again(x):
         return
     scalar = isinstance(x, np.generic)
-    array = np.ascontiguousarray(x)  # in which text without characters has got one
+    array = np.ascontiguousarray(x)  # which widens a text dtype of no characters to one character
     to.parts.append(_BYTE[tags.SCALAR if scalar else tags.ARRAY])
     to.text(scalar_dtype(x.dtype.str))
     to.items(tuple(x.shape))
@@ -430,7 +433,7 @@ _WRITE: dict[type, Callable[[_Encoder, Any], None]] = {
 
 
 def _other(to: _Encoder, x: Any) -> None:
-    """What is known by more than its exact type."""
+    """Write a value that is not found in ``_WRITE`` by its exact type."""
     if isinstance(x, torch.Tensor):
         _tensor(to, x)
     elif isinstance(x, enum.Enum):

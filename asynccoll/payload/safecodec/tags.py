@@ -1,16 +1,17 @@
-"""The first byte of each value, and the limits that both sides keep to."""
+"""The tags (each value begins with one, a byte), and the limits that encoder and decoder keep to."""
 
 from __future__ import annotations
 
-#: How deep containers may be nested: both sides go through them by recursion.
+#: How deep containers may be nested: encoder and decoder walk through them by recursion.
 MAX_DEPTH = 300
-#: The size that says that eight bytes with the real one follow.
+#: A size byte of this value says that the real size follows in eight bytes.
 LONG = 255
-#: Longer runs of one type go as a block, which is quicker than JSON; so does what would be longer than this.
+#: An object with a run of one type longer than ``JSON_RUN`` (quicker as a block), or whose JSON text would be
+#: longer than ``JSON_LENGTH``, is not written as JSON.
 JSON_RUN, JSON_LENGTH = 32, 1 << 20
-#: Longer texts and bytes are sent once, however often they occur.
+#: Texts and bytes longer than this are sent once, however often they occur.
 SHARED_LENGTH = 64
-#: Shorter runs of one type are not worth a batch.
+#: Runs of one type shorter than this are not written as a block.
 MIN_RUN = 4
 
 NONE, TRUE, FALSE, INT, FLOAT, TEXT, BYTES, AGAIN = range(8)
@@ -18,7 +19,7 @@ LIST, TUPLE, DICT, SET, FROZENSET, BYTEARRAY, ORDERED, COUNTER, DEQUE = range(8,
 TENSOR, ARRAY, SCALAR, ENUM, DATACLASS, NAMEDTUPLE, PARTS, JSON = range(17, 25)
 NAMESPACE, DEFAULTDICT = range(25, 27)
 
-#: How the members of a container follow: one by one with their tags, or all of one type.
+#: How the members of a container are written: one by one with their tags, or as a block of one type.
 MIXED, FLOATS, INTS, TEXTS, BOOLS = range(5)
-#: How the keys of a dict follow: texts, the texts of an earlier dict, anything.
+#: Which keys a dict has: texts, the same texts as an earlier dict, or anything.
 NEW_KEYS, SAME_KEYS, ANY_KEYS = range(3)

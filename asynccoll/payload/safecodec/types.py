@@ -1,7 +1,7 @@
-"""Which types the default codec carries besides containers: what they are made of, and how they are built.
+"""The types other than containers that the default codec supports: their parts, and how they are rebuilt.
 
-Nothing here may run code of a user's: classes are looked up without an import or an attribute hook, and
-built without ``__new__``, ``__init__`` or ``__setattr__`` of their own.
+Nothing here may run a user's code: classes are looked up without an import or an attribute hook, and their
+objects are built without their ``__new__``, ``__init__`` or ``__setattr__``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ __all__ = [
 
 
 class UnfitError(Exception):
-    """A class that cannot be carried; the text says why."""
+    """Raised for an object, or bytes, that the codec cannot handle; the text says why."""
 
 
-# Values that are made of a few scalars
+# Values that consist of a few scalars
 
 
 class Parts(NamedTuple):
-    """``split`` gives the scalars, ``join`` takes as many, of the types in ``takes`` (one: of any number)."""
+    """How values of type ``kind`` become a few scalars (``split``), and are rebuilt from them (``join``).
+
+    ``takes`` has the permitted types of each scalar, or is one type for any number of scalars.
+    """
 
     kind: type
     split: Callable[[Any], tuple[object, ...]]
@@ -113,10 +116,10 @@ _ALL = (
         (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
     ),
 )
-#: By the number that a message gives.
+#: By the number that stands for the type in a message.
 PARTS: dict[int, Parts] = dict(enumerate(_ALL))
 
-#: What a defaultdict may make of a key that it lacks, by the number that a message gives: nobody's code.
+#: The default factories that a defaultdict may have; a message has the index. None of them is a user's code.
 FACTORIES: tuple[type | None, ...] = (None, list, dict, set, int, float, str)
 
 
@@ -133,7 +136,7 @@ _SCALAR_DTYPE = re.compile(r"[<>|=]?([biufc]\d{1,2}|[SU]\d{1,12}|[Mm]8(\[\d{0,6}
 
 
 def scalar_dtype(text: str) -> str:
-    """``text`` if it names a NumPy dtype of numbers, texts or dates."""
+    """Return ``text`` if it names a NumPy dtype of numbers, texts or dates; refuse any other."""
     if not _SCALAR_DTYPE.fullmatch(text):
         raise UnfitError(f"{text!r} is no dtype of plain elements")
     return text
@@ -143,7 +146,7 @@ def scalar_dtype(text: str) -> str:
 
 
 def class_named(module: str, name: str) -> Any:
-    """A class that this process has imported already: nothing is imported, let alone run, for a sender."""
+    """Return the class of this name. It must be imported already: a message never causes an import."""
     found: object = sys.modules.get(module)
     try:
         for part in name.split("."):
@@ -162,13 +165,13 @@ def class_named(module: str, name: str) -> Any:
 
 
 def _from_class(kind: type, name: str) -> object:
-    """What the class or its bases say of ``name``, descriptors as they are."""
+    """Return the attribute ``name`` of the class or its bases, or None, without invoking descriptors."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 @lru_cache(maxsize=512)
 def fields_of(kind: Any, tag: str) -> tuple[str, ...]:
-    """The names of the fields of a class that is carried as ``tag``; ``UnfitError`` if it cannot be."""
+    """Return the field names of a class that is sent as ``tag``; raise ``UnfitError`` if it cannot be."""
     if _from_class(kind, "__del__") is not None:
         raise UnfitError("it has a __del__ that would run where it is decoded")
     if tag == "enum":
@@ -202,9 +205,12 @@ def _dataclass_fields(kind: type) -> tuple[str, ...]:
 
 @lru_cache(maxsize=512)
 def plain_hash(kind: Any, tag: str) -> bool:
-    """Whether hashing and comparing runs no code but what ``dataclass`` or ``tuple`` made."""
+    """Whether hashing and comparing objects of ``kind`` runs no code except Python's own.
+
+    That is the code of ``object`` and ``tuple``, and what ``dataclass`` generated.
+    """
     if tag == "enum":
-        return True  # a member is not made by the message
+        return True  # decoding returns a member that exists already, and builds none
     if _from_class(kind, "__getattribute__") is not object.__getattribute__:
         return tag == "namedtuple" and _plain_tuple(kind)
     if tag == "namedtuple":
