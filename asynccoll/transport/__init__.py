@@ -1,6 +1,6 @@
-"""What a backend gives, and how one waits for it: communicators, completions, threads that watch them.
+"""What a backend provides, and how to wait for it: communicators, completions, the threads that watch them.
 
-Must not know the order of operations, nor what they mean: here they are native calls, one by one.
+Must not know the order of operations, nor what they mean: here they are single native calls.
 """
 
 from asynccoll.transport.backend import Backend

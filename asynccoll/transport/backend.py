@@ -1,7 +1,7 @@
-"""What a backend is: what others must know of it, a row of capabilities, and a way to open communicators.
+"""What a backend is: flags, a row of capabilities, and a way to open communicators.
 
-What is not the same on all backends stands here, under a name that says what it means to whoever asks. Nobody
-above asks for a backend by its own.
+Wherever backends differ, the layers above ask for an attribute of this class, named for what it means to
+them, and not for the backend's name.
 """
 
 from __future__ import annotations
@@ -22,71 +22,74 @@ __all__ = ["Backend"]
 
 
 class Backend:
-    """A backend bound to one rank's context. Three methods it must have; the rest has defaults."""
+    """A backend bound to one rank's context.
+
+    It must define ``capabilities``, ``open`` and ``close``; the rest has defaults.
+    """
 
     name: str
     device: torch.device
-    #: ``open`` waits for the other members, so that it must not run in a caller's thread.
+    #: ``open`` waits for the other members, so it must not run in a caller's thread.
     open_waits = True
-    #: The first lane is opened when the world comes together, so that who cannot connect learns it there.
+    #: ``initialize`` opens the first lane, so that a rank which cannot connect learns it there.
     opens_early = False
-    #: Tensors on the CPU may go through memory that ranks of one host share, instead.
+    #: Tensors on the CPU may be sent through memory that the ranks of one host share.
     shares_memory = False
-    #: Why tensors on the CPU do not go through memory, where that might have been.
+    #: Why tensors on the CPU are not sent through shared memory, where the backend would allow it.
     without_memory = ""
     #: A call may be over on one rank before its peers have made theirs: a broadcast's root on MPI, and any
     #: call on nccl, where the host goes on and the device waits.
     ends_alone = False
-    #: Rank lists may be opened among their members alone, without ``new_group`` on all ranks.
+    #: The members of a rank list may open it alone, without ``new_group`` on all ranks.
     ad_hoc_groups = True
     #: Communicators that start in different order on different ranks can deadlock (nccl).
     orders_lanes = False
     #: Ranks that have run out of data can take part with zeros: its communicators have ``join``.
     joins = False
-    #: A forked child may go on with it: it has no connection, thread or library of the process.
+    #: A forked child may go on using it: it holds no connection, thread or native library.
     survives_fork = False
     #: What training on it needs besides collectives.
     training: Training = Training()
 
     def capabilities(self, device: str) -> Capabilities:
-        """What it does for tensors on a device of this type."""
+        """What the backend can do with tensors on a device of this type."""
         raise NotImplementedError
 
     def capabilities_among(self, ranks: Sequence[int], device: str) -> Capabilities:
-        """The same in a group of these ranks, where that makes a difference."""
+        """The same in a group of these ranks, for backends where that makes a difference."""
         return self.capabilities(device)
 
     def way(self, ranks: Sequence[int], device: str) -> str:
-        """Which way calls among these ranks go, and why, for ``explain``; nothing where there is no other."""
+        """How data is sent among these ranks, and why, for ``explain``; "" where there is only one way."""
         return f"{self.name}: {self.without_memory}" if self.without_memory and device == "cpu" else ""
 
     def open(self, opening: Opening) -> Communicator:
-        """A communicator of its own for one lane."""
+        """Open a communicator for one lane, which shares it with no other."""
         raise NotImplementedError
 
     def close(self, *, abort: bool) -> None:
-        """Leave the world: nothing is in flight, unless it is to be aborted."""
+        """Leave the world: with ``abort``, abort what is in flight; without it nothing is in flight."""
         raise NotImplementedError
 
     def native_group(
         self, opening: Opening, communicator: Communicator | None
     ) -> object:  # for those that have one
-        """A group as the library underneath knows it; ``communicator``: its default lane's, once open."""
+        """The native library's object for a group; ``communicator``: that of its default lane, once open."""
         return None
 
     def prepare_group(self, ranks: tuple[int, ...]) -> None:
-        """Every rank calls ``new_group`` with these: here is the chance to register them."""
+        """Register a group of these ranks, for backends that need it; called by ``new_group``."""
 
     def disown(self) -> None:
-        """In a forked child: let go of what only the parent may use."""
+        """Drop what only the parent may use; called in a forked child."""
 
     def orphaned(self) -> bool:
-        """Whether the user has taken away what this world stands on."""
+        """Whether the user has destroyed or replaced the native group that this world runs on."""
         return False
 
     def serves_this_thread(self) -> bool:
-        """Whether autograd runs backward for this rank's device in the calling thread, one of its own."""
+        """Whether the calling thread is autograd's own, running backward for this rank's device."""
         return False
 
     async def on_host(self, value: object) -> None:
-        """Wait until everything in ``value`` is computed, where that is put off."""
+        """Wait until everything in ``value`` is computed, for backends that compute lazily."""

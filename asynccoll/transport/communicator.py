@@ -1,7 +1,8 @@
-"""What a communicator is: start functions, and what is to be known to open one.
+"""What a communicator is, and what a backend is told to open one.
 
-Start functions work on contiguous tensors that the caller has planned, encoded and allocated; they
-issue and return at once. They never validate, convert or wait.
+A communicator has a start function for each operation. These work on contiguous tensors that the caller has
+planned, encoded and allocated; they issue the native call and return at once. They never validate, convert or
+wait.
 """
 
 from __future__ import annotations
@@ -24,74 +25,76 @@ __all__ = ["Communicator", "Opening", "as_matrix"]
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A communicator that is to be opened: among whom, under which name, and for how long one waits."""
+    """A communicator to be opened: its members, its name, and how long to wait for them."""
 
     ranks: tuple[int, ...]  # global ones, sorted
     rank: int  # this rank's index among them
     is_world: bool
-    group: str  # by which its members know the group, the same on each
+    group: str  # the group's key, the same on each member
     lane: str
-    epoch: int
-    #: None where ranks have no store: then nobody else is there, or the library meets by itself
+    epoch: int  # how often the lane's ranks have come in step again after a refusal
+    #: None without a store: this rank is alone, or the native library connects the ranks by itself
     clients: Clients | None
-    #: seconds: of a request, and until all members have come
+    #: seconds that a request may take
     timeout: float
+    #: seconds until all members must have joined
     meeting: float
-    #: whether it is wanted no more
+    #: whether the communicator is no longer wanted
     given_up: Callable[[], bool]
-    #: told, on a thread that may wait, that ranks have called different things at a place that parts of a
-    #: call share
+    #: to be called, on a thread that may wait, with a place in the lane's order and an error, if ranks have
+    #: called different operations at that place and several parts of one call share it
     disagreed: Callable[[int, CollectiveError], object]
-    #: whether the rank that may serve the store is there
+    #: whether the rank that may serve the store is alive
     store_answers: Callable[[], bool]
-    #: of how many equal nodes the members are, and this one's node and index there
+    #: the number of equal nodes that the members are on
     nodes: int = 1
+    #: this rank's node, and its index there
     place: tuple[int, int] = (0, 0)
-    #: the types of devices whose tensors somebody else carries: what is opened has collectives for the others
+    #: the types of devices whose tensors another communicator sends: this one needs no collectives for them
     carried: frozenset[str] = frozenset()
     #: opens the communicator of the ranks of this node, where that is not the backend's own
     within: Callable[[], Communicator] | None = None
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self.ranks)
 
     @property
     def lasting(self) -> str:
-        """The name that it has in every epoch."""
+        """The communicator's name without the epoch."""
         return f"{self.group}/{self.lane}"
 
     @property
     def name(self) -> str:
-        """The name that it has in this one."""
+        """The communicator's name in this epoch."""
         return f"{self.lasting}@{self.epoch}"
 
 
 class Communicator(Protocol):
-    """One native communicator: a group of ranks and one order. Roots are indices in the group.
+    """One native communicator: a group of ranks and one order of calls. Roots are indices in the group.
 
-    Where the capabilities have ``hop_bytes``, there are also ``parts``, None or two communicators, of the
-    ranks of this node and of those in the same place of every node; and ``open_parts()``, which opens them,
-    waiting for the others. They are closed and aborted with it.
+    Where the capabilities have ``hop_bytes``, there are also ``parts``: None, or two communicators, of this
+    node's ranks and of the ranks with this one's index on every node. ``open_parts()`` opens them and waits
+    for the other ranks. They are closed and aborted with this communicator.
     """
 
-    # One that finds out by itself where ranks call different things has ``announce(what, spot, place, part,
-    # shares)``: the call that is about to be issued, the line that made it, its place in the lane's order,
-    # which part of the call there it is, and whether others share that place.
+    # A communicator that itself detects ranks which call different operations also has ``announce(what, spot,
+    # place, part, shares)``: the call about to be issued, the line that made it, its place in the lane's
+    # order, which part of the call at that place it is, and whether other parts share the place.
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place.
 
-        Where the capabilities' ``keeps_input`` has it, there is also ``all_reduce_into(out, x, op)``,
-        which leaves ``x`` as it is.
+        Where the capabilities' ``keeps_input`` lists it, there is also ``all_reduce_into(out, x, op)``,
+        which leaves ``x`` unchanged.
         """
         ...
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place on ``dst``; elsewhere its content is undefined afterwards.
 
-        It is what it was where the capabilities' ``keeps_input`` has it.
+        Where the capabilities' ``keeps_input`` lists it, ``x`` is unchanged there instead.
         """
         ...
 
@@ -130,15 +133,16 @@ class Communicator(Protocol):
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion: ...
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """In place of a ``send``: let the ``recv`` of ``dst`` end, if there is a way."""
+        """End the ``recv`` on ``dst`` although this rank does not ``send``, if the backend has a way."""
         ...
 
     def barrier(self) -> Completion: ...
 
     def retire(self) -> bool:
-        """Close what carries collectives: some of them never end. Whether nothing is left to ``close``.
+        """Close what carries collectives, some of which never end; returns whether nothing is left to close.
 
-        Every rank has ended those that do end. Messages go on, in what ``inherit`` takes over.
+        On every rank the collectives that can end have ended. Messages go on, in the communicator that
+        takes them over by ``inherit``.
         """
         ...
 
@@ -147,7 +151,7 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Release it; nothing is in flight."""
+        """Release the communicator; nothing is in flight."""
         ...
 
     def abort(self) -> None:
@@ -156,5 +160,5 @@ class Communicator(Protocol):
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """The rows of ``x`` as such: for libraries in which all ranks must pass as many dimensions."""
+    """``x`` as a matrix of its rows: for libraries that need the same number of dimensions on all ranks."""
     return x if x.dim() == 2 else x.view(x.shape[0], x.shape[1:].numel())

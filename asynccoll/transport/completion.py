@@ -1,8 +1,8 @@
 """What a started operation looks like to its waiters, on any backend.
 
-A ``Completion`` is the only thing that crosses from a backend to the core: is it done, wait for it a
-bounded time without the GIL, tell me when. Waiters (``waiting``), lanes and programs are written
-against it alone.
+A ``Completion`` is the only thing that crosses from a backend to the core. It can be asked whether the
+operation is done, waited for within a bound and without the GIL, and given callbacks. Waiters (``waiting``),
+lanes and programs (calls made of several native ones) are written against it alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asynccoll.host.forks import renew
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
-#: Held for the moment in which any promise changes; nothing is allocated under it.
+#: Held while any promise changes, for a moment; nothing is allocated under it.
 _settling = host.Lock()
 renew(_settling)
 
@@ -25,11 +25,11 @@ class Completion:
 
     __slots__ = ()
 
-    #: ``wait`` with a bound really waits (and harms nothing); else only ``add_callback`` tells.
+    #: ``wait`` really waits up to its bound, and harms nothing; else only ``add_callback`` tells of the end.
     blockable = True
     #: ``synchronize`` has something to do.
     stream_ordered = False
-    #: It is known to have ended well, with nothing left to ask or to order.
+    #: The operation is known to have succeeded, with no error to ask for and no stream to order.
     fine: bool = False
 
     def done(self) -> bool:
@@ -37,11 +37,11 @@ class Completion:
         raise NotImplementedError
 
     def landed(self) -> bool:
-        """Whether the device has done it, too, where being done is only a matter of its stream's order."""
+        """Whether the operation has also run on the device, where ``done`` only means that it was issued."""
         return self.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` with the GIL released; whether it is done."""
+        """Wait up to ``seconds`` with the GIL released; returns whether the operation is done."""
         raise NotImplementedError
 
     def add_callback(self, callback: Callback) -> None:
@@ -49,22 +49,22 @@ class Completion:
         raise NotImplementedError
 
     def error(self) -> BaseException | None:
-        """The native failure, once done."""
+        """The native failure, or None; only meaningful once done."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
         """Order the current device stream after the operation (nothing to do on the CPU)."""
 
     def abandon(self) -> None:
-        """It may never end, and its waiters have been told: it need not be polled any more."""
+        """Stop polling: the operation may never end, and its waiters have been told."""
 
     def writing(self) -> bool:
-        """Whether a native operation may still write to its memory, although nobody waits any more."""
+        """Whether a native operation may still write to its memory, even after its waiters got an error."""
         return False
 
 
 class Ready(Completion):
-    """Done from the start: the world of one, and what was refused while it waited in a queue."""
+    """Done from the start: for a world of one rank, and for calls that were refused while queued."""
 
     __slots__ = ("_error", "fine")
 
@@ -89,18 +89,18 @@ READY = Ready()
 
 
 class Promise(Completion):
-    """Completed by its holder: a program's last step, a waiter thread, the progress thread."""
+    """A completion that Python code settles: a program's last step, a waiter thread, the progress thread."""
 
     __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
 
     def __init__(self) -> None:
-        self._event: host.Event | None = None  # most promises are never waited for, and it is dear
+        self._event: host.Event | None = None  # made by the first to wait: most promises never need one
         self._callbacks: list[Callback] = []
         self._done = False
         self._error: BaseException | None = None
-        #: the native completion this stands for, once known (for stream ordering)
+        #: the native completion that this promise stands for, once known (for stream ordering)
         self.source: Completion | None = None
-        #: what a program has sent besides the call that it waits for
+        #: gives the completions of a program's other native calls, which may still use memory
         self.sent: Callable[[], Iterable[Completion]] = tuple
 
     def done(self) -> bool:
@@ -142,7 +142,7 @@ class Promise(Completion):
             self.source.synchronize()
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Complete it, once; a later call changes nothing."""
+        """Complete the promise, with ``error`` if it has failed; a later call changes nothing."""
         with _settling:
             if self._done:
                 return
@@ -155,7 +155,7 @@ class Promise(Completion):
             callback()
 
     def follow(self, completion: Completion) -> None:
-        """Complete as ``completion`` does."""
+        """Complete when ``completion`` does, and with its error."""
         self.source = completion
         if completion.done():
             self.settle(completion.error())

@@ -1,6 +1,6 @@
-"""What others have started, as completions: torch's works and futures, a device's events, mpi4py's requests.
+"""Other libraries' handles as completions: torch's works and futures, a device's events, mpi4py's requests.
 
-Told apart by what they can do, so that nothing has to be imported that is not there.
+They are told apart by their methods, so that no library has to be imported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from asynccoll.transport.waiters import Waiters
 
 __all__ = ["Foreign", "foreign"]
 
-#: The end of something, and how to get its result once it is there.
+#: The completion of a handle, and a function that gives its result once done.
 Foreign = tuple[Completion, Callable[[], object]]
 
 _waiters = Waiters("asynccoll-adopted")
 
 
 def foreign(x: Any) -> Foreign:
-    """The completion of ``x``, and what gives its result; refuses what is none of those."""
+    """Return the completion of ``x`` and a function that gives its result.
+
+    Raises ``PayloadTypeError`` if ``x`` is no handle of a known kind.
+    """
     if isinstance(x, dist.Work):
         return _of_work(x)
     if isinstance(x, torch.futures.Future):
@@ -45,14 +48,14 @@ def foreign(x: Any) -> Foreign:
 
 
 def _told(future: Any) -> Completion:
-    """Of a future that calls back; what it failed with is raised where its result is asked for."""
+    """The completion of a future with callbacks. Its error is not here: the future's result raises it."""
     promise = Promise()
     future.add_done_callback(lambda _: promise.settle())
     return promise
 
 
 def _of_work(work: dist.Work) -> Foreign:
-    """Of a work of torch's. Its ``wait`` orders the waiter's stream, on devices that have some."""
+    """Adopt a torch work. Its ``wait`` also orders the waiter's stream, on devices that have streams."""
 
     def result() -> None:
         try:
@@ -78,7 +81,7 @@ def _of_work(work: dist.Work) -> Foreign:
 
 
 def _of_request(request: Any) -> Foreign:
-    """Of a request of mpi4py's: its message, where it carries one."""
+    """Adopt an mpi4py request; the result is its message, if it has one."""
     found: list[object] = []
 
     def test() -> bool:
@@ -91,7 +94,7 @@ def _of_request(request: Any) -> Foreign:
 
 
 class Polled(Completion):
-    """What has to be asked whether it is over: by its waiter, else by the progress thread."""
+    """A completion that the progress thread asks, again and again, whether it is over."""
 
     attended = False
     urgent = False
@@ -104,20 +107,20 @@ class Polled(Completion):
 
     @property
     def finished(self) -> bool:
-        """Somebody has seen its end."""
+        """Whether its end has been seen."""
         return self._promise.done()
 
     def expected(self) -> float:
-        """Nothing is known of it."""
+        """0: how long it takes is not known."""
         return 0.0
 
     def poll(self) -> bool:
-        """Ask, and tell the waiters."""
+        """Ask whether it is over, and if so complete the promise; returns whether it is."""
         if not self._promise.done():
             try:
                 if self._ask():
                     self._promise.settle()
-            except BaseException as error:  # the library's: raised in the waiter
+            except BaseException as error:  # the other library's: raised in the waiter
                 self._promise.settle(error)
         return self._promise.done()
 

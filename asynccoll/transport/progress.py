@@ -1,15 +1,15 @@
-"""The one progress thread of a process: it sees to what nobody waits for.
+"""The one progress thread of a process: it moves the operations that nobody waits for.
 
-It is for operations that can only be polled (mpi, horovod), and for those of several calls whose waiter,
-who would make the next one, does not come (``stepping``).
+These are operations that can only be polled (mpi, horovod), and programs: operations of several native calls,
+whose waiter would make the next call but has not begun to wait (``stepping``).
 
-An operation is *watched* from its issue on. The thread looks at it after a short grace, so that what
-a waiter finishes in place costs no thread switch, and what nobody waits for yet goes on moving all the
-same. It polls tightly for as long as the operation is expected to take, then backs off; what is in flight for
-long (a peer is late, or will never come) is looked at now and then, so that it delays nothing else; with
-nothing to watch it sleeps until something comes.
+An operation is *watched* from its issue on. The thread first polls it after a short grace period: so an
+operation that a waiter finishes in place costs no thread switch, and one that nobody waits for yet makes
+progress all the same. The thread polls tightly for as long as the operation is expected to take, then backs
+off. An operation in flight for long (a peer is late, or will never call) is polled now and then, so that it
+delays no other. With nothing to watch the thread sleeps.
 
-It must not know what it polls, nor who waits for it.
+The module must not know what it polls, nor who waits for it.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ from asynccoll import host
 
 __all__ = ["Pollable", "Progress", "progress"]
 
-#: Looks without sleep at what is overdue, before naps begin.
+#: Polls of overdue operations without sleep, before naps begin.
 YIELDS = 50
-#: How long an operation is left to its waiter.
+#: How long a new operation is left to its waiter.
 GRACE_SECONDS = 2e-4
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
-#: Waiters that see to everything themselves are left alone for longer and longer, up to this: on busy
-#: cores a look takes the GIL, and so some 100 us, from the thread that is inside the library.
+#: While waiters finish everything themselves, the thread naps for longer and longer, up to this: on busy
+#: cores a poll takes the GIL, and so some 100 us, from the thread that is inside the library.
 LONGEST_CALM_SECONDS = 8e-3
-#: With nothing to watch the thread first stays up for so long, so that a stream of operations need not
+#: With nothing to watch the thread first stays awake for this long, so that a stream of operations need not
 #: wake it for each.
 LINGER_SECONDS = 50e-3
-#: What is out for so long, and a hundred times as long as expected, is looked at only every so often: up to
-#: a hundredth of its time may go by unnoticed, within bounds.
+#: An operation in flight for this long, and for a hundred times as long as expected, is polled only after
+#: rests of a hundredth of its time in flight, within the two bounds below.
 LONG_SECONDS = 0.5
 SHORTEST_REST_SECONDS = 10e-3
 LONGEST_REST_SECONDS = 100e-3
 
 
 class Pollable(Protocol):
-    """An operation that has to be asked whether it is over, from whatever thread."""
+    """An operation that must be polled to learn whether it is over, by any thread."""
 
     @property
     def finished(self) -> bool:
-        """Over, as far as is known, or taken from the thread by a waiter that sees to it."""
+        """Whether the thread need not poll it any more: it is known to be over, or is driven otherwise."""
         ...
 
     @property
     def attended(self) -> bool:
-        """Somebody waits for it in place and looks himself."""
+        """Whether a waiter is polling it in place."""
         ...
 
     @property
     def urgent(self) -> bool:
-        """The thread is to look at it without grace."""
+        """Whether the thread is to poll it without a grace period."""
         ...
 
     @property
     def lateness(self) -> float | None:
-        """A look may be late by this part of the time since the operation is watched: so long are the naps.
+        """Naps between polls last this fraction of the time for which the operation has been watched.
 
-        None: the thread is to be as early as it can, at the price of looking often.
+        None: the thread is to notice the end as early as it can, at the price of polling often.
         """
         ...
 
     def expected(self) -> float:
-        """How many seconds it may well take from now: for so long, looking again at once is worth it."""
+        """The seconds from now for which polling again without a nap is worth it."""
         ...
 
     def poll(self) -> bool:
-        """Look; whether it is over. Its callbacks have been called then."""
+        """Poll it; returns whether it is over. If so, its callbacks have been called."""
         ...
 
 
@@ -89,23 +89,24 @@ class _Watched:
         self._since = now
         self._ripe = now + GRACE_SECONDS
         expected = item.expected()
-        #: until when to look again at once
+        #: until when to poll again without a nap
         self.tight = now + expected
-        self._long = now + max(LONG_SECONDS, 100 * expected)  # from then on it is out for long
-        self._rests = -math.inf  # until when it is left alone
+        self._long = now + max(LONG_SECONDS, 100 * expected)  # from then on it is polled only after rests
+        self._rests = -math.inf  # until when it is not polled
 
     def left(self, now: float) -> float:
-        """Seconds for which it is left to its waiter, or alone."""
+        """Seconds until it is to be polled: the rest of its grace period, or of its rest."""
         if now < self._rests:
             return self._rests - now
         return 0.0 if self.item.urgent else self._ripe - now
 
     def late(self, now: float) -> float:
-        """How late the next look may be."""
+        """By how many seconds the next poll may be late."""
         part = self.item.lateness
         return 0.0 if part is None else max(SHORTEST_NAP_SECONDS, part * (now - self._since))
 
     def over(self, now: float) -> bool:
+        """Poll the operation if it is time to; returns whether it is over."""
         item = self.item
         if item.attended or self.left(now) > 0:
             return item.finished
@@ -118,20 +119,20 @@ class _Watched:
 
 
 class _Pace:
-    """How soon the thread looks again, by what its last looks have found."""
+    """How soon the thread polls again, judged by what its last polls have found."""
 
     def __init__(self) -> None:
-        self._looks = 0  # at what is overdue, since something happened
-        self._calm = 0  # naps in a row after which there was nothing to do
+        self._looks = 0  # rounds of polling with only overdue operations, since one was added or ended
+        self._calm = 0  # naps in a row after which no operation was due to be polled
         self._up_until = 0.0
 
     def moved(self, now: float) -> None:
-        """An operation came or ended: where one ended, others may be close."""
+        """Note that an operation was added or ended: others may end soon."""
         self._looks = 0
         self._up_until = now + LINGER_SECONDS
 
     def nap(self, watched: Sequence[_Watched], now: float) -> float:
-        """Seconds until the next look: 0 to give way and look again, infinity to rest."""
+        """Seconds until the next round: 0 to poll again after giving way, infinity to rest until roused."""
         mine = [one for one in watched if not one.item.attended]
         due = [one for one in mine if one.left(now) <= 0]
         if due:
@@ -156,7 +157,7 @@ class _Pace:
 
 
 class Progress:
-    """The thread, and what it watches. It starts with the first operation."""
+    """The progress thread and its queue of new operations. The thread starts with the first of them."""
 
     def __init__(self) -> None:
         self._new: deque[Pollable] = deque()
@@ -168,21 +169,21 @@ class Progress:
         self._stopped = False
 
     def watch(self, item: Pollable) -> None:
-        """Poll ``item`` until it is over; from now on if it is urgent, else after a while."""
+        """Poll ``item`` until it is over: from now on if it is urgent, else after its grace period."""
         self._new.append(item)
         if self._resting:
             self.rouse()
 
     def rouse(self) -> None:
-        """Look now: something has become urgent."""
+        """Have the thread poll now, as something has become urgent; starts the thread if there is none."""
         if self._thread is None:
             self._start()
         if self._alarm.locked():
-            with contextlib.suppress(RuntimeError):  # another thread has rung meanwhile
+            with contextlib.suppress(RuntimeError):  # another thread has released it since
                 self._alarm.release()
 
     def here(self) -> bool:
-        """Whether the caller is the thread."""
+        """Whether the caller is the progress thread."""
         thread = self._thread
         return thread is not None and thread.ident == host.get_ident()
 
@@ -193,7 +194,7 @@ class Progress:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, for good: the library it calls into is about to be finalized."""
+        """End the thread for good: the native library that it calls into is about to be finalized."""
         with self._starting:
             self._stopped = True
         thread = self._thread
@@ -221,7 +222,10 @@ class Progress:
                 self._rest()
 
     def _take(self, watched: list[_Watched], now: float) -> bool:
-        """Add those newly issued that are not over yet (most were finished by their waiter); if any came."""
+        """Add the new operations that are not finished to ``watched`` (waiters have finished most).
+
+        Returns whether any was issued.
+        """
         new = self._new
         came = bool(new)
         while new:
@@ -231,14 +235,16 @@ class Progress:
         return came
 
     def _rest(self) -> None:
-        """Sleep until something is watched."""
+        """Sleep until ``rouse`` is called."""
         self._resting = True
-        # Said before this last look: a thread that appends after the look has read that we rest.
+        # ``watch`` appends first and then reads _resting; here it is the other way round. So either the new
+        # operation is seen here, or ``watch`` sees that the thread rests, and wakes it.
         if not self._new and not self._stopped:
             self._alarm.acquire()
         self._resting = False
 
 
-#: In a forked child the same object, for others hold it; of the parent's threads and operations it has none.
+#: In a forked child it is the same object, since others refer to it, but without the parent's thread and
+#: operations.
 progress: Progress = host.per_process(Progress, forked=Progress.__init__)
 atexit.register(progress.stop)

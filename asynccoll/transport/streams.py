@@ -1,8 +1,7 @@
-"""Device streams: what is done for the host while the device is behind.
+"""Device streams: how one stream is ordered after another, and how a thread issues calls on a given stream.
 
-An operation that is ordered by a stream (nccl) is ready when it has been issued. What follows is here: how
-a second stream is ordered after a result, and on which stream another thread issues a call. How the host
-waits for the device is in ``waiting.synchronizing``.
+An operation that is ordered by a stream (nccl) is ready when it has been issued, before the device has run
+it. How the host waits for the device is in ``waiting.synchronizing``.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ T = TypeVar("T")
 
 
 def recorded(device: torch.device) -> Any:
-    """An event recorded on the current stream; the host sleeps while it waits for it."""
+    """Record an event on the current stream and return it. A host thread that waits for it sleeps."""
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def order_after(event: Any, device: torch.device) -> None:
-    """Order the current stream after it."""
+    """Order the current stream of ``device`` after ``event``."""
     torch.cuda.current_stream(device).wait_event(event)
 
 
 class Mark:
-    """A place on the stream that is current where it is made; other streams can be ordered after it."""
+    """A point on the current stream, taken when the mark is made; other streams can be ordered after it."""
 
     __slots__ = ("_device", "_event")
 
@@ -40,12 +39,12 @@ class Mark:
         self._event = recorded(device)
 
     def order(self) -> None:
-        """Order the current stream after it."""
+        """Order the current stream after the mark."""
         order_after(self._event, self._device)
 
 
 def current() -> torch.cuda.Stream | None:
-    """The current stream of this thread; None where the process has not used a device."""
+    """The current stream of this thread; None if the process has not used a GPU yet."""
     used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.current_stream() if used else None
 
@@ -53,7 +52,7 @@ def current() -> torch.cuda.Stream | None:
 def on_stream(
     stream: torch.cuda.Stream | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """``function``'s result, with ``stream`` (and its device) as the current one."""
+    """Call ``function`` with ``stream`` (and its device) as the current one, if there is one."""
     if stream is None:
         return function(*args, **kwargs)
     with torch.cuda.stream(stream):
@@ -61,6 +60,6 @@ def on_stream(
 
 
 def carried(job: Callable[[], T]) -> Callable[[], T]:
-    """``job``, which another thread will run on the stream that is current here."""
+    """Return ``job`` bound to the stream that is current here: another thread runs it on that stream."""
     stream = current()
     return job if stream is None else lambda: on_stream(stream, job)

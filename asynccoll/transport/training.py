@@ -1,6 +1,6 @@
-"""What training on a backend needs besides collectives: what the auto helpers ask.
+"""What training on a backend needs besides collectives; the ``auto`` helpers ask for it.
 
-The defaults are right where torch's ``DistributedDataParallel`` works, which has gradients averaged by torch.
+The defaults are for backends with which torch's ``DistributedDataParallel`` works, and averages gradients.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ __all__ = ["Training"]
 class Training:
     """How a backend wants models to be trained."""
 
-    #: torch's DDP averages the gradients; else ``auto_optim`` has it done when backward returns.
+    #: torch's DDP averages the gradients; else ``auto_optim`` has them averaged when backward returns.
     ddp = True
-    #: Batches may be put into pinned memory, from which a GPU copies beside the host.
+    #: Batches may be put into pinned memory, which a GPU reads while the host goes on.
     pins_memory = True
-    #: In a world of several, ``loader`` makes a loader that takes batches ahead of the loop.
+    #: With several ranks, ``loader`` wraps the loader in one that takes batches ahead of the training loop.
     wraps_loader = False
 
     def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
-        """What feeds ``device`` from ``loader``; ``counting`` of its sampler counts what is taken."""
+        """Return what the training loop iterates: ``loader``, or a wrapper that feeds ``device`` from it.
+
+        If the sampler has ``counting``, a wrapper iterates through that, which counts the batches taken.
+        """
         return loader
 
     def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:
-        """The library's own around ``optimizer``, if it has one that ``options`` are for."""
+        """Wrap ``optimizer`` in the native library's own, if it has one that takes ``options``; else None."""
         return None
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Make ``optimizer`` ready for steps whose gradients are averaged already."""
+        """Prepare ``optimizer`` for steps whose gradients are averaged already."""

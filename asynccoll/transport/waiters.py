@@ -1,9 +1,8 @@
 """Reusable threads for native operations that can only be waited for (gloo's send and recv).
 
-Jobs of one key run in order; jobs of different keys never wait for each other, so that a message that
-is late holds up only its own stream. A thread serves one key at a time, is reused for the next, and
-ends when it has had nothing to do for a while: there are as many as streams that wait, not as
-operations.
+Jobs of one key run in order; jobs of different keys never wait for each other, so a late message holds up
+only those with its key. A thread serves one key at a time, is reused for the next, and ends after it has been
+idle for a while: there are as many threads as keys with jobs, not as operations.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _IDLE_SECONDS = 10.0
 
 
 class Waiters:
-    """A pool of such threads."""
+    """A pool of threads that run the jobs of a key one after the other, and different keys at once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,11 +30,11 @@ class Waiters:
         _pools[self] = None
 
     def forget_parent(self) -> None:
-        """In a forked child, which has none of the parent's threads, nor their jobs."""
-        self.__init__(self._name)  # type: ignore[misc]  # the same object: others hold it
+        """Begin anew in a forked child, which has none of the parent's threads, nor their jobs."""
+        self.__init__(self._name)  # type: ignore[misc]  # the same object: others refer to it
 
     def submit(self, key: Hashable, job: Callable[[], object]) -> None:
-        """Run ``job`` after those of the same ``key``. It must not raise."""
+        """Run ``job``, which must not raise, after those of the same ``key``."""
         with self._wake:
             queue = self._jobs.get(key)
             if queue is not None:
@@ -97,6 +96,6 @@ class InProgress:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Until there is none; whether that came true in time."""
+        """Wait until no thread is inside, up to ``seconds``; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._count, seconds)
