@@ -1,6 +1,7 @@
-"""Which tensors may be sent and filled, which share memory, what an earlier call fills; their reductions.
+"""Which tensors may be sent or filled, which share memory, and which an earlier call still fills.
 
-Knows tensors and who is to fill them; not how, nor over which backend.
+Also new memory for results, and reductions with torch. This package knows tensors and the calls that fill
+them, but not how they are filled, nor over which backend.
 """
 
 from asynccoll.memory.aliasing import Claim, has_memory, may_overlap

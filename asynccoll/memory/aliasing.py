@@ -1,6 +1,7 @@
-"""Which tensors are memory with an address, which share it, and who claims it for a while.
+"""Which tensors have memory with an address, which share it, and which of it is claimed.
 
-Knows tensors, and nothing of what is done with them.
+A *claim* is an object (mostly a ``Work``) that reserves memory until the claim is over. This module knows
+nothing of what is done with the memory meanwhile.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from asynccoll.plan.trees import flatten
 
 __all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory"]
 
-#: Of memory that spans more, it is assumed that tensors which lie across each other share some.
+#: Two spread tensors are compared byte by byte if they span at most this; else they count as overlapping.
 _MOST_COMPARED_BYTES = 256 << 20
-#: So many claims are kept before it is looked which of them are over.
+#: Claims that are over are looked for only once there are this many stretches.
 _FEW = 64
 _is_xla: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Whether ``x`` is memory with an address; a lazy tensor (XLA) is a value that is computed some day."""
+    """Whether ``x`` has memory with an address; a lazy tensor (XLA) is a value that is computed later."""
     return not _is_xla(x)
 
 
 def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors begin at one address. Of lazy ones, which have none, it is never said."""
+    """Whether two tensors begin at one address. False for lazy tensors, which have none."""
     return x.data_ptr() == y.data_ptr() and has_memory(x)
 
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether some bytes of one tensor lie between the first and the last of the other, as views of one may.
+    """Whether the address ranges of two tensors overlap, each from its first to its last byte.
 
-    As ``numpy.may_share_memory``: it never misses shared memory, and says True of columns that lie across
-    each other, too. Lazy tensors (XLA) have no memory, and are never said to overlap.
+    As ``numpy.may_share_memory``: it never misses shared memory, but is also True for, say, different columns
+    of one matrix, which share none. It is False for lazy tensors (XLA), which have no memory.
     """
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         raise misfit("x and y of may_overlap", "tensors", (x, y))
@@ -51,7 +52,7 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _span_bytes(x: torch.Tensor) -> int:
-    """How many bytes there are from the first to the last of ``x``."""
+    """Return the number of bytes from the first to the last byte of ``x``."""
     if x.is_contiguous():
         return x.nbytes
     last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
@@ -59,14 +60,14 @@ def _span_bytes(x: torch.Tensor) -> int:
 
 
 class _Spread(NamedTuple):
-    """How the elements of a tensor that is not dense lie."""
+    """The layout of a tensor that is not contiguous: strides in elements, ``size`` in bytes of an element."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     size: int
 
     def comb(self) -> tuple[int, int] | None:
-        """``(step, run)`` if it is runs of that many bytes at equal steps, as columns are."""
+        """Return ``(step, run)`` in bytes if the tensor is equally spaced runs, as columns are; else None."""
         step, run = 0, self.size
         for stride, extent in sorted(zip(self.strides, self.shape, strict=True)):
             step_bytes = stride * self.size
@@ -84,7 +85,7 @@ class _Spread(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """The bytes in which a tensor lies: all of them are its own unless it is ``spread`` over them."""
+    """The address range of a tensor. ``spread`` is None if the tensor uses all of its bytes."""
 
     start: int
     end: int
@@ -92,7 +93,7 @@ class _Extent(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> _Extent:
-        """That of ``x``; what has no bytes of its own (lazy tensors, sparse ones) is itself alone."""
+        """Return the extent of ``x``. A lazy or sparse tensor, which has no range, meets only itself."""
         if x.layout is not torch.strided or not has_memory(x):
             return cls(id(x), id(x) + 1, None)
         start = x.data_ptr()
@@ -100,11 +101,11 @@ class _Extent(NamedTuple):
         return cls(start, start + _span_bytes(x), spread)
 
     def is_apart_from(self, other: _Extent) -> bool:
-        """Whether one ends before the other begins, or has no bytes."""
+        """Whether one range ends before the other begins, or is empty."""
         return max(self.start, other.start) >= min(self.end, other.end)
 
     def meets(self, other: _Extent) -> bool:
-        """Whether the two have bytes in common, also if they lie across each other, as columns do."""
+        """Whether the two have bytes in common. Columns of one matrix have overlapping ranges, but do not."""
         if self.is_apart_from(other):
             return False
         if self == other or not (self.spread or other.spread):
@@ -119,7 +120,7 @@ class _Extent(NamedTuple):
         return bool((self._mark(first, last) & other._mark(first, last)).any())
 
     def _mark(self, first: int, last: int) -> torch.Tensor:
-        """Which of the bytes from ``first`` to ``last`` are of this."""
+        """Return a mask of the bytes from ``first`` to ``last``, true for those of this tensor."""
         mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
         if self.spread is None:
             mask[self.start - first : self.end - first] = True
@@ -133,22 +134,22 @@ class _Extent(NamedTuple):
 
 
 class Claim(Protocol):
-    """Whose memory it is for a while."""
+    """An object that reserves the memory of ``out`` until it is over."""
 
     @property
     def claims(self) -> bool:
-        """Whether it is not over."""
+        """Whether the claim is not over."""
 
     @property
     def out(self) -> object:
-        """What is claimed: a tensor, or a tree of tensors."""
+        """The tensor, or tree of tensors, that is claimed."""
 
 
 _Ref = Callable[[], Claim | None]
 
 
 class _Stretch:
-    """Bytes from the first to the last of claims that lie across each other; mostly there is one."""
+    """An address range, and the claims in it. There is more than one claim only if their ranges overlap."""
 
     __slots__ = ("claims", "end", "start")
 
@@ -161,7 +162,7 @@ class _Stretch:
         self.claims += other.claims
 
     def is_claimed(self) -> bool:
-        """Whether a claim is left, once those that are over are forgotten."""
+        """Forget the claims that are over; return whether one is left."""
         self.claims = [one for one in self.claims if _holds(one[1])]
         return bool(self.claims)
 
@@ -179,9 +180,9 @@ def _holds(ref: _Ref) -> bool:
 
 
 class _Memory:
-    """What is claimed of one device's memory: stretches in the order of their addresses, none across another.
+    """The claims on one device's memory: stretches sorted by address, none of which overlap.
 
-    By address, not by storage: memory that came from NumPy or by DLPack has a storage for each view of it.
+    They are kept by address, not by storage: memory from NumPy or DLPack has a storage for each view of it.
     """
 
     def __init__(self) -> None:
@@ -189,7 +190,7 @@ class _Memory:
         self._most = _FEW
 
     def _across(self, extent: _Extent | _Stretch) -> slice:
-        """Where the stretches are that have a byte between the first and the last of ``extent``."""
+        """Return the slice of the stretches that overlap the range of ``extent``."""
         first = bisect_right(self._stretches, extent.start, key=_END)
         return slice(first, bisect_left(self._stretches, extent.end, lo=first, key=_START))
 
@@ -205,14 +206,17 @@ class _Memory:
         self._stretches[across] = [added]
 
     def find(self, extent: _Extent, but: Claim | None) -> Claim | None:
-        """One that is not over, on bytes of ``extent``; any ``but`` this."""
+        """Return a claim other than ``but`` that is not over and is on bytes of ``extent``, or None."""
         for stretch in self._stretches[self._across(extent)]:
             if (found := stretch.find(extent, but)) is not None:
                 return found
         return None
 
     def is_claimed(self) -> bool:
-        """Whether any of it may be: forgets the last stretches that are not, which in time are all."""
+        """Forget the stretches without claims at the end of the list; return whether any stretch is left.
+
+        Each call looks only at the end. That is enough for the memory to be dropped once all claims are over.
+        """
         while self._stretches and not self._stretches[-1].is_claimed():
             self._stretches.pop()
         return bool(self._stretches)
@@ -222,32 +226,33 @@ _START, _END = attrgetter("start"), attrgetter("end")
 
 
 class Claims:
-    """All claims, by the memory that is claimed. Nothing is kept alive here.
+    """All claims, by the memory that is claimed. The claims are weakly referenced.
 
-    Most claims are over before anybody asks. So one is only noted down, struck out if it is over by then, and
-    looked at when somebody asks.
+    Most claims are over before ``find`` is called. So ``add`` only notes a claim, ``is_over`` strikes it out
+    again, and ``find`` looks up the addresses of those that are left.
     """
 
     def __init__(self) -> None:
-        # Not looked at yet, by address. Changed without a lock: garbage is collected with anybody's held.
+        # Claims whose addresses were not looked up yet, by ``id``. Changed without the lock, since garbage
+        # collection may add one (for a work that was dropped) in a thread that holds any lock.
         self._new: dict[int, _Ref] = {}
         self._memories: dict[torch.device, _Memory] = {}
         self._lock = host.Lock()
 
     def unlock(self) -> None:
-        """In a forked child: whichever thread held the lock is not there."""
+        """Replace the lock in a forked child, where the thread that held it does not exist."""
         self._lock = host.Lock()
 
     def add(self, claim: Claim) -> None:
-        """Until it is over, what it claims is nobody else's."""
+        """Add ``claim``, to be found until it is over."""
         self._new[id(claim)] = weakref.ref(claim)
 
     def is_over(self, claim: Claim) -> None:
-        """It claims nothing any more: nobody need look at it."""
+        """Strike out ``claim``, which is over, if its addresses were not looked up yet."""
         self._new.pop(id(claim), None)
 
     def _look(self) -> None:
-        """Find out where the memory is of those that are new, and not over."""
+        """Look up the addresses of the new claims that are not over. Called with the lock held."""
         while self._new:
             try:
                 _, ref = self._new.popitem()
@@ -262,7 +267,7 @@ class Claims:
                     self._memories.setdefault(x.device, _Memory()).add(extent, ref)
 
     def find(self, xs: Iterable[torch.Tensor], but: Claim | None = None) -> Claim | None:
-        """A claim on bytes of ``xs`` that is not over; any ``but`` this."""
+        """Return a claim other than ``but`` that is not over and is on bytes of ``xs``, or None."""
         if not (self._new or self._memories):
             return None
         with self._lock:

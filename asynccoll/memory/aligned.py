@@ -1,8 +1,8 @@
-"""Where tensors lie in flat memory: one after the other, each at an address that kernels may rely on.
+"""Where tensors lie in flat memory: one after the other, each at an aligned address.
 
-CUDA's kernels read 16 bytes at a time, and not all of them look first whether they may: a bias in the middle
-of flat memory ends cuBLASLt in "misaligned address" (pytorch#194497), after which the device is lost to the
-process. FSDP aligns the parameters in its flat ones for this reason, too.
+CUDA kernels read 16 bytes at a time, and not all of them check the alignment first: with a bias in the middle
+of flat memory cuBLASLt fails with "misaligned address" (pytorch#194497), after which the process cannot use
+the device any more. FSDP aligns the parameters in its flat ones for this reason, too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 __all__ = ["Layout"]
 
-#: Bytes, as FSDP's. Every allocation starts at a multiple of more.
+#: In bytes, the same as FSDP's. Every allocation starts at a multiple of more.
 ALIGNMENT = 16
 
 
 class Layout:
-    """The places of tensors of these numbers of elements, and how many elements flat memory of them has.
+    """The offsets of tensors with ``counts`` elements in flat memory, and how many elements it has in all.
 
     >>> layout = Layout([3, 5], itemsize=4, parts=3)
     >>> layout.starts, layout.elements   # 3 and a gap of 1, then 5; 12 are three parts of 4 each
@@ -27,19 +27,19 @@ class Layout:
     """
 
     def __init__(self, counts: Sequence[int], itemsize: int, parts: int = 1) -> None:
-        """``parts``: into how many equal parts the memory can be cut, each of them aligned as well."""
+        """The memory can be cut into ``parts`` equal parts, each of which begins aligned as well."""
         step = max(1, ALIGNMENT // itemsize)
         self.counts: list[int] = list(counts)
         self.starts: list[int] = [0, *accumulate(count + -count % step for count in counts)]
         end = self.starts.pop()
         self.elements: int = end + -end % (step * parts)
-        #: Elements left free behind each.
+        #: Unused elements behind each tensor.
         self.gaps: list[int] = [-count % step for count in counts]
         if self.gaps:
             self.gaps[-1] += self.elements - end
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' elements, as views of flat memory, which may go on behind them."""
-        # One call, so that backward joins their gradients once.
+        """Return each tensor's elements as a 1-d view of ``flat``, which may be longer than needed."""
+        # One call of split, so that backward joins their gradients once.
         pieces = [size for pair in zip(self.counts, self.gaps, strict=True) for size in pair]
         return list(torch.split(flat[: self.elements], pieces)[::2])

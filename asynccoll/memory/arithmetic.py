@@ -1,4 +1,4 @@
-"""Reductions of what several ranks have sent, with torch and in rank order, so that all get the same bits."""
+"""Reductions of tensors from several ranks, with torch and in rank order, so that all get the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 def reduce_chunks(
     chunks: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The chunks of all ranks reduced in rank order, so that every rank gets the same bits.
+    """Reduce the chunks of all ranks in rank order, so that every rank gets the same bits.
 
     Half precision is accumulated in float32 and rounded once. ``AVG`` divides by ``len(chunks)``.
     ``out`` may be the memory of one of the first two chunks.

@@ -1,4 +1,4 @@
-"""New memory for results: large ones in large pages, where the kernel gives them to who asks for them.
+"""New memory for results: for large ones it asks the kernel for large pages.
 
 The kernel clears pages one by one as they are first written. For 64 MiB in pages of 4 KiB that takes longer
 than the collective that writes them.
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["fresh"]
 
-#: From here on it pays to ask: less comes from memory that the process has had before.
+#: Asking pays from this size on: smaller tensors come from memory that the process has used before.
 _LARGE_BYTES = 4 << 20
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
@@ -24,10 +24,10 @@ _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def fresh(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """A new tensor of that shape, with the dtype and on the device of ``like``."""
+    """Return a new, uninitialized tensor of that shape, with the dtype and on the device of ``like``."""
     made = torch.empty(shape, dtype=like.dtype, device=like.device)
     if _ADVICE is not None and made.device.type == "cpu" and made.nbytes >= _LARGE_BYTES:
         start = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (made.data_ptr() + made.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _ADVICE)  # refused: as without
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _ADVICE)  # may be refused: no harm
     return made

@@ -1,4 +1,4 @@
-"""Which tensors may be sent or filled: plain memory, which no earlier call is still to fill."""
+"""Which tensors may be sent or filled: plain memory that no earlier call still fills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "writable_together",
 ]
 
-#: Types of tensors that are nothing but memory.
+#: The types of tensors that are plain memory, and never wrap others.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr
 _is_inference = torch.Tensor.is_inference
@@ -31,11 +31,11 @@ _is_nested = attrgetter("is_nested")
 
 
 def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
-    """``x`` as a ``torch.Tensor`` that native code may read: itself, or what a harmless subclass is.
+    """Return ``x`` as a ``torch.Tensor`` that native code may read: a harmless subclass becomes a plain one.
 
     Wrappers (``DTensor``, fake and functorch tensors), nested and quantized ones, and tensors whose storage
-    was freed have no such memory: ``PayloadTypeError``, with the cure. What an earlier call is still to fill
-    is refused with ``InvalidArgumentError``.
+    was freed have no such memory: ``PayloadTypeError``, with the cure. Memory that an earlier call still
+    fills is refused with ``InvalidArgumentError``.
     """
     try:
         plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested
@@ -48,7 +48,7 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``plain_tensor`` of each, quick where all are ordinary."""
+    """Return ``plain_tensor`` of each, quickly if all are of ordinary types."""
     if ORDINARY.issuperset(map(type, xs)):
         try:
             if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
@@ -60,7 +60,7 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
-    """What ``plain_tensor`` says of all that is not quite ordinary."""
+    """Return as ``plain_tensor``, or refuse with the reason, a tensor that failed its quick test."""
     if is_lazy(x):
         raise PayloadTypeError(
             f"{name} got an {type(x).__name__}, which has no shape yet; run the module once "
@@ -68,9 +68,9 @@ def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
         )
     wrapped = _is_wrapper(x)
     if not wrapped and (x.layout is not torch.strided or x.device.type in ("meta", "xla")):
-        return x  # has no address, and is refused or carried by name elsewhere
+        return x  # has no address; later code refuses this layout or device by name, or supports it
     if not wrapped and not x.is_nested and (x.data_ptr() or not x.numel()):
-        # ``as_subclass`` shares memory and history, and asks no ``__torch_function__``.
+        # ``as_subclass`` shares memory and autograd history, and calls no ``__torch_function__``.
         return x if type(x) in ORDINARY else torch.Tensor.as_subclass(x, torch.Tensor)
     raise PayloadTypeError(f"{name} got {_what(x)}")
 
@@ -111,7 +111,10 @@ def _what(x: torch.Tensor) -> str:
 
 
 def writable(name: str, out: torch.Tensor) -> None:
-    """Refuse ``out=``, which is plain memory, if it cannot be filled as it is, before anything is sent."""
+    """Refuse an ``out=`` of plain memory that cannot be filled, before anything is sent.
+
+    Otherwise tell autograd that it is being filled, as ``overwritten`` does.
+    """
     inference = out.is_inference()
     if inference and not torch.is_inference_mode_enabled():
         raise InvalidArgumentError(
@@ -128,9 +131,9 @@ def writable(name: str, out: torch.Tensor) -> None:
 
 
 def overwritten(*outs: torch.Tensor) -> None:
-    """Have autograd know that ``outs`` are being filled, which it does not see.
+    """Tell autograd that ``outs`` are being filled, which it cannot see.
 
-    A backward that needs what one of them held before raises then, as after any operation in place.
+    A backward that needs the previous values of one of them then raises, as after any operation in place.
     """
     for out in outs:
         if not out.is_inference():
@@ -138,14 +141,17 @@ def overwritten(*outs: torch.Tensor) -> None:
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor; torch's own ``view`` minds the stride of a single element."""
+    """Return the bytes of a contiguous tensor as a flat uint8 tensor.
+
+    ``x.view(torch.uint8)`` alone would depend on the stride even of a dimension with a single element.
+    """
     if not x.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _folded(x: torch.Tensor) -> bool:
-    """Whether two elements may have one address: a stride is shorter than what lies within it."""
+    """Whether two elements may have one address: a stride is shorter than what the smaller strides span."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -156,21 +162,24 @@ def _folded(x: torch.Tensor) -> bool:
 
 
 def _apart(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
-    """Whether all ``outs`` have addresses of their own, none of which is that of another's input.
+    """Whether all ``outs`` begin at different addresses, and none at that of another leaf's input.
 
-    Quick, and no for whatever has to be looked at one by one.
+    This is the quick check: it is also False in cases that have to be checked leaf by leaf.
     """
     try:
         filled = set(map(_data_ptr, outs))
         if 0 in filled or len(filled) < len(outs):
             return False
         return all(map(is_, xs, outs)) or filled.isdisjoint(map(_data_ptr, xs))
-    except RuntimeError:  # of those that have no storage
+    except RuntimeError:  # a tensor without storage
         return False
 
 
 def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """Refuse ``outs`` where filling one changes another, or one of ``xs`` that is yet to be sent."""
+    """Refuse ``outs`` if filling one would change another, or one of ``xs`` that is yet to be sent.
+
+    For each of ``outs`` it also does what ``writable`` does.
+    """
     sent, of_this_mode = set(xs), torch.is_inference_mode_enabled() or not any(map(_is_inference, outs))
     for out in outs:
         if of_this_mode and out in sent and out.layout is torch.strided and out.is_contiguous():

@@ -1,8 +1,8 @@
-"""Memory that a call fills (``out=``), which no other call may use before somebody has waited for that one.
+"""Memory that a call fills (``out=``). No other call may use it before somebody has waited for the first.
 
-Native operations on the same memory run at the same time (gloo has several threads), and where the bytes that
-arrive are not the result (a packed tree, strides, an average) the rest is done by the waiter. A call that
-reads such memory meanwhile would send anything, without a word.
+Native operations on the same memory may run at the same time (gloo has several threads). And if the received
+bytes are not yet the result (a packed tree, strides, an average), the waiter does the rest. A call that read
+such memory too early would silently send wrong data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Written(Protocol):
     """The completion of an operation that fills memory."""
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Call it once the operation is over."""
+        """Call ``callback`` once the operation is over."""
 
     def writing(self) -> bool:
         """Whether a native operation may still write."""
@@ -37,18 +37,18 @@ class Filling(Protocol):
 
     @property
     def completion(self) -> Written:
-        """When it is over."""
+        """The completion of its native operation."""
 
     @property
     def name(self) -> str:
-        """Of the collective."""
+        """The name of the collective."""
 
     @property
     def place(self) -> object:
         """The line that called it."""
 
     def done(self) -> bool:
-        """Whether waiting for it is over."""
+        """Whether it is over for its waiters."""
 
 
 class Filler(Claim, Protocol):
@@ -56,19 +56,19 @@ class Filler(Claim, Protocol):
 
     @property
     def operations(self) -> tuple[Filling, ...]:
-        """What does it."""
+        """The operations that fill ``out``."""
 
     @property
     def pending(self) -> bool:
-        """Whether somebody has still to wait for it."""
+        """Whether nobody has waited for it yet."""
 
 
-#: Works whose ``out`` is nobody else's.
+#: The works whose ``out`` no other call may use.
 claims: Claims = host.per_process(Claims, forked=Claims.unlock)
 
 
 class _Dropped:
-    """What is left of a work of which its user let go with its operations under way."""
+    """The claim that replaces a work which its user dropped while its operations were in flight."""
 
     __slots__ = ("__weakref__", "operations", "out")
 
@@ -81,11 +81,11 @@ class _Dropped:
         return any(not one.done() or one.completion.writing() for one in self.operations)
 
     def over(self) -> None:
-        """One of them is: they keep this alive until then."""
+        """Do nothing: as a callback of the operations, this keeps the claim alive until they are over."""
 
 
 def let_go(out: object, operations: tuple[Filling, ...]) -> None:
-    """The work of these was dropped, and they may still be writing to ``out``."""
+    """Keep ``out`` claimed for the ``operations`` of a dropped work, which may still write to it."""
     left = _Dropped(out, operations)
     for operation in operations:
         operation.completion.add_callback(left.over)
@@ -93,7 +93,7 @@ def let_go(out: object, operations: tuple[Filling, ...]) -> None:
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
-    """Refuse to read or fill what an earlier call, other than ``but``, is still to fill."""
+    """Refuse to read or fill memory that an earlier call, other than ``but``, still fills."""
     claim = claims.find(xs, but)
     if claim is None:
         return

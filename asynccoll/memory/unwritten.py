@@ -1,9 +1,9 @@
-"""Whether somebody has written to what a call reads before it was waited for.
+"""Whether the input of a call was written to before the call was waited for.
 
-Some transports copy an input at the call, others read it later, so that such a write gives other numbers
-on other backends, without a word. Torch counts the writes to a tensor, those to all views of one memory
-together: of a view that is a part of its base nothing can be said, as of what has no count because it was
-made in inference mode.
+Some transports copy an input at the call, others read it later, so that such a write silently gives different
+results on different backends. Torch counts the writes to a tensor; all views of one memory share a count. So
+writes cannot be detected for a view of a part of its base, nor for tensors made in inference mode, which have
+no count.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _version = attrgetter("_version")
 
 
 def counted(x: Any, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """``x`` if torch counts the writes to it, and to nothing else; not what is filled itself, as ``out``.
+    """Return ``x`` if torch counts the writes to it and to nothing else; else None.
 
-    Nor what is on a lazy device: a call there has what its input was.
+    None also if ``out`` overlaps ``x``, since the call itself writes there, and for a lazy tensor, since a
+    call on it uses the value that it had then.
     """
     if type(x) not in ORDINARY or x.is_xla or (x._is_view() and _is_a_part(x)):
         return None
@@ -44,12 +45,12 @@ def _is_a_part(view: torch.Tensor) -> bool:
 
 
 def counted_of(xs: Iterable[object]) -> list[torch.Tensor] | None:
-    """Those of ``xs`` that are; None if there are none."""
+    """Return those of ``xs`` whose writes are counted (``counted``) and that have elements; None if none."""
     return [x for x in map(counted, xs) if x is not None and x.numel() and not x.is_inference()] or None
 
 
 def writes_to(read: Read) -> int:
-    """How often somebody has written to it so far."""
+    """Return how often ``read`` was written to so far."""
     try:
         count: int = sum(map(_version, read)) if type(read) is list else _version(read)
     except RuntimeError:  # made in inference mode: never
@@ -58,5 +59,5 @@ def writes_to(read: Read) -> int:
 
 
 def is_empty(read: Read) -> bool:
-    """Whether there is nothing in it that could be written to."""
+    """Whether ``read`` has no elements that could be written to."""
     return type(read) is not list and not read.numel()  # type: ignore[union-attr]  # of a list only what holds some
