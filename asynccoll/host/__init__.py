@@ -1,6 +1,6 @@
-"""What the system gives: threads and clocks, processes, forks, exits, sockets, the store, and who is calling.
+"""The process and its system: threads and clocks, forks, exits, sockets, the store, and who is calling.
 
-Must not know what a collective is: what is above is handed to it as a function, a value or a protocol.
+Must not know what a collective is: the layers above pass in functions, values and protocols.
 """
 
 from asynccoll.host.primitives import (

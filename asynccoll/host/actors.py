@@ -1,12 +1,12 @@
-"""Who is calling: an asyncio task, a trio task, or a plain thread, and whom it descends from.
+"""*Actors*, which call operations (asyncio tasks, trio tasks, plain threads), and whom each descends from.
 
 A lane belongs to the actor that issued on it last, and another may follow only in an order that is certain.
-Calls are numbered in the process, and a context tells the last one made in it: so it is known which of its
-parent's calls came before a child.
+Calls are numbered within the process, and a context (of ``contextvars``) holds the number of the last call
+made in it. A child inherits that number: so it is known which of its parent's calls came before it.
 
-Tasks are looked up in the event loops' own tables. A thread is stood for by an object that lives in
-its context: the worker of a pool, which never ends, runs each job in a copy of the submitter's
-context, and with that copy its actor ends.
+Tasks are looked up in the event loops' own tables. A thread is represented by an object in its context: a
+pool's worker, which never ends, runs each job in a copy of the submitter's context, and with that copy the
+job's actor ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 Actor = object  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop
-# Before 3.12 asyncio.current_task is Python and three times dearer than the table it reads.
+# Before 3.12 asyncio.current_task is written in Python, and takes three times as long as the table it reads.
 asyncio_task: Callable[[Any], asyncio.Task[object] | None] = (
     asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
@@ -56,28 +56,29 @@ class _ThreadActor:
 
 
 class Descent(NamedTuple):
-    """An actor that has issued something, and the one whose context it inherited."""
+    """An actor that has issued something, and the actors that it descends from."""
 
     actor: Actor
+    #: Of the actor whose context this one inherited.
     parent: Descent | None
-    #: The last call in that context before it was inherited.
+    #: The number of the last call in that context before it was inherited.
     after: int
 
 
 _descent: ContextVar[Descent | None] = ContextVar("asynccoll_descent", default=None)
-_calls = itertools.count(1)  # only grows: nobody's state
+_calls = itertools.count(1)  # only grows, and holds nothing of a rank
 _last_call: ContextVar[int] = ContextVar("asynccoll_last_call", default=0)
 
 
 def called() -> int:
-    """The number of a call that is made now; who is started from here on comes after it."""
+    """Number a call that is made now, and return its number; actors started from here on come after it."""
     number = next(_calls)
     _last_call.set(number)
     return number
 
 
 def trio_task() -> Any:
-    """The current trio task, or None; trio is looked at only where somebody imported it."""
+    """The current trio task, or None; also None if nobody has imported trio."""
     trio = sys.modules.get("trio")
     if trio is None:
         return None
@@ -88,7 +89,7 @@ def trio_task() -> Any:
 
 
 def current() -> Descent:
-    """The running actor, and the line it descends from; recorded for its children to inherit."""
+    """Return the running actor and those it descends from; record them in the context, for its children."""
     node = _descent.get()
     loop = _running_loop()
     task = asyncio_task(loop) if loop is not None else None
@@ -108,14 +109,17 @@ def current() -> Descent:
 
 
 def _shortened(node: Descent) -> Descent:
-    """The line is kept as long as it matters, not as long as it was."""
+    """Drop the nearest ancestors of ``node`` that have ended, so that lines do not grow for ever."""
     while node.parent is not None and ended(node.parent.actor):
         node = node._replace(parent=node.parent.parent, after=node.parent.after)
     return node
 
 
 def started_after(node: Descent, ancestor: Actor) -> int | None:
-    """The last call of ``ancestor`` before it started ``node``, or an ancestor of that; None: it did not."""
+    """The number of ``ancestor``'s last call before it started ``node``, or one from which ``node`` descends.
+
+    None if it has started none of them.
+    """
     for below in line(node):
         if below.parent is not None and below.parent.actor is ancestor:
             return below.after
@@ -123,14 +127,14 @@ def started_after(node: Descent, ancestor: Actor) -> int | None:
 
 
 def line(node: Descent | None) -> Iterator[Descent]:
-    """``node``, whom it descends from, and so on."""
+    """Yield ``node``, its parent, and so on."""
     while node is not None:
         yield node
         node = node.parent
 
 
 def thread_of(actor: Actor) -> host.Thread | None:
-    """The thread that it is, or whose job; None for a task."""
+    """The thread that ``actor`` is, or is a job of; None for a task."""
     return actor.thread if isinstance(actor, _ThreadActor) else None
 
 
@@ -146,9 +150,9 @@ def ended(actor: Actor) -> bool:
 
 
 def left(actor: Actor, file: str) -> bool:
-    """Whether ``actor`` is a thread that no longer runs anything of ``file``, where it issued.
+    """Whether ``actor`` is a thread that no longer runs any code of ``file``, where it issued.
 
-    A pool may keep a job's context until the next one comes; its stack tells that the job is over.
+    A pool may keep a job's context until the next job; the thread's stack tells that the job is over.
     """
     if not isinstance(actor, _ThreadActor):
         return False

@@ -1,9 +1,9 @@
-"""Short questions and answers between the ranks of a job, for those who know the job's secret.
+"""Short questions and answers between the ranks of a job, which share a secret.
 
-A question is a few bytes, an answer one JSON object, compressed: it may have to share a link with what keeps
-the ranks waiting. Who connects is sent a nonce, and has two seconds to
-send its digest under the secret with the question; a client that sends anything else, too much, or nothing,
-is disconnected, and nothing of it is kept. It must not know what is asked.
+A question is a few bytes, an answer one JSON object, compressed: it may have to share a link with the data
+that the ranks wait for. A client that connects is sent a nonce, and has two seconds to send the question with
+a digest of both under the secret. A client that sends anything else, too much, or nothing, is disconnected,
+and nothing of it is kept. This module must not know what is asked.
 
     nonce, 16 bytes  ->
                      <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 2 bytes; question
@@ -29,16 +29,17 @@ __all__ = ["Answers", "ask"]
 
 K = TypeVar("K", bound=Hashable)
 
-#: How long one connection may take, and how many there may be at once: the oldest has to go.
+#: How long one connection may take.
 PATIENCE_SECONDS = 2.0
+#: How many connections there may be at once; for a further one the oldest is closed.
 MOST_CONNECTIONS = 64
-#: A connection is there once it can be written to.
+#: A socket is connected once it can be written to.
 _ANYTHING = selectors.EVENT_READ | selectors.EVENT_WRITE
 _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 2
 _QUESTION_BYTES = 2048
-#: An answer that is longer is none, nor is one that inflates to more.
+#: A longer answer counts as none, and so does one that inflates to more.
 _ANSWER_BYTES = 1 << 22
 _STOP_SECONDS = 1.0
 
@@ -52,7 +53,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class _Asker:
-    """One connection to who answers: what has come, and what is still to be sent."""
+    """One client's connection: what has been received, and what is still to be sent."""
 
     def __init__(self, line: socket.socket, until: float) -> None:
         self.line = line
@@ -63,7 +64,10 @@ class _Asker:
         self.left = self.nonce
 
     def question(self, secret: bytes) -> bytes | None:
-        """What it asks, once all of it has come. Raises ``ValueError`` if it does not know the secret."""
+        """The question, or None until all of it has come.
+
+        Raises ``ValueError`` if the client does not know the secret.
+        """
         begins = _DIGEST_BYTES + _LENGTH_BYTES
         if len(self.came) < begins:
             return None
@@ -114,7 +118,7 @@ class Answers:
     def _accept(self) -> None:
         try:
             line, _ = self._listening.accept()
-        except OSError:  # it is gone again, or there are no descriptors: room is made, then
+        except OSError:  # the client has gone, or no descriptor is left: closing a connection frees one
             self._drop_oldest()
             return
         line.setblocking(False)
@@ -134,12 +138,12 @@ class Answers:
         asker.line.close()
 
     def _serve(self, asker: _Asker) -> None:
-        """Send and receive what is possible now."""
+        """Send and receive what is possible now, and close the connection once it is over or has failed."""
         try:
             over = self._send(asker) or self._receive(asker)
         except (OSError, ValueError):
             over = True
-        except Exception:  # what is asked for cannot be found out: nobody else is to suffer
+        except Exception:  # the function that answers has failed: other clients are still served
             over = True
         if over:
             self._drop(asker)
@@ -172,14 +176,14 @@ class Answers:
         return False
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering, and close all connections."""
         self._wake.send(b"x")
         if self._thread is not host.current_thread():
             self._thread.join(_STOP_SECONDS)
         self.disown()
 
     def disown(self) -> None:
-        """Close what it has. In a forked child, where its thread is not."""
+        """Close all sockets; in a forked child, which does not have the thread, there is no more to do."""
         for line in (self._listening, self._wake, self._woken, *self._askers):
             line.close()
         self._selector.close()
@@ -193,11 +197,12 @@ def ask(
     *,
     reach: float | None = None,
 ) -> dict[K, dict[str, object] | None]:
-    """What each of ``peers`` (address, port) answers, all asked at once.
+    """Ask all of ``peers`` (address, port) at once, and return the answer of each.
 
-    None is of who has taken the connection and says nothing for ``seconds``, or longer on a long way; who
-    has begun to answer is waited for. Those are left out to whom there was no connection within ``reach``
-    seconds.
+    The answer is None for a peer that takes the connection but then sends nothing for ``seconds`` and twice
+    the time that connecting took; each part of an answer starts that time anew. Peers with which there is no
+    connection within ``reach`` seconds (by default ``seconds``) are left out. The call ends two seconds after
+    ``reach`` at the latest.
     """
     found: dict[K, dict[str, object] | None] = {}
     asked = question.encode()
@@ -232,7 +237,7 @@ def ask(
                     continue
                 found.setdefault(peer, None)
                 now = host.monotonic()
-                # As far as the connection was there and back, and once more.
+                # Connecting took one round trip: that and one more are allowed for.
                 ends[line] = now + seconds + 2 * ways.setdefault(line, now - started)
                 selector.modify(line, selectors.EVENT_READ, key.data)
                 if _heard(line, came, secret, asked):
@@ -242,7 +247,10 @@ def ask(
 
 
 def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) -> bool:
-    """Read what is there; send the question once the nonce is. Whether that was all."""
+    """Read what has come, and send the question once the nonce is complete.
+
+    Returns whether nothing more is to be read: the answer is complete, too long, or the connection has ended.
+    """
     before = len(came)
     try:
         some = line.recv(1 << 16)

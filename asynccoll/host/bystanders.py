@@ -1,8 +1,8 @@
-"""Who runs beside a task or thread: who was there when it came, and neither started it nor waits for it.
+"""Which tasks or threads run *beside* an actor: they already existed, and neither started it nor wait for it.
 
-Ranks may run such tasks in different order. trio and anyio tell who started a task. asyncio does not; but who
-waits for one stands in its callbacks, and the names that asyncio gives are numbered. What this reads there is
-private; where a Python has it no more, numbers alone decide, and more is refused.
+Ranks may run such tasks in different order. trio and anyio tell which task started another. asyncio does not;
+but a task's callbacks tell which tasks wait for it, and the names that asyncio gives are numbered. The
+attributes read here are private; in a Python that lacks them numbers alone decide, and more is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["beside", "ran_beside"]
 
 
 def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
-    """The tasks that are there already, and can neither have started that of ``node`` nor wait for it.
+    """The existing tasks that can neither have started the task of ``node`` nor wait for it.
 
-    Where that is a thread: the threads.
+    If the actor of ``node`` is a thread: the threads that were started later.
     """
     task = node.actor
     if (thread := actors.thread_of(task)) is not None:
@@ -44,7 +44,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
         above.update(map(id, waiting))
     known = above | line
     first = min((number for one in tasks if (number := _number(one)) is not None), default=None)
-    # Nobody has started the first; but of a task that nobody waits for, its number is all that is known.
+    # No task has started the first. Of any other task that nobody waits for only the number is known.
     tops = [top for top in tops if top is task or first is None or _number(top) != first]
     return weakref.WeakSet(
         one
@@ -55,7 +55,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
 
 
 def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
-    """Whether that of ``node`` is one of ``others``, or was started by one, or only they wait for it."""
+    """Whether the actor of ``node`` is one of ``others``, descends from one, or only they wait for it."""
     if not others:
         return False
     these = {id(one) for one in others}
@@ -78,7 +78,7 @@ def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
 
 
 def _younger(thread: Any) -> list[Any]:
-    """The threads that were started later: none of them has started this one."""
+    """The threads that were started after ``thread``: none of them has started it."""
     running = threading.enumerate()  # in the order in which they were started
     return running[running.index(thread) + 1 :] if thread in running else []
 
@@ -86,10 +86,10 @@ def _younger(thread: Any) -> list[Any]:
 def _may_start(one: Any, task: Any, first: int | None) -> bool:
     """Whether ``one`` can have started ``task``, as far as their names tell.
 
-    asyncio does not tell who started a task, but it numbers those that nobody names. Of two such only the
-    older can have started the other; of one with and one without a name the loop's first task can, or else
-    the one with; of two that were named neither. So where ranks run two tasks in different order, one of
-    the ranks has the one beside the other that it follows there.
+    asyncio does not tell which task started another, but it numbers those that nobody names. A numbered task
+    can have started the numbered ones that are younger, and a named one only if it is the loop's ``first``
+    task. A named task can have started any numbered one, but no named one. So where ranks run two tasks in
+    different order, the task that comes second runs beside the other on at least one of the ranks.
     """
     number, other = _number(one), _number(task)
     if number is None:
@@ -102,7 +102,7 @@ def _is_of_trio(task: Any) -> bool:
 
 
 def _number(task: Any) -> int | None:
-    """The place among all tasks of one that asyncio has named."""
+    """The number in a name that asyncio has given; None for any other task."""
     if not isinstance(task, asyncio.Task):
         return None
     kind, _, number = task.get_name().partition("-")
@@ -110,7 +110,10 @@ def _number(task: Any) -> int | None:
 
 
 def _waiters(tasks: list[Any]) -> Callable[[Any], list[Any]]:
-    """A function that tells who waits for a task, as far as that is known; of all in ``tasks`` it is."""
+    """Return a function that gives the tasks which wait for a task, as far as that is known.
+
+    Of anyio's task groups it knows those whose parent is in ``tasks``.
+    """
     ours = [one for one in tasks if not _is_of_trio(one)]  # trio tells itself
     parents = _parents_by_anyio(ours) if ours and "anyio" in sys.modules else {}
 
@@ -125,7 +128,7 @@ def _waiters(tasks: list[Any]) -> Callable[[Any], list[Any]]:
 
 
 def _parents_by_anyio(tasks: list[Any]) -> dict[int, Any]:
-    """By a task's identity that whose task group has started it."""
+    """By a task's id the task whose task group has started it."""
     import anyio
 
     known = {id(one): one for one in tasks}
@@ -135,7 +138,7 @@ def _parents_by_anyio(tasks: list[Any]) -> dict[int, Any]:
 def _waiting_for(task: Any) -> list[Any]:
     """The asyncio tasks that wait for ``task``: by await, gather, wait, wait_for, shield, or in a TaskGroup.
 
-    Its callbacks tell. One resumes the waiter itself, or sets a future that this waits for.
+    The task's callbacks tell: each resumes a waiter, or sets a future that the waiter waits for.
     """
     found, futures = [], [task]
     for future in futures:  # grows
@@ -150,7 +153,7 @@ def _waiting_for(task: Any) -> list[Any]:
 
 
 def _held_by(callback: Any) -> Iterator[Any]:
-    """The objects that a callback is bound to, is given, or has in its scope."""
+    """The objects that a callback is bound to, is passed, or closes over."""
     bound = getattr(callback, "__self__", None)
     yield bound
     yield getattr(bound, "_parent_task", None)  # of an asyncio.TaskGroup
@@ -161,7 +164,7 @@ def _held_by(callback: Any) -> Iterator[Any]:
 
 
 def _trio_tasks() -> Iterator[Any]:
-    """All tasks of this thread's trio."""
+    """All tasks of the trio run in this thread."""
     import trio
 
     root = trio.lowlevel.current_root_task()

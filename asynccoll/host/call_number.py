@@ -1,4 +1,4 @@
-"""The number of a call in its lane's order, and how people read it."""
+"""The number of a call in its lane's order, and how it is written for people."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ __all__ = ["CHILD", "ROUND", "call_name", "counterpart", "message_name", "number
 
 #: More calls than a rank makes between two joins: after each, all ranks count on from the next multiple.
 ROUND = 1 << 30
-#: Likewise, more than a child task of a group makes: where another one has its lane after it, all ranks count
-#: on from the next multiple, so that what one of them calls is never taken for a call of the other.
+#: More calls than a child task of a task group makes. If the next child gets its lane, all ranks count on
+#: from the next multiple, so that a call of one child is never taken for a call of the other.
 CHILD = 1 << 40
 
 
 def call_name(operation: str, sequence: int) -> str:
-    """``all_reduce #12``; of a message, which has no place in the order (0), ``send``."""
+    """``all_reduce #12``, or ``send`` for a message, which has no place in the order (``sequence`` is 0)."""
     return f"{operation} {numbered(sequence)}" if sequence else operation
 
 
@@ -22,7 +22,7 @@ def message_name(operation: str, peer: int, tag: int) -> str:
 
 
 def counterpart(operation: str) -> str:
-    """What the other rank of a message calls; "" of what is no message."""
+    """What the other rank of a message calls; "" if ``operation`` is no message."""
     of = operation.rpartition(" ")[2]  # what follows on a message is named "decode of recv_object"
     if of.startswith("send"):
         return of.replace("send", "recv", 1)
@@ -30,7 +30,7 @@ def counterpart(operation: str) -> str:
 
 
 def numbered(sequence: int) -> str:
-    """``#12``, ``#12 after 2 joins``, ``#12 of child task 3``: of the third of its name."""
+    """``#12``, ``#12 after 2 joins``, ``#12 of child task 3``: the third child of its name."""
     child, number = divmod(sequence, CHILD)
     joins, number = divmod(number, ROUND)
     of = f" of child task {child + 1}" if child else ""

@@ -18,7 +18,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: torch calls back into this package (autograd, hooks); its frames are not the user's place either
 _TORCH = os.path.join("site-packages", "torch") + os.sep
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
-#: These run jobs and tasks for others. Nobody calls from there, and a pool's threads are always in them.
+#: These files run jobs and tasks for others: they are on the stack of every pool thread, but never the place
+#: of a call.
 _RUNNERS = tuple(
     os.path.join(*parts)
     for parts in (
@@ -32,9 +33,10 @@ _RUNNERS = tuple(
 )
 
 _OURS, _RUNNER, _USERS = 1, 2, 3
-#: What is known of files: looking up is cheaper than comparing. ``contextlib`` leaves blocks for others.
+#: The kind of each file seen: looking up is cheaper than comparing. ``contextlib`` enters and leaves blocks
+#: on behalf of its callers, so it is not the place of a call either.
 _kinds: dict[str, int] = {contextlib.__file__: _OURS, threading.__file__: _RUNNER}
-#: Between here and the user are at least: this, Lane.issue, Call._begin, Call.begin, _start.
+#: The frames from here to the user's are at least: this one, Lane.issue, Call._begin, Call.begin, _start.
 _LEAST_DEPTH = 4
 
 
@@ -49,19 +51,19 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """A place as it is noted down in every call: which line it is, is found out when somebody asks."""
+    """A place as every call records it; the line is worked out only when somebody asks for it."""
 
     code: CodeType | None
     instruction: int
 
     @property
     def file(self) -> str:
-        """Of the source."""
+        """The source file."""
         return "" if self.code is None else self.code.co_filename
 
     @property
     def place(self) -> Place:
-        """The line."""
+        """The line of the source."""
         if self.code is None:
             return Place("", 0)
         lines = self.code.co_lines()
@@ -70,16 +72,16 @@ class Spot(NamedTuple):
 
 
 NOWHERE = Spot(None, 0)
-#: Where the user called what is issued now, if that is somewhere else (a call that was put off).
+#: The place of the user's call, if the operation is issued later from somewhere else.
 called_at: ContextVar[Spot | None] = ContextVar("asynccoll_called_at", default=None)
-#: Which line of the user's a hook works for: backward may run in a thread where there is none on the stack.
+#: The user's line that a hook works for: backward may run in a thread that has none on its stack.
 _on_behalf: ContextVar[Spot | None] = ContextVar("asynccoll_on_behalf", default=None)
 _new_spot = partial(tuple.__new__, Spot)  # a named tuple's own __new__ is Python
 
 
 @contextlib.contextmanager
 def on_behalf_of(spot: Spot) -> Iterator[None]:
-    """What is called in the block, by none of the user's lines, is called for this one."""
+    """In this block, calls with no line of the user's on the stack count as made at ``spot``."""
     before = _on_behalf.set(spot)
     try:
         yield
@@ -90,8 +92,8 @@ def on_behalf_of(spot: Spot) -> Iterator[None]:
 def caller(least_depth: int = _LEAST_DEPTH) -> Spot:
     """The innermost place outside this package (about 0.2 us: it is called for every operation).
 
-    Of a job that is a function of this package, or of torch, it is the line that this works for
-    (``on_behalf_of``), or else the function's.
+    If all frames are of this package or torch, up to the runner of a pool or task if there is one, it is the
+    line that they work for (``on_behalf_of``), or else the outermost of those frames.
     """
     try:
         frame = sys._getframe(least_depth)
@@ -112,12 +114,12 @@ def caller(least_depth: int = _LEAST_DEPTH) -> Spot:
 
 
 def is_ours(file: str) -> bool:
-    """Whether ``file`` is of this package."""
+    """Whether ``file`` is part of this package."""
     return file.startswith(_PACKAGE)
 
 
 def is_users(file: str) -> bool:
-    """Whether ``file`` is of the user's program, or of a library that it uses."""
+    """Whether ``file`` is part of the user's program, or of a library that it uses."""
     standard = file.startswith(_STANDARD) and "site-packages" not in file
     return not standard and (_kinds.get(file) or _kind(file)) == _USERS
 

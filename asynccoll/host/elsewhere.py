@@ -1,7 +1,7 @@
-"""What torch.distributed, Horovod and ignite call things, beside what they are called here.
+"""Names from torch.distributed, Horovod and ignite, and what to write here instead.
 
-For an error about a name that there is not; docs/coming-from.md has all of it, with what differs. Must not
-import anything: names are looked up by ``hasattr``, too.
+For the error about a name that does not exist here; docs/coming-from.md has the full list, with what differs.
+Must not import anything: ``hasattr`` looks names up, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _IGNITE = {
     "one_rank_only": "ac.is_main()",
     "show_config": "ac.backend(), ac.get_rank(), ac.get_world_size() ...",
 }
-#: What one would guess from the others.
+#: Names that one might guess from the others.
 _GUESSED = {
     "get_size": "ac.get_world_size()",
     "init_process": "ac.initialize()",
@@ -90,5 +90,5 @@ _HERE = _TORCH | _HOROVOD | _IGNITE | _GUESSED
 
 
 def called_here(name: str) -> str:
-    """What is written here for what others call ``name``; "" if nothing is known of it."""
+    """What to write here for what other libraries call ``name``; "" if the name is not known."""
     return _HERE.get(name, "")

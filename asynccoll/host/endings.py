@@ -19,7 +19,7 @@ def in_words(code: int) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """``ValueError: no such file``, as the last line of a traceback has it; a group by what is in it."""
+    """``ValueError: no such file``, as in the last line of a traceback; for a group, the errors in it."""
     inside = getattr(error, "exceptions", ())  # by its attribute: Python 3.10 has no such class
     if isinstance(inside, tuple) and inside and all(isinstance(one, BaseException) for one in inside):
         return f"{'; '.join(map(in_a_line, inside))} (in {type(error).__name__})"

@@ -1,9 +1,9 @@
 """How a program that ends leaves its worlds: no process stays behind because a script ended or died.
 
 Python ends in two steps. First the main thread ends, and every other thread that is not a daemon is joined,
-those of pools among them: one that waits for a peer that never comes would hold the process for the whole
-timeout. Only then the exit hooks run. So the end is watched from the first step on: what other threads do
-goes on, but each of their operations has so long as a script has that ends with work in flight.
+those of pools among them: a thread that waits for a peer which never calls would hold the process for the
+whole timeout. Only then the exit hooks run. So a thread of ours watches from the first step on: other threads
+go on, but each of their operations gets only ``EXIT_SECONDS``, like work in flight when a script ends.
 """
 
 from __future__ import annotations
@@ -44,17 +44,20 @@ class Open(Protocol):
         """The operations that are not done."""
 
     def drain(self, seconds: float) -> Sequence[Stuck]:
-        """Wait up to ``seconds`` for them; those that are still out then."""
+        """Wait up to ``seconds`` for the operations in flight; returns those that are not done then."""
 
     def close(self, *, abort: bool, patience: float) -> None:
-        """Leave it."""
+        """Leave the world."""
 
 
 W = TypeVar("W", bound=Open)
 
 
 class _Ending(Generic[W]):
-    """The end of this process. ``worlds`` gives those that are open; ``forget`` hears of each one left."""
+    """Leaves this process's worlds when it ends.
+
+    ``worlds`` gives those that are open; ``forget`` is called with each one after it was left.
+    """
 
     def __init__(self, worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:
         self._worlds = worlds
@@ -63,7 +66,7 @@ class _Ending(Generic[W]):
         self._guard: threading.Thread | None = None
 
     def main_thread_ended(self) -> None:
-        """Before other threads are joined."""
+        """Called before other threads are joined: leave at once if the program died, else watch over them."""
         if _died():
             self.leave()
         elif self._worlds():
@@ -80,10 +83,10 @@ class _Ending(Generic[W]):
                     self._abort(context, stuck)
 
     def leave(self) -> None:
-        """Let work finish, or abort it."""
+        """Let work in flight finish, or abort it if it does not or the program died, and leave all worlds."""
         self._over.set()
         if self._guard is not None:
-            self._guard.join()  # whatever it does has a bound, and Python must not end under it
+            self._guard.join()  # what it does is bounded in time, and Python must not end while it runs
         for context in self._worlds():
             out = context.outstanding()
             if not _died():  # also with nothing in flight: peers may have to hear of a call that was refused
@@ -121,14 +124,15 @@ def _uncaught() -> BaseException | None:
 
 
 def _how() -> tuple[str, str, int | None]:
-    """How the program ends, of what, and with which exit code, as far as that is known from inside."""
+    """How the program ends, the error that it ends with, and its exit code, as far as known from inside."""
     error = _uncaught()
     if error is not None:
         return "died", in_a_line(error), 1
     return "ended", "", exit_code
 
 
-#: With which code this process ends, where that is known: to who runs the program and catches ``SystemExit``.
+#: The code that this process ends with, once known: ``launch.child``, which runs the program and catches
+#: ``SystemExit``, sets it.
 exit_code: int | None = None
 
 _endings: list[_Ending[Any]] = []
@@ -136,11 +140,12 @@ _register: Any = getattr(threading, "_register_atexit", None)  # what concurrent
 
 
 def install(worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:
-    """See to the end of this process; called again, go before the exit hooks registered meanwhile."""
+    """Leave the worlds when this process ends; called again, do so before exit hooks registered since."""
     if not _endings:
         _endings.append(_Ending(worlds, forget))
         if _register is not None:
             _register(_endings[0].main_thread_ended)
-    # Anew each time: hooks run last in, first out, and this one goes before those of what it closes.
+    # Registered anew each time: hooks run last in, first out, and this one must run before those of the
+    # libraries that it closes.
     atexit.unregister(_endings[0].leave)
     atexit.register(_endings[0].leave)

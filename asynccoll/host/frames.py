@@ -1,4 +1,4 @@
-"""Frames of this library in tracebacks: of an error of ours, whose text says what to do, they say nothing."""
+"""Leaves this library's frames out of tracebacks of its errors, whose texts say what to do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def are_shown() -> bool:
-    """Whether the variable asks for all frames."""
+    """Whether the environment variable asks for all frames."""
     return os.environ.get(FULL_VARIABLE, "0") not in ("", "0")
 
 
 def without_ours(error: Error) -> Error:
-    """``error`` without the frames that it has passed, if all are ours; a codec's, say, are the user's."""
+    """Return ``error``, without its traceback if that has no frame of the user's (as of a codec)."""
     passed = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     return error if are_shown() or any(map(is_users, passed)) else error.with_traceback(None)

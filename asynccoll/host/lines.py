@@ -1,7 +1,7 @@
-"""Connections that carry nothing, and tell by being there that the process at the other end is.
+"""Connections that carry no data: while one is open, the process at the other end is alive.
 
-The kernel keeps a listening socket's promise for a process that lives, even a stopped one, and closes what a
-dead one had. It must not know who asks, nor why.
+The kernel accepts connections on behalf of a process that lives, even a stopped one, and closes those of a
+dead one. This module must not know who asks, nor why.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Line", "connect", "is_open", "listen"]
 K = TypeVar("K", bound=Hashable)
 Line = socket.socket
 
-#: Connections that are held without being served, one of each peer; the system may allow fewer.
+#: How many connections may be open without being accepted, one of each peer; the system may allow fewer.
 _PEERS = 1 << 16
-#: Seconds of silence, seconds between questions, questions: what Linux has; others have defaults.
+#: Seconds of silence before the first probe, seconds between probes, and their number; set where possible.
 _KEEPALIVE = {
     getattr(socket, name): value
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
@@ -29,7 +29,7 @@ _KEEPALIVE = {
 
 
 def listen(address: str) -> tuple[Line, int]:
-    """A socket at ``address`` that nobody ever serves, and its port."""
+    """Return a socket that listens at ``address`` and never accepts, and its port."""
     beacon = socket.socket(_family(address), socket.SOCK_STREAM)
     beacon.bind((address, 0))
     beacon.listen(_PEERS)
@@ -41,7 +41,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def is_open(line: Line) -> bool:
-    """Whether the other end still stands; nobody ever sends anything."""
+    """Whether the process at the other end still has the connection open; neither end ever sends anything."""
     try:
         return bool(line.recv(1))
     except BlockingIOError:
@@ -51,14 +51,18 @@ def is_open(line: Line) -> bool:
 
 
 def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K, Line], list[K]]:
-    """A line to each of ``peers`` (address, port) whose kernel accepts, asked all at once; who is silent."""
+    """Connect to all of ``peers`` (address, port) at once, for up to ``seconds``.
+
+    Returns a line to each peer whose kernel accepts, and the peers that have not answered; one that refuses
+    is in neither.
+    """
     lines: dict[K, Line] = {}
     with selectors.DefaultSelector() as selector:
         for peer, at in peers.items():
             attempt = socket.socket(_family(at[0]), socket.SOCK_STREAM)
             attempt.setblocking(False)
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE.items():  # a host that is gone ends it, too
+            for option, value in _KEEPALIVE.items():  # so that the line also ends if the peer's host is gone
                 attempt.setsockopt(socket.IPPROTO_TCP, option, value)
             attempt.connect_ex(at)
             selector.register(attempt, selectors.EVENT_WRITE, peer)

@@ -1,7 +1,7 @@
-"""Calls whose arguments fit no signature, or are of another type: which those are, and what to say of them.
+"""Errors for arguments that do not fit a function's signature, or have a wrong type.
 
-Python's error says how many arguments it expected, or what an object deep inside has not, and has no type of
-ours. Must not know what a call does.
+Python's own error only says how many arguments it expected, or which attribute an object deep inside lacks,
+and is not one of our types. This module must not know what a call does.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-#: How public packages are written, where that is not ``ac``.
+#: How users write the names of public packages, where it is not ``ac``.
 _WRITTEN = {"overlap": "ac.overlap", "trace": "ac.trace", "testing": "asynccoll.testing"}
-#: Raises what is wrong with the call of a function with these arguments, of which Python has said that.
+#: Raises the error for a call that Python refused: its function, its arguments, and Python's ``TypeError``.
 Refuse = Callable[[Callable[..., object], Sequence[object], Mapping[str, object], TypeError], NoReturn]
 
 
 def fitting(
     function: Function, refuse: Refuse | None = None, *, left_out: Mapping[str, str] | None = None
 ) -> Function:
-    """``function``, also a constructor, and of arguments that do not fit it an error that says what does.
+    """Wrap ``function``, or a constructor: arguments that do not fit raise an error that says which do.
 
-    ``left_out``: what others take by name, and why it is left out here.
+    ``left_out``: keywords that other libraries' functions take, and why this one does not.
     """
 
     @wraps(function)
@@ -60,32 +60,32 @@ def fitting(
 
 
 def check(name: str, given: object, kinds: type | tuple[type, ...], expected: str, instead: str = "") -> None:
-    """Refuse an argument that is none of ``kinds``, which are ``expected``."""
+    """Raise ``misfit`` unless ``given`` is an instance of one of ``kinds``, which ``expected`` describes."""
     if not isinstance(given, kinds):
         raise misfit(name, expected, given, instead)
 
 
 def check_count(name: str, given: object, least: int = 1) -> None:
-    """Refuse what is no number of something, of which there are so many at ``least``."""
+    """Raise ``misfit`` unless ``given`` is an integer, not a bool, of at least ``least``."""
     if isinstance(given, bool) or not isinstance(given, Integral) or int(given) < least:
         raise misfit(name, f"an int of {least} or more" if least else "an int from 0 up", given)
 
 
 def misfit(name: str, expected: str, given: object, instead: str = "") -> InvalidCallError:
-    """What to say of the argument ``name``; ``instead``: what to write."""
+    """Build the error for the argument ``name``; ``instead``: what to write in its place."""
     short = given is None or isinstance(given, (bool, int, float, str))
     told = f"{given!r:.80}" if short else named_type(given)
     return InvalidCallError(f"{name} must be {expected}, got {told}{f': {instead}' if instead else ''}")
 
 
 def check_function(name: str, given: object, expected: str = "a function", instead: str = "") -> None:
-    """Refuse what cannot be called."""
+    """Raise ``misfit`` if ``given`` cannot be called."""
     if not callable(given):
         raise misfit(name, expected, given, instead)
 
 
 def check_options(called: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse arguments by name that are handed on, to what does not know them."""
+    """Raise an error for keywords in ``given`` that ``called``, which gets them, does not take."""
     if unknown := sorted({*given} - {*known}):
         meant = {one: near(one, sorted(known)) for one in unknown}
         what = f"{called} takes no {', '.join(f'{one}=' for one in unknown)}"
@@ -94,7 +94,7 @@ def check_options(called: str, given: Collection[str], known: Collection[str]) -
 
 
 def named_type(given: object) -> str:
-    """What was given, by its type; of a list or the like also what is in it."""
+    """``given`` in words by its type: ``a Tensor``, ``a list of int``, ``the class Adam``."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     if isinstance(given, (list, tuple)) and given:
@@ -103,7 +103,7 @@ def named_type(given: object) -> str:
 
 
 def near(name: str, names: Sequence[str]) -> str:
-    """The one of ``names`` that is meant by ``name``, as far as its letters tell; "" if none is."""
+    """The one of ``names`` that is spelled most like ``name``; "" if none is close."""
     return next(iter(difflib.get_close_matches(name, names, 1)), "")
 
 
@@ -136,7 +136,7 @@ def _refuse(
 
 
 def _written(parameters: Sequence[inspect.Parameter], by_name: Collection[str]) -> str:
-    """The arguments that have to be passed, and those that were ``by_name``."""
+    """The arguments as to be written: those that are required, and those that were passed ``by_name``."""
     needed = [one for one in parameters if one.default is one.empty and one.kind not in _VARIABLE]
     first = [one.name for one in needed if one.kind is not one.KEYWORD_ONLY]
     named = [one.name for one in needed if one.kind is one.KEYWORD_ONLY]

@@ -1,8 +1,8 @@
-"""Which of this host's addresses the other hosts of a job reach it by.
+"""The address of this host by which the other hosts of a job reach it.
 
-gloo tells every peer one address of each rank. torch takes what the host's own name resolves to, which on
-many hosts is a loopback address, and that means another machine to everybody else. Here it is the address
-from which this host talks to the place where the ranks meet, which is reachable by definition.
+gloo tells every peer one address of each rank. torch takes the one that the host's own name resolves to: on
+many hosts that is a loopback address, which to every other host means itself. Here it is the address from
+which this host talks to the host where the ranks meet, which is reachable by definition.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 
 __all__ = ["VARIABLE", "interface_of", "own_address", "take_back", "use_for_torch"]
 
-#: What gloo, and so torch's own groups, are told by.
+#: The variable that tells gloo, and so torch's own groups, which interface to use.
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
-#: Nobody's addresses, kept for documentation: the way to them is the way to anywhere.
+#: Addresses that are reserved for documentation: the route to them is the route to any other host.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _SIOCGIFADDR = 0x8915
 
 
 def own_address(meeting_host: str | None) -> str | None:
-    """This host's address as seen by the others, who meet at ``meeting_host``; None if it has none.
+    """This host's address as seen by the other ranks, who meet at ``meeting_host``; None if it has none.
 
-    A meeting at a loopback address means that all are here. On the meeting host its own *name* may be a
-    loopback address, though; then that on the way to anywhere else counts, and without such a way the
-    first that it has.
+    If that is a loopback address, all ranks are on this host. On the meeting host itself its *name* may also
+    resolve to a loopback address; then it is the address used towards any other host, and without a route
+    there the first address that is no loopback address.
     """
     if meeting_host and _is_loopback(meeting_host):
         return _address_towards(meeting_host)
@@ -43,14 +43,14 @@ def own_address(meeting_host: str | None) -> str | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether this is a loopback address; a name is none."""
+    """Whether this is a loopback address; a host's name is not."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
 
 
 def _address_towards(host: str) -> str | None:
-    """The address that packets to ``host`` leave from; none is sent."""
+    """The address that packets to ``host`` leave from, or None; no packet is sent."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -66,7 +66,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """The interfaces with their addresses."""
+    """The names of the interfaces, each with an address; none where the system is not Linux."""
     if sys.platform != "linux":
         return
     import fcntl
@@ -83,7 +83,10 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def use_for_torch(address: str) -> str | None:
-    """Have torch's own gloo groups use ``address`` too, unless the user chose; what to ``take_back``."""
+    """Have torch's own gloo groups use ``address`` too, unless the user has set the variable.
+
+    Returns what to pass to ``take_back``: the interface's name, or None if nothing was changed.
+    """
     name = interface_of(address)
     if name is None or os.environ.get(VARIABLE):
         return None

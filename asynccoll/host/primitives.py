@@ -1,9 +1,9 @@
 """Threads, locks, clocks and sleep, under the names that the standard library has for them.
 
-What stands between a user's call and a backend takes them by attribute of the package (``host.Lock()``,
-``host.monotonic()``), and never keeps one under a name of its own: so what stands behind a name there can be
-exchanged for all of it at once, and the same code runs in another world's time. Backends and launchers have
-threads and clocks of their own: they are the edge, and another world has other ones.
+All code between a user's call and a backend uses them as attributes of the package (``host.Lock()``,
+``host.monotonic()``), and never keeps one under another name. So a simulation can replace each of them in one
+place, and the same code runs in simulated time. Backends and launchers use the standard library directly:
+they are the edge, and a simulation has others.
 """
 
 from __future__ import annotations

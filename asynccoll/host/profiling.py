@@ -1,7 +1,7 @@
-"""torch.profiler, where it is running: operations and spans shown there by name.
+"""Shows operations and spans by name in torch.profiler, while it is running.
 
-An operation is shown from the call to its end, which another thread may see: as torch shows its own remote
-calls.
+An operation is shown from the call to its end, which another thread may notice: by the means with which torch
+shows its own remote calls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["annotation", "begin"]
 
 
 def annotation(name: str) -> AbstractContextManager[object]:
-    """Shows a block as ``name``, where a profiler is running."""
+    """Show a block as ``name``, if a profiler is running."""
     return torchs.record_function(name) if torchs._is_profiler_enabled else nullcontext()
 
 
 def begin(name: str) -> Callable[[], None]:
-    """Show ``name`` from now until what comes back is called, by any thread."""
+    """Show ``name`` from now until the returned function is called, by any thread."""
     shown = torchs.record_function(name)
     shown.__enter__()  # type: ignore[no-untyped-call]  # torch's, untyped
     over: torch.futures.Future[None] = torch.futures.Future()

@@ -1,8 +1,8 @@
 """Memory that other processes of this host can read, also when its owner cannot answer.
 
 The owner may be stopped, be stuck in native code with the interpreter's lock held, or have just died: the
-kernel shares its descriptor all the same, through ``/proc/PID/fd``, with whoever may look into the process
-(the same user). It must not know what is written there.
+kernel shares its descriptor all the same, through ``/proc/PID/fd``, with any process that may inspect it (one
+of the same user). This module must not know what is written there.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _PROC = Path("/proc")
 
 
 class Memory:
-    """``size`` zero bytes in ``buffer``. ``descriptor`` is what others open it by; -1 where they cannot."""
+    """``size`` bytes in ``buffer``, zero at first. Others open it by ``descriptor``; -1 where they cannot."""
 
     def __init__(self, size: int, name: str = "") -> None:
-        """``name``: by which it is found; without one it is this process's alone."""
+        """``name``: the name by which others find it; without one the memory is this process's alone."""
         self.descriptor: int = -1
         if name and hasattr(os, "memfd_create"):
             self.descriptor = _file(name, size)
         self.buffer: mmap.mmap = mmap.mmap(self.descriptor, size)
 
     def close(self) -> None:
-        """Let nobody open it from now on; who has, still reads it."""
+        """Let nobody open the memory from now on; a process that has opened it can still read it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-        with contextlib.suppress(BufferError):  # somebody writes just now: it goes with him
+        with contextlib.suppress(BufferError):  # views are in use: the memory is freed with the last of them
             self.buffer.close()
 
 
 def _file(name: str, size: int) -> int:
-    """A nameless file of that size; -1 if there are no descriptors left, or files may not be so large."""
+    """Open a file of that size that is in no directory; -1 if no descriptors are left or it is too large."""
     try:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError:
@@ -52,9 +52,9 @@ def _file(name: str, size: int) -> int:
 
 
 def look(pid: int, descriptor: int, *, write: bool = False) -> memoryview | None:
-    """What process ``pid`` of this host has at ``descriptor``, to be read; None if that cannot be opened.
+    """Map the file that process ``pid`` of this host has at ``descriptor``; None if it cannot be opened.
 
-    With ``write`` it may be written to as well: by who starts the process, to say how it ended.
+    It can only be read, except with ``write``: the launcher of the process writes there how it ended.
     """
     how, access = (os.O_RDWR, mmap.ACCESS_WRITE) if write else (os.O_RDONLY, mmap.ACCESS_READ)
     try:
@@ -93,12 +93,12 @@ def process_state(pid: int) -> str:
 
 
 def exit_code(pid: int) -> int | None:
-    """How process ``pid`` of this host ended, as ``subprocess`` has it; None if it has not, or is reaped."""
+    """The exit code of process ``pid`` of this host, as in ``subprocess``; None if it runs, or was reaped."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     if fields[0] != "Z":
         return None
-    status = int(fields[-1])  # as waitpid has it
+    status = int(fields[-1])  # as waitpid returns it
     return -(status & 0x7F) if status & 0x7F else status >> 8

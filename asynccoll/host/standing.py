@@ -1,7 +1,7 @@
 """Where a program stands: in its main thread, or, while that sleeps in an event loop, in its tasks.
 
 The stack of a sleeping loop says nothing: what the program waits for is at the end of each task's awaits. Any
-thread may ask; nothing that is asked of runs meanwhile. It must not know who asks, nor why.
+thread may ask, and no code of the program runs for it. This module must not know who asks, nor why.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TASKS = 50
 _TOLD = 3
 _ASYNCIO = f"{Path(asyncio.__file__).parent}/"
 _TRIO_RUN = "trio/_core/_run.py"
-#: Their frames are neither the user's nor of a library that does the user's work.
+#: The files of event loops: their frames are neither the user's nor of a library that does the user's work.
 _LOOPS = (_ASYNCIO, "/site-packages/anyio/", "/site-packages/trio/")
 
-#: Of a simulated host, whose frames stand for the kernel's.
+#: The files of a simulated host, whose frames are left out: they stand for the kernel.
 _SIMULATED = f"{Path(__file__).parent.parent / 'testing'}/"
 
 _Line = tuple[CodeType, int]
@@ -34,8 +34,8 @@ _Line = tuple[CodeType, int]
 class Stack(NamedTuple):
     """Frames of a thread or a task, innermost first, as "function (file:line)"; ``at``: the user's innermost.
 
-    ``who`` is "task 'name'", or "" for the main thread. ``in_call``: it waits in a call of this library, or
-    for the tasks of a group.
+    ``who`` is "task 'name'", or "" for the main thread. ``in_call``: whether it waits in a call of this
+    library, or for the tasks of a task group of this library.
     """
 
     who: str
@@ -45,16 +45,19 @@ class Stack(NamedTuple):
 
 
 def stacks(thread: int) -> list[Stack]:
-    """Those of the tasks of ``thread``, if it sleeps in an event loop that has some; else its own."""
+    """The stacks of ``thread``'s tasks, if it sleeps in an event loop that has any; else its own stack."""
     frames = list(_frames(sys._current_frames().get(thread)))
     tasks = _tasks(frames) if _asleep(frames) else []
     return tasks or [_stack("", [(frame.f_code, frame.f_lineno) for frame in frames])]
 
 
 def summary(found: Iterable[Stack]) -> str:
-    """In a few words: "load (data.py:17)"; of several tasks which is where; "" if nobody's code is run."""
+    """In a few words where the program is: "load (data.py:17)"; of several tasks, where each is.
+
+    "" if none of the stacks has code of the program.
+    """
     users = [one for one in found if one.at]
-    told = [one for one in users if not one.in_call] or users  # calls are known, from what was recorded
+    told = [one for one in users if not one.in_call] or users  # calls are known from what was recorded
     if len(told) <= 1:
         return "".join(one.at for one in told)
     more = f", and {len(told) - _TOLD} more tasks" if len(told) > _TOLD else ""
@@ -62,7 +65,7 @@ def summary(found: Iterable[Stack]) -> str:
 
 
 def awaits(coroutine: Any) -> list[_Line]:
-    """The lines at which a suspended coroutine is, and what it awaits, innermost last."""
+    """The lines at which a suspended coroutine and those that it awaits are, innermost last."""
     lines: list[_Line] = []
     while (frame := _of(coroutine, "cr_frame", "gi_frame", "ag_frame")) is not None and len(lines) < 1000:
         lines.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))
@@ -90,7 +93,7 @@ def _is_programs(file: str) -> bool:
 
 
 def _asleep(frames: list[FrameType]) -> bool:
-    """Whether nothing of the program is run from the event loop just now."""
+    """Whether ``frames`` are those of an event loop that runs no code of the program just now."""
     for frame in frames:
         file = frame.f_code.co_filename
         if _is_programs(file) or is_ours(file):
@@ -101,7 +104,7 @@ def _asleep(frames: list[FrameType]) -> bool:
 
 
 def _tasks(frames: Iterable[FrameType]) -> list[Stack]:
-    """Of the loop that ``frames`` run, those that run the program's code; what waits in a call comes last."""
+    """The stacks of those tasks of the loop in ``frames`` that run code of the program; in a call: last."""
     named = _asyncio_tasks(frames) or _trio_tasks(frames)
     found = [_stack(f"task {name!r}", awaits(coroutine)[::-1]) for name, coroutine in named[:_TASKS]]
     return sorted((one for one in found if one.at), key=lambda one: (one.in_call, len(one.who), one.who))
@@ -126,7 +129,10 @@ def _trio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
 
 
 def _stack(who: str, lines: list[_Line]) -> Stack:
-    """Of ``lines``, innermost first, without what is within this library, and below the program."""
+    """A stack of ``lines``, innermost first, without those inside this library or below the program.
+
+    Of successive lines of this library only the outermost is kept, which the program has called.
+    """
     at = next((_said(*line) for line in lines if _is_programs(line[0].co_filename)), "")
     while at and not _is_programs(lines[-1][0].co_filename):  # of a launcher, a loop or a task group
         lines = lines[:-1]

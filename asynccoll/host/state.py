@@ -1,8 +1,9 @@
-"""What a process has once: its progress thread, the world it has joined, the memory that is being filled.
+"""State that a process has once: its progress thread, the world it has joined, memory that is being filled.
 
-A module keeps no such state in a name of its own. It asks here for an object, of which only the attributes
-change: so all of them can be found in one place, made anew in a forked child, and be another's for a while.
-What is keyed by the thing that it is about (a model's lanes, a loop's turns) is no state of a process.
+A module does not assign such state to a global of its own. It gets an object from ``per_process``, and
+changes only what is in that object: so all state is found in one place, can be made anew in a forked child,
+and can be exchanged for a simulated rank's. State that is keyed by the object it is about (a model's lanes, a
+loop's turns) is not state of the process.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ __all__ = ["kept", "per_process"]
 
 T = TypeVar("T")
 
-#: Everything that was asked for, in the order of asking, and how it is made.
+#: All objects that were made, in that order, each with the function that made it.
 kept: list[tuple[object, Callable[[], object]]] = []
 
 
 def per_process(make: Callable[[], T], forked: Callable[[T], object] | None = None) -> T:
-    """The one object that ``make`` gives; ``forked`` is called with it in a forked child."""
+    """Make the process's one object by ``make`` and return it; ``forked`` gets it in a forked child."""
     one = make()
     kept.append((one, make))
     if forked is not None:

@@ -1,11 +1,11 @@
-"""The connection to the store, shared: a client serves one request at a time, and a new one is dear.
+"""A rank's one connection to the store, shared by all of its lanes and lent for one request at a time.
 
-Each connection costs a descriptor at both ends and a reverse look-up of the other end's name at both,
-on the server's side in the only thread that serves: where a name server loses one packet, that is five
-seconds. So a rank has one connection for all of its lanes, and lends it for a request at a time.
+A connection serves one request at a time, and a new one is expensive: it costs a descriptor at both ends, and
+at both a reverse look-up of the other end's name, on the server's side in the only thread that serves. Where
+a name server loses one packet, that takes five seconds.
 
-Nobody waits inside the store. A native wait keeps the connection, cannot be called off, and a thread
-that comes back from one while the interpreter ends aborts the process; so waiting is asking again, and
+Nobody waits inside the store. A native wait would keep the connection, it cannot be canceled, and a thread
+that returns from one while the interpreter ends aborts the process. So waiting is asking again and again, and
 can be given up.
 """
 
@@ -27,7 +27,7 @@ _LONGEST_PAUSE_SECONDS = 0.02
 
 
 def host_of(store: dist.Store) -> str | None:
-    """The host that serves ``store``, if it is one that a host serves."""
+    """The host that serves ``store``; None if it is not a store that a host serves."""
     served = _served(store)
     return None if served is None else served.host
 
@@ -39,7 +39,7 @@ def _served(store: dist.Store) -> dist.TCPStore | None:
 
 
 def is_of_store(error: BaseException | None) -> bool:
-    """Whether it is the error of a store that cannot be reached."""
+    """Whether ``error`` says that a store cannot be reached."""
     return isinstance(error, dist.DistNetworkError)
 
 
@@ -50,14 +50,14 @@ class Clients:
         self._store = store  # the user's or the rendezvous' own; others may block on it
         served = _served(store)
         self.host: str | None = None if served is None else served.host
-        #: As ``host:port``; "" if it is none that a host serves.
+        #: ``host:port``; "" if it is not a store that a host serves.
         self.address: str = "" if served is None else f"{served.host}:{served.port}"
         self._client: dist.Store | None = None
         self._gone: dist.DistNetworkError | None = None
         self._lock = host.RLock()
 
     def take(self) -> dist.Store:
-        """A connection of its own for a library that goes on using it."""
+        """Open a new connection, for a library that goes on using it; raises once the store is gone."""
         if self._gone is not None:  # a new one would try to connect until the timeout
             raise self._gone.with_traceback(None)
         made: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in the stub
@@ -65,14 +65,14 @@ class Clients:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store could not be reached."""
+        """Whether the store could not be reached, or this rank has disconnected."""
         return self._gone is not None
 
     @contextmanager
     def borrow(self) -> Iterator[dist.Store]:
-        """The connection for the block, which must not wait in it.
+        """Lend the connection to a block, which must not wait inside the store.
 
-        Raises ``torch.distributed.DistNetworkError`` once the store has gone.
+        Raises ``torch.distributed.DistNetworkError`` once the store is gone.
         """
         with self._lock:
             if self._client is None:
@@ -84,17 +84,17 @@ class Clients:
                 raise
 
     def close(self) -> None:
-        """Disconnect; what asks from now on is told that the store is gone."""
+        """Disconnect; later requests fail as if the store were gone."""
         with self._lock:
             self._gone = dist.DistNetworkError("this rank has left its world")
             self._client = None
             del self._store
 
     def meet(self, name: str, index: int, size: int, seconds: float, given_up: Callable[[], bool]) -> None:
-        """Return once all ``size`` members have come to ``name``; this one is number ``index``.
+        """Wait until all ``size`` members have called this with ``name``; this one is number ``index``.
 
         Raises:
-            CollectiveTimeoutError: somebody did not come within ``seconds``; says who.
+            CollectiveTimeoutError: a member did not call within ``seconds``; says which.
             AbortedError: ``given_up()`` turned true.
         """
         keys = [f"{name}/here/{member}" for member in range(size)]
@@ -110,7 +110,7 @@ class Clients:
             )
 
     def await_keys(self, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
-        """The keys that are not set when waiting ends: none, or those that did not come in time."""
+        """Wait up to ``seconds``, or until ``given_up()``, for ``keys`` to be set; returns those missing."""
         deadline = host.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -124,7 +124,7 @@ class Clients:
 
 
 class Waiting(dist.Store):
-    """The store for a library that waits in it: its waits share the connection, and can be given up."""
+    """The store for a library that waits in it: waits use the shared connection, and can be given up."""
 
     def __init__(self, clients: Clients, seconds: float, given_up: Callable[[], bool]) -> None:
         super().__init__()
@@ -161,10 +161,10 @@ class Waiting(dist.Store):
 
 
 class Exchange(Waiting):
-    """The same while the members of a group tell each other their addresses: each once, under its number.
+    """The store for gloo while a group's members exchange addresses, each set once, under a member's number.
 
     gloo asks for one after the other, twice: a thousand requests in a row for a world of some hundreds. So
-    all are fetched together, as soon as all are there.
+    all are fetched together, as soon as all are set.
     """
 
     def __init__(self, clients: Clients, seconds: float, given_up: Callable[[], bool], size: int) -> None:
@@ -187,7 +187,7 @@ class Exchange(Waiting):
 
 
 def values(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """What is under ``keys``, in one request where the store can: it serves a whole world."""
+    """The values of ``keys``, in one request if the store can, since it serves a whole world."""
     if keys and store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
         return store.multi_get(keys)
     return [store.get(key) for key in keys]

@@ -11,7 +11,7 @@ __all__ = ["check_patience", "check_timeout"]
 
 
 def check_timeout(timeout: object, *, optional: bool = True) -> None:
-    """Refuse what is no positive number of seconds, nor None where that is allowed."""
+    """Raise unless ``timeout`` is a positive number of seconds, or None if it is ``optional``."""
     if timeout is None and optional:
         return
     if not (isinstance(timeout, (int, float)) and timeout > 0):
@@ -22,7 +22,7 @@ def check_timeout(timeout: object, *, optional: bool = True) -> None:
 
 
 def check_patience(timeout: object) -> None:
-    """Refuse what is no number of seconds to wait; 0 and less only look."""
+    """Raise unless ``timeout`` is None or a number of seconds to wait; with 0 or less, a wait only looks."""
     if not (timeout is None or (isinstance(timeout, (int, float)) and timeout == timeout)):  # noqa: PLR0124  # nan
         seconds = f"write timeout={timeout.total_seconds():g}" if isinstance(timeout, timedelta) else ""
         raise misfit("timeout", "None or a number of seconds", timeout, seconds)

@@ -1,4 +1,4 @@
-"""Times, ranks and lanes as people read them."""
+"""Times, ranks and lanes as text for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 def lane_name(lane: str, group: str) -> str:
     """``lane 'default'``, or ``lane 'default' of ranks [0, 2]`` where ``group`` is ``0-2`` and not ``world``.
 
-    Of a long group only the end may be known, after two dots.
+    Of a long group ``group`` may have only the end, after two dots.
     """
     if group == "world":
         return f"lane {lane!r}"
@@ -33,7 +33,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """``text`` of at most so many characters: what is too much is cut off behind a clause, or a word."""
+    """``text`` in at most ``most`` characters: the rest is cut off after a clause, or a word."""
     if len(text) <= most:
         return text
     kept = text[: most - 4]
