@@ -117,10 +117,10 @@ _SEEDED = (
     (
         _MOVING,
         (
-            '        """Wake who sleeps until something is written."""\n        self._fence.acquire()\n'
-            "        self._fence.release()\n"
+            '        """Wake the sleeping threads and the watchers of the other ranks."""\n'
+            "        self._fence.acquire()\n        self._fence.release()\n"
         ),
-        '        """Wake who sleeps until something is written."""\n',
+        '        """Wake the sleeping threads and the watchers of the other ranks."""\n',
     ),
     (_ENGINE, "            if step > self._room and not self._has_room(step):\n                break\n", ""),
     (

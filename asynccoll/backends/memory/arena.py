@@ -1,8 +1,8 @@
-"""The memory that one rank lends to the lanes of a host: a nameless file, of which pages are there once used.
+"""The memory that one rank lends to the lanes of its host: a file without a name, in no file system.
 
-Its size is only address space. What lanes may take of it is bounded, and given back when all of their ranks
-have left. Nobody can make it smaller under another's feet (it is sealed), and nothing of it is in any file
-system.
+The file's size is only address space: the kernel allocates a page when it is first used. How much of it the
+lanes may take is bounded, and a lane's memory is given back when all of its ranks have left. The file is
+sealed, so that nobody can shrink it while others use it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from asynccoll.backends.memory.layout import BLOCK_WORDS, LEFT, Layout
 __all__ = ["Arena", "map_region"]
 
 PAGE = mmap.PAGESIZE
-#: Address space, for lanes in all groups that this rank is the first of.
+#: The address space for the lanes of all groups of which this rank is the first.
 ARENA_BYTES = 64 << 30
-#: What the lanes of a rank's arena may come to; further ones get the smallest slots there are.
+#: Once the lanes in a rank's arena take this much, further ones get the smallest slots.
 MOST_BYTES = 1 << 30
 
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
-#: What is mapped in this process, by anybody.
+#: All mappings of this process, of any of its ranks.
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def map_region(descriptor: int, offset: int, length: int) -> mmap.mmap:
-    """``length`` bytes from ``offset``, on a page; unmapped with the last reference, not there in a child."""
+    """Map ``length`` bytes from ``offset``, a multiple of the page size.
+
+    They are unmapped with the last reference. A forked child does not have them.
+    """
     mapped = mmap.mmap(descriptor, length, mmap.MAP_SHARED, offset=offset)
     _mapped.add(mapped)
     mapped.madvise(mmap.MADV_DONTFORK)
@@ -44,7 +47,7 @@ def map_region(descriptor: int, offset: int, length: int) -> mmap.mmap:
 
 
 def _keep_in_child() -> None:
-    """Never unmap there: the child may have put something of its own where these are in the parent."""
+    """Never unmap these in a child: it may have mapped something of its own at the same addresses."""
     forks.keep(*_mapped)
 
 
@@ -52,32 +55,32 @@ forks.in_child(after_in_child=_keep_in_child)
 
 
 class _Lent(NamedTuple):
-    """A region that ranks may be using."""
+    """A region that was lent to a lane, and that its ranks may still use."""
 
     mapping: mmap.mmap
     layout: Layout
     offset: int
 
     def is_left(self) -> bool:
-        """Whether all ranks have left it."""
+        """Whether all ranks of the lane have left the region."""
         words = memoryview(self.mapping)[: self.layout.notes].cast("Q")
         return all(words[rank * BLOCK_WORDS + LEFT] for rank in range(self.layout.size))
 
 
 class Arena:
-    """This rank's own."""
+    """The memory that this rank lends."""
 
     def __init__(self) -> None:
         self.descriptor: int = os.memfd_create("asynccoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, ARENA_BYTES)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
-        self._end = PAGE  # the first one is for nonces
+        self._end = PAGE  # the first page is for the words that prove shared memory (``neighbours``)
         self._lent: list[_Lent] = []
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets, by length
         self._lock = threading.Lock()
 
     def lend(self, size: int) -> tuple[int, Layout]:
-        """Where a new region for so many ranks is, all zeros, and its layout."""
+        """Lend a new region, all zeros, to ``size`` ranks; return its offset and its layout."""
         with self._lock:
             self._take_back()
             lent = sum(one.layout.total_bytes for one in self._lent)
@@ -106,7 +109,7 @@ class Arena:
             self._free[one.layout.total_bytes].append(one.offset)
 
     def close(self) -> None:
-        """Its lanes are closed; what others still map of it goes with them."""
+        """Close the file, once this rank's lanes are closed. Other ranks may still have it mapped."""
         with self._lock:
             self._lent.clear()
             with contextlib.suppress(OSError):

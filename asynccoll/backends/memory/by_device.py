@@ -13,7 +13,7 @@ __all__ = ["ByDevice"]
 
 
 class ByDevice:
-    """``near`` for tensors on the CPU, ``rest`` for those on a device."""
+    """A communicator that uses ``near`` for tensors on the CPU, and ``rest`` for those on a device."""
 
     parts = None
 
@@ -25,14 +25,14 @@ class ByDevice:
         return self._near if x.device.type == "cpu" else self._rest
 
     def announce(self, what: Hashable, spot: object, place: int, part: int, shares: bool) -> None:
-        """What is issued next is a part of this call (``Communicator``)."""
+        """Say which call the next native calls belong to (see ``Communicator``)."""
         self._near.announce(what, spot, place, part, shares)
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         return self._for(x).all_reduce(x, op)
 
     def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        return self._near.all_reduce_into(out, x, op)  # what memory alone can do
+        return self._near.all_reduce_into(out, x, op)  # only shared memory supports this
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         return self._for(x).reduce(x, dst, op)
@@ -64,7 +64,7 @@ class ByDevice:
         return self._for(x).recv(x, src, tag)
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """Nothing: the tensor of the other side may be on either device."""
+        """Do nothing: the receiver's tensor may be on either device, so its transport is unknown."""
 
     def barrier(self) -> Completion:
         return self._near.barrier()

@@ -1,7 +1,7 @@
-"""A lane's communicator in shared memory: each call becomes an exchange that the lane's engine carries.
+"""A lane's communicator in shared memory: each call becomes an exchange that the lane's engine carries out.
 
-Ranks that call different things find out before anything is used: each call has a checksum of what it is,
-which stands beside its data, and a line of text, for the error.
+Ranks that make different calls detect it before any data is used: with its data each call writes a checksum
+of what the call is, and a line of text for the error.
 """
 
 from __future__ import annotations
@@ -34,42 +34,52 @@ from asynccoll.errors import AbortedError, CollectiveError, PeerLostError
 
 __all__ = ["MemoryCommunicator"]
 
-#: How many kinds of calls are remembered.
+#: For how many kinds of calls the checksum and the text are kept.
 _MOST_KINDS = 4096
 _GIVEN_UP = "its lane was given up"
 
 
 class MemoryCommunicator:
-    """One of a lane, in one epoch, and its messages in all of them."""
+    """The communicator of a lane.
+
+    If a refused call leaves the ranks out of step, the lane begins a new *epoch* and opens another
+    communicator, which takes over (``inherit``) the messages of this one.
+    """
 
     parts = None
 
     def __init__(
         self, engine: Engine, messages: Messages, disagreed: Callable[[int, CollectiveError], object]
     ) -> None:
-        """``disagreed`` is told of a place in the order that parts share, where ranks differ about one."""
+        """``disagreed`` is called if ranks differ about one of several parts of a call.
+
+        It is given the call's place (its number in the lane's order) and the error.
+        """
         self._engine = engine
         self._messages = messages
         self._disagreed = disagreed
         self._size = engine.region.size
-        #: the checksum of a kind of call from one line, and what is shown of it
+        #: for each kind of call and the line that makes it: its checksum, and the text that shows it
         self._kinds: dict[tuple[object, ...], tuple[int, bytes]] = {}
         self._what: Hashable = None
         self._spot: Any = None
         self._place, self._part, self._shares = 0, 1, False
 
     def announce(self, what: Hashable, spot: object, place: int, part: int, shares: bool) -> None:
-        """What is issued next is a part of this call (``Communicator``)."""
+        """Say which call the next native calls belong to (see ``Communicator``)."""
         self._what, self._spot = what, spot
         self._place, self._part, self._shares = place, part, shares
 
     def _call(self, *native: object) -> Call:
-        """What has to be the same on all ranks: of the call that its user made, and of this native one."""
+        """Describe a native call: the checksum is of what must be the same on all ranks.
+
+        That is what the user called, this native call, and which of the lane's calls and parts it is.
+        """
         spot = self._spot
         key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
         known, line = self._kinds.get(key) or self._learn(key)
-        # Which of a rank's calls it is counts, too: of one in many parts another rank may have made fewer. So
-        # may a child task that had the lane before, after which places go on far above (2**40 at a time).
+        # Ranks may make equal calls at different places: one may have made fewer parts of the call before, or
+        # fewer calls in the child task that had the lane before (places go on 2**40 higher for each child).
         place = self._place
         which = place * 0x9E3779B1 + (place >> 32) * 0x27D4EB2F + self._part * 0x85EBCA6B
         checksum = (known + which) & 0xFFFFFFFF
@@ -166,19 +176,19 @@ class MemoryCommunicator:
 
 
 def _line(text: str, spot: Any) -> bytes:
-    """What is shown of a call: ``text``, and the line that made it."""
+    """Return what is shown of a call: ``text``, and the line that made it."""
     line = (text if spot is None else f"{text} at {spot.place}").encode()
-    if len(line) >= TEXT_BYTES and spot is not None:  # the line that called it is what helps most
+    if len(line) >= TEXT_BYTES and spot is not None:  # keep the calling line, which helps most
         where = f"... at {spot.place}".encode()
         line = line[: TEXT_BYTES - 1 - len(where)] + where
     return line
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The contiguous ``x`` in one dimension, which any thread may read and fill, in whatever mode it is.
+    """Return the contiguous ``x`` in one dimension, for any thread to read and fill in whatever mode it is.
 
-    One made in inference mode may be filled in that mode alone, and with one that requires gradients a thread
-    that records would put the slots of the region into a graph.
+    A tensor made in inference mode can only be filled in that mode. With a tensor that requires gradients, a
+    thread whose autograd records would put the slots of the region into a graph.
     """
     if x.is_inference():
         x = _in_no_mode(x)

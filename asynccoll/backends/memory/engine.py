@@ -1,14 +1,15 @@
-"""What carries the calls of one lane through shared memory, on one of its ranks.
+"""The engine that carries the calls of one lane through shared memory, on one of its ranks.
 
-A rank posts a step once all have read what was in that slot before; it takes a step once all have posted it.
-So nobody ever waits for a rank that is ahead, and what nobody awaits is posted all the same. Which threads do
-so, and how they wake each other, is ``moving``'s.
+A *step* is one use of a slot (``layout``); a call takes one or more. A rank *posts* a step: it puts its data
+into its slot, once all ranks have read what was there before. It *takes* a step: it reads the slots of the
+others, once all have posted it. So no rank waits for one that is ahead of it, and a call is posted even if
+nobody awaits it. Which threads do this, and how they wake each other, is in ``moving``.
 
-**What makes it sound.** Every word has one writer, and says what has been done, never what will be; data is
-written before the word that tells of it, which x86 keeps in order. A step is committed by one store, of a
-word or of an attribute, and whatever is done before that store can be done once more: an interrupt (Ctrl-C)
-may strike anywhere. Steps after a call's first are posted only once all ranks are known to have made that
-call; so ranks that differ about a call have used one step for it, all of them, and go on with the next.
+**Why this is safe.** Every word has one writer, and says what has been done, never what will be. Data is
+written before the word that announces it, and x86 keeps that order. A step is committed by one store, to a
+word or an attribute, and everything before that store can be done again, since an interrupt (Ctrl-C) may come
+anywhere. Steps after a call's first are posted only once all ranks are known to have made that call. So if
+ranks differ about a call, each has used one step for it, and they go on with the next.
 """
 
 from __future__ import annotations
@@ -29,36 +30,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-#: How far a rank puts data into slots before the others' has been taken: further, it leaves the cache.
+#: How many steps a rank posts beyond the last that it has taken: with more, data leaves the cache too soon.
 _AHEAD = 3
 _STEP_BITS = 0xFFFFFFFF
 
 
 class Engine(Mover):
-    """The calls of one rank on one region, in the order in which they were made."""
+    """The calls of one rank on one region, carried out in the order in which they were made."""
 
     def __init__(self, region: Region, bells: Bells, where: str, ranks: Sequence[int]) -> None:
-        """``where`` and ``ranks``: what errors call the lane, and its members."""
+        """``where`` and ``ranks`` are the lane and its members, as errors name them."""
         super().__init__(region, bells, where, ranks)
-        self._queue: deque[Exchange] = deque()  # not over
+        self._queue: deque[Exchange] = deque()  # the calls that are not over
         self._entering: deque[Exchange] = deque()  # those of which not all steps are posted
-        self._posted = 0  # the latest step
-        self._room = SLOTS  # up to here every slot was seen to be free
-        self._halted = False
-        self._combining: dict[Exchange, None] = {}  # calls that are not over, of which each reduces a part
+        self._posted = 0  # the last step that this rank has posted
+        self._room = SLOTS  # up to this step, slots were seen to be free
+        self._halted = False  # ranks differ about a part of a call: nothing moves here any more
+        self._combining: dict[Exchange, None] = {}  # calls not over of which each rank reduces a part
 
     # Issuing
 
     def start(self, exchange: Exchange) -> Exchange:
-        """Accept a call after those before; post what can be posted of it."""
-        if not self._watched:  # others may ring for this lane from now on
+        """Queue a call behind those before it, and post what can be posted of it."""
+        if not self._watched:  # from now on other ranks may ring this rank's watcher for the lane
             self._be_known()
         try:
             with self._lock:
                 if self._broken is not None:
                     exchange.end(self._broken)
                     return exchange
-                # Within one call of C, so that an interrupt leaves it in both or in none.
+                # Within one call of C, so that an interrupt leaves the exchange in both queues or in none.
                 any(map(deque.append, (self._queue, self._entering), (exchange, exchange)))
                 if exchange.combines:
                     self._combining[exchange] = None
@@ -69,7 +70,7 @@ class Engine(Mover):
                     posted = True
             if posted:
                 self._tell_others()
-            if self._entering or self._combining or self._listened:  # and nobody may come by
+            if self._entering or self._combining or self._listened:  # which may have to move without a waiter
                 self._watch_if_needed()
         except BaseException:
             self._leave_to_watcher()
@@ -79,14 +80,14 @@ class Engine(Mover):
     # Moving
 
     def _step(self) -> bool:
-        """Take a step of the oldest call, and post what there is room for; whether anything moved."""
+        """Take a step of the oldest call, and post what there is room for; return whether anything moved."""
         if self._halted or not self._queue:
             return False
         taken = self._take(self._queue[0])
         return (bool(self._entering) and self._post()) or taken
 
     def died(self) -> list[int]:
-        """The ranks that have ended without leaving the lane."""
+        """Return the ranks whose processes ended without leaving the lane; none once this rank has left."""
         gone = self._bells.gone()
         if not gone or self._left:
             return []
@@ -101,21 +102,26 @@ class Engine(Mover):
         return bool(self._queue)
 
     def _goes_on_by_itself(self) -> bool:
-        """Whether there is something to move that somebody listens to, or others wait for.
+        """Whether calls have to move without a waiter here: for a callback, or because other ranks need it.
 
-        What has been posted whole moves nobody but who waits for it: all ranks do their part when they issue.
+        A call whose steps are all posted does not, unless each rank reduces a part of it: the other ranks
+        have all of its data, and this rank's waiter takes theirs.
         """
         if self._listened or self._combining:
             return True
         return any(exchange.is_long or not exchange.first for exchange in tuple(self._entering))
 
     def _has_more(self) -> bool:
-        """Not where a step was posted here for others alone: its waiter takes it, and rings."""
+        """Move what can be moved, and return whether there may be more to move.
+
+        False if this posted a step and no callback listens: that step is for the other ranks' waiters, which
+        ring this rank when they have taken it.
+        """
         posted = self._posted
         return self._look_again() and (posted == self._posted or bool(self._listened))
 
     def _post(self) -> bool:
-        """Post steps, in order, as far as there is room; whether there were any."""
+        """Post steps, in order, as far as there is room; return whether any was posted."""
         entering, words = self._entering, self._words
         before = self._posted
         while entering and not self._halted:
@@ -151,7 +157,7 @@ class Engine(Mover):
         return self._posted != before
 
     def _has_room(self, step: int) -> bool:
-        """Whether everybody has read what is in the slot of ``step``."""
+        """Whether all ranks have read what the slot of ``step`` held before."""
         words = self._words
         read = min(words[self._mine + READ], *(words[base + READ] for base in self.region.others))
         self._room = read + SLOTS
@@ -164,28 +170,32 @@ class Engine(Mover):
         return all(words[base + place] == said for base in self.region.others)
 
     def _verify(self, exchange: Exchange) -> bool:
-        """Whether all ranks are known to have made this call; if they have made others, it ends."""
+        """Compare the call with those of the other ranks; return whether all are known to have made it.
+
+        If ranks have made different calls, the call ends with an error. If not all have made theirs yet,
+        nothing happens.
+        """
         step, words = exchange.first, self._words
         place, said = POSTED + step % SLOTS, (step & _STEP_BITS) << 32 | exchange.checksum
         for base in self.region.others:
             if (one := words[base + place]) != said:
                 if one >> 32 != step & _STEP_BITS:
-                    return False  # that one has not come: so it is nearly always
+                    return False  # that rank has not made its call yet: nearly always the reason
                 break
         else:
             return self._agree(exchange)
-        # Each is read once: between two looks a rank may have posted what is expected.
+        # From here on each word is read once only: between two reads a rank may post the expected step.
         found = [words[base + place] for base in self.region.others]
         if any(one >> 32 != step & _STEP_BITS for one in found):
-            return False  # somebody has not come
+            return False  # a rank has not made its call yet
         if all(one == said for one in found):
             return self._agree(exchange)
         places = [words[base + PLACES + step % SLOTS] for base in (self._mine, *self.region.others)]
         if all(place >> 1 >= exchange.place for place in places):
             others = any(place >> 1 != exchange.place for place in places)
             self._disagree(exchange, shared=others or any(place & 1 for place in places))
-        # Else a rank is still at the parts of an earlier call, about which ranks differ, or has more of them:
-        # it has its lane begin a new epoch, in which this call is made once more, or lost.
+        # Otherwise a rank is still at the parts of an earlier call, about which ranks differ, or has more of
+        # them. That rank has the lane begin a new epoch, in which this call is made again, or is lost.
         return False
 
     def _agree(self, exchange: Exchange) -> bool:
@@ -198,7 +208,7 @@ class Engine(Mover):
                 exchange.agreed(lengths, step % SLOTS)
                 exchange.is_long = exchange.steps != 1
             except CollectiveError as error:  # the same on every rank
-                if self._queue[0] is exchange:  # else it is found again once those before are over
+                if self._queue[0] is exchange:  # else the error is found again once the calls before are over
                     self._end(exchange, error)
                 return False
             self._rouse_short(exchange, lengths)
@@ -206,7 +216,7 @@ class Engine(Mover):
         return True
 
     def _rouse_short(self, exchange: Exchange, lengths: Sequence[int]) -> None:
-        """Have those take part in the later steps of a call to whom it was one of a single step."""
+        """Ring the ranks that took the call for one of a single step, to take part in its later steps."""
         if exchange.steps == 1:
             return
         for index, length in enumerate(lengths):
@@ -214,10 +224,11 @@ class Engine(Mover):
                 self._bells.ring(index)
 
     def _disagree(self, exchange: Exchange, *, shared: bool) -> None:
-        """Ranks differ about this call; where it is ``shared``, a part of one, about how many steps it takes.
+        """End a call about which ranks differ, with an error that shows what each of them called.
 
-        Then nothing moves on here any more: each rank has the lane begin a new epoch, elsewhere. Of a
-        call behind others this is found again once those are over.
+        If the call is ``shared``, one of several parts, ranks may also differ about the number of parts. Then
+        nothing moves in this region any more: each rank has the lane begin a new epoch, in another region.
+        Do nothing while other calls are before this one: the difference is found again when they are over.
         """
         if self._queue[0] is not exchange:
             return
@@ -231,7 +242,10 @@ class Engine(Mover):
             self._end(exchange, error)
 
     def _end_halted(self, exchange: Exchange, error: CollectiveError) -> None:
-        """Tell who waits only once the lane is halted: else the next call would be made here, and be lost."""
+        """Have the lane halted, and only then end the call. Runs on a thread that may wait.
+
+        A waiter that was told before could make its next call here, where it would be lost.
+        """
         try:
             exchange.disagreed(exchange.place, error)
         finally:
@@ -241,12 +255,12 @@ class Engine(Mover):
             self.tell()
 
     def _take(self, exchange: Exchange) -> bool:
-        """Combine and take a step of the oldest call; whether there was one."""
+        """Combine and take a step of the oldest call if possible; return whether anything was done."""
         words, mine = self._words, self._mine
         first, combines = exchange.first, exchange.combines
         if not first:
             return False
-        if exchange.finished:  # an interrupt came before it had left the queue
+        if exchange.finished:  # an interrupt came before the call was taken from the queue
             self._end(exchange, exchange.error())
             return True
         if not exchange.verified and not self._verify(exchange):
@@ -268,7 +282,7 @@ class Engine(Mover):
         return True
 
     def _is_combined(self, exchange: Exchange, step: int) -> bool:
-        """Whether all ranks have reduced their part of that step."""
+        """Whether all ranks have reduced their parts of that step."""
         place, words = COMBINED + step % SLOTS, self._words
         return exchange.first + exchange.combined > step and all(
             words[base + place] == step for base in self.region.others
@@ -286,7 +300,7 @@ class Engine(Mover):
         return True
 
     def _end(self, exchange: Exchange, error: BaseException | None) -> None:
-        """The oldest call is over."""
+        """End the oldest call. If it was not made by all ranks, count its one posted step as read."""
         self._over(exchange, error)
         if exchange.first and not exchange.verified:
             self._words[self._mine + READ] = exchange.first

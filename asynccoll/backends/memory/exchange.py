@@ -1,7 +1,7 @@
 """One collective in flight, which its engine carries through the slots.
 
-What a step puts into a slot and takes from the others' is a subclass's (``exchanges``). Every method that the
-engine calls may be called again for the same step, after an interrupt, and must come to the same.
+Subclasses (``exchanges``) say what a step puts into this rank's slot and takes from the others'. After an
+interrupt the engine may call each method again for the same step, and the result must be the same.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from asynccoll.errors import CollectiveError
 __all__ = ["Call", "Exchange"]
 
 
-#: What a call is: a checksum (ranks whose checksums differ have made different calls), the text that shows
-#: it, its place in the lane's order, and whether it is a part of what has that place; and who is told, later
-#: and elsewhere, where ranks differ about it and more than this call may depend on it.
+#: What a call is: its checksum (ranks whose checksums differ have made different calls), the text that shows
+#: it, its place (its number in the lane's order), and whether other parts share that place. The function is
+#: called, on a thread that may wait, if ranks differ about the call and further parts may depend on it.
 Call = tuple[int, bytes, int, bool, Callable[[int, CollectiveError], object]]
 
 
 class Exchange(InFlight):
-    """A call that takes ``steps`` steps; None: as many as the rank needs that needs most, which all tell."""
+    """A call that takes ``steps`` steps.
+
+    If ``steps`` is None, each rank tells the others how many it needs, and the call takes the most of these.
+    """
 
     __slots__ = (
         "checksum",
@@ -36,9 +39,9 @@ class Exchange(InFlight):
         "verified",
     )
 
-    #: steps are combined by each rank in part, before they are taken
+    #: whether each rank reduces (combines) a part of each step before any rank takes the step
     combines = False
-    #: the ranks must tell each other how much there is
+    #: whether the ranks must tell each other how many steps they need
     has_length = False
 
     def __init__(self, engine: Carrier, call: Call, steps: int | None) -> None:
@@ -50,31 +53,32 @@ class Exchange(InFlight):
         self.disagreed: Callable[[int, CollectiveError], object]
         self.checksum, self.text, self.place, self.shares, self.disagreed = call
         self.steps: int | None = steps
-        #: it takes more than one step, as far as this rank knows
+        #: whether it takes more than one step, as far as this rank knows
         self.is_long: bool = steps != 1
-        #: its first step, once that is posted
+        #: the lane's step with which it began, once that is posted; else 0
         self.first: int = 0
+        #: how many of its steps this rank has combined
         self.combined: int = 0
-        #: all ranks have made this very call
+        #: whether all ranks are known to have made this very call
         self.verified: bool = False
 
-    # What the engine asks for
+    # What the engine calls. ``step`` counts from the call's first one.
 
     def length(self) -> int:
-        """What the others must know before they can take."""
+        """Return how many steps this rank needs, if ``has_length``."""
         return 0
 
     def agreed(self, lengths: list[int], slot: int) -> None:
-        """All ranks have made this call, with these lengths, in that slot: now ``steps`` is known.
+        """Set ``steps``: all ranks have made this call, and need ``lengths`` steps.
 
-        What it raises, it raises on every rank.
+        An error that this raises is raised on every rank.
         """
 
     def put(self, step: int, slot: int) -> None:
-        """Copy what belongs to that step into this rank's slot."""
+        """Copy this rank's data for that step into its slot."""
 
     def combine(self, step: int, slot: int) -> None:
         """Reduce this rank's part of that step; every rank has put its data."""
 
     def take(self, step: int, slot: int) -> None:
-        """Read what belongs to that step from the others' slots; every rank has put, and combined, it."""
+        """Read that step's data from the others' slots; every rank has put (and combined) its own."""

@@ -1,7 +1,7 @@
 """The collectives as steps: what each rank puts into its slot, and what it takes from the slots of all.
 
-Reductions are done in the order of ranks, so that every rank gets the same bits; half precision is summed up
-in float32 and rounded once. Tensors are flat, or rows of one, as the caller has planned them.
+Reductions are done in rank order, so that every rank gets the same bits; half precision is accumulated in
+float32 and rounded once. Tensors are flat.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "Scatter",
 ]
 
-#: Parts of a slot begin at multiples of this: no two ranks write to one cache line.
+#: Parts of a slot begin at multiples of this, so that no two ranks write to one cache line.
 _LINE_BYTES = 64
 
 
@@ -37,7 +37,7 @@ def _steps(count: int, per_step: int) -> int:
 
 
 class _Whole(Exchange):
-    """A call to which ranks contribute whole tensors of ``count`` elements, a slot's worth at each step."""
+    """A call in which a rank puts one tensor of ``count`` elements, a slot's worth at each step."""
 
     __slots__ = ("_count", "_dtype", "_per_step", "_region")
 
@@ -49,15 +49,15 @@ class _Whole(Exchange):
         super().__init__(engine, call, 1 if count <= per_step else -(-count // per_step))
 
     def _here(self, step: int) -> int:
-        """How many elements that step has."""
+        """Return how many elements that step has."""
         return min(self._per_step, self._count - step * self._per_step)
 
     def _part(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        """What of ``x`` belongs to that step."""
+        """Return the part of ``x`` that belongs to that step."""
         return x if self.steps == 1 else x.narrow(0, step * self._per_step, self._here(step))
 
     def _slots(self, step: int, slot: int) -> list[torch.Tensor]:
-        """What all ranks have put for that step."""
+        """Return the data of that step in all ranks' slots."""
         count = self._count if self.steps == 1 else self._here(step)
         return self._region.views(slot, self._dtype, count)
 
@@ -67,7 +67,7 @@ class _Whole(Exchange):
 
 
 class AllReduce(_Whole):
-    """Everybody reduces everything: ``out`` of all ranks' ``x``, which may be the same memory."""
+    """Reduce all ranks' ``x`` into ``out``, which may be the same memory: every rank reduces all elements."""
 
     __slots__ = ("_op", "_out", "_x")
 
@@ -83,7 +83,10 @@ class AllReduce(_Whole):
 
 
 class AllReduceByParts(_Whole):
-    """Every rank reduces its part of each step, in its own slot, and takes the parts of the others there."""
+    """As ``AllReduce``, but every rank reduces one part of each step, and takes the others' parts from them.
+
+    A rank writes its reduced part to its own slot.
+    """
 
     __slots__ = ("_op", "_out", "_x")
 
@@ -97,7 +100,7 @@ class AllReduceByParts(_Whole):
         self._put(self._x, step, slot)
 
     def _bounds(self, step: int, rank: int) -> tuple[int, int]:
-        """Where a rank's part of that step begins, and how many elements it has."""
+        """Return where a rank's part of that step begins, and how many elements it has."""
         here, size = self._here(step), self._region.size
         line = max(1, _LINE_BYTES // self._dtype.itemsize)
         each = -(-here // size)
@@ -110,7 +113,8 @@ class AllReduceByParts(_Whole):
         start, count = self._bounds(step, mine)
         if count:
             rows = self._region.views(slot, self._dtype, count, start * self._dtype.itemsize)
-            # This rank's own data is read from where it came: done twice, it comes to the same.
+            # This rank's data is read from ``x``, not from its slot, where the result goes: so that the step
+            # can be done again.
             sent = self._part(self._x, step).narrow(0, start, count)
             reduce_chunks([*rows[:mine], sent, *rows[mine + 1 :]], self._op, rows[mine])
 
@@ -124,7 +128,7 @@ class AllReduceByParts(_Whole):
 
 
 class Reduce(_Whole):
-    """``x`` of all ranks, reduced into ``x`` of one."""
+    """Reduce all ranks' ``x`` into ``x`` of the rank ``dst``."""
 
     __slots__ = ("_dst", "_op", "_x")
 
@@ -141,7 +145,7 @@ class Reduce(_Whole):
 
 
 class Broadcast(_Whole):
-    """``x`` of one rank to all others."""
+    """Copy ``x`` of the rank ``src`` to ``x`` of all others."""
 
     __slots__ = ("_src", "_x")
 
@@ -159,7 +163,7 @@ class Broadcast(_Whole):
 
 
 class Gather(_Whole):
-    """``x`` of all ranks into ``rows``, which are given on one of them (``AllGather``: on all)."""
+    """Copy all ranks' ``x`` into ``rows``, which only the receiving rank has."""
 
     __slots__ = ("_rows", "_x")
 
@@ -179,7 +183,7 @@ class Gather(_Whole):
 
 
 class AllGather(Gather):
-    """``x`` of all ranks into the flat ``out`` of each."""
+    """Copy all ranks' ``x``, in rank order, into the flat ``out`` of every rank."""
 
     __slots__ = ("_out",)
 
@@ -198,14 +202,17 @@ class AllGather(Gather):
 
 
 class _Split(Exchange):
-    """A call to which ranks contribute a part for each rank: a slot has so many ``places``, one for each."""
+    """A call in which a rank puts a part for each receiver. A slot is divided into ``places`` for these.
+
+    ``places`` is the number of ranks unless given.
+    """
 
     __slots__ = ("_dtype", "_per_step", "_place_bytes", "_region")
 
     def __init__(
         self, engine: Engine, call: Call, dtype: torch.dtype, count: int | None, places: int | None = None
     ) -> None:
-        """``count``: elements of a part, if that is the same for all."""
+        """``count`` is the number of elements of a part, or None if parts differ."""
         region = self._region = engine.region
         self._dtype = dtype
         place = region.layout.slot_bytes // (places or region.size)
@@ -214,11 +221,11 @@ class _Split(Exchange):
         super().__init__(engine, call, None if count is None else _steps(count, self._per_step))
 
     def _here(self, count: int, step: int) -> int:
-        """How many elements of a part of ``count`` that step has."""
+        """Return how many elements of a part of ``count`` that step has."""
         return max(0, min(self._per_step, count - step * self._per_step))
 
     def _places(self, slot: int, of: int, count: int) -> list[torch.Tensor]:
-        """What all ranks have put there for rank ``of``."""
+        """Return the first ``count`` elements of place ``of`` in all ranks' slots."""
         return self._region.views(slot, self._dtype, count, of * self._place_bytes)
 
     def _put_part(self, part: torch.Tensor, of: int, step: int, slot: int) -> None:
@@ -226,19 +233,19 @@ class _Split(Exchange):
             self._places(slot, of, here)[self._region.index].copy_(self._of(part, step, here))
 
     def _of(self, part: torch.Tensor, step: int, here: int) -> torch.Tensor:
-        """The ``here`` elements of a part that belong to that step."""
+        """Return the ``here`` elements of a part that belong to that step."""
         return part if part.numel() == here else part.narrow(0, step * self._per_step, here)
 
 
 class ReduceScatter(_Split):
-    """Into ``out`` the reduction of this rank's part of every rank's flat ``x``."""
+    """Reduce this rank's part of every rank's flat ``x`` into ``out``."""
 
     __slots__ = ("_op", "_out", "_parts", "_whole", "_x")
 
     def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
         super().__init__(engine, call, x.dtype, out.numel())
         self._out, self._x, self._op = out, x, op
-        #: all parts go into one slot, as they lie
+        #: whether all parts fit into one slot, and so go there as they lie in ``x``
         self._whole = x.numel() <= engine.region.per_slot[x.dtype]
         if self._whole:
             self.steps: int = 1
@@ -265,7 +272,7 @@ class ReduceScatter(_Split):
 
 
 class Scatter(_Split):
-    """Into ``out`` this rank's part of those that one rank gives."""
+    """Copy this rank's part of those that the rank ``src`` passes into ``out``."""
 
     __slots__ = ("_out", "_parts", "_src")
 
@@ -291,9 +298,10 @@ class Scatter(_Split):
 
 
 class AllToAll(_Split):
-    """Parts of ``x`` to all ranks, and theirs into ``out``, other memory, which may be of any length.
+    """Copy a part of ``x`` to each rank, and theirs into ``out``. Parts may have any lengths.
 
-    A rank's own part is not sent: its slot has a place for each of the others.
+    ``out`` must not share memory with ``x``. A rank's own part does not go through its slot, which has places
+    for the other ranks only.
     """
 
     __slots__ = ("_in", "_length", "_out", "_splits")
@@ -308,7 +316,7 @@ class AllToAll(_Split):
         x: torch.Tensor,
         splits: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        """``splits``: elements of each part of ``out``, and of ``x``."""
+        """``splits`` has the number of elements of each part of ``out``, and of each part of ``x``."""
         super().__init__(engine, call, x.dtype, None, engine.region.size - 1)
         self._splits = splits
         self._out = out.split_with_sizes(list(splits[0]))
@@ -337,7 +345,7 @@ class AllToAll(_Split):
                 self._between(slot, mine, of, here).copy_(self._of(part, step, here))
 
     def _between(self, slot: int, source: int, of: int, count: int) -> torch.Tensor:
-        """What rank ``source`` puts there for rank ``of``."""
+        """Return the place in the slot of rank ``source`` for its data to rank ``of``."""
         return self._places(slot, of - (of > source), count)[source]
 
     def take(self, step: int, slot: int) -> None:
@@ -350,7 +358,7 @@ class AllToAll(_Split):
 
 
 class Barrier(Exchange):
-    """Nothing moves."""
+    """Move no data: the call is over once all ranks have posted it."""
 
     __slots__ = ()
 

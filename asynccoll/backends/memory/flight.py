@@ -1,4 +1,4 @@
-"""A call in flight as its waiter sees it: a ``Completion`` that is moved through memory (``moving``)."""
+"""A call in flight as its waiter sees it: a ``Completion`` that threads carry forward (``moving``)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["Carrier", "InFlight"]
 
 
 class Carrier(Protocol):
-    """What carries calls, as one of them needs it (``moving.Mover``)."""
+    """What a call needs of the ``moving.Mover`` that carries it."""
 
     def poke(self) -> None:
         """Move what can be moved now."""
 
     def wait(self, call: InFlight, seconds: float) -> bool:
-        """Move until that call is over, or so many seconds have passed; whether it is over."""
+        """Move calls until ``call`` is over or the time has passed; return whether it is over."""
         ...
 
     def listen(self, call: InFlight, callback: Callback) -> None:
-        """Call ``callback`` when that call is over."""
+        """Call ``callback`` when ``call`` is over."""
 
 
 class InFlight(Completion):
-    """One call."""
+    """One call, or message, that a ``Carrier`` moves until it is ended."""
 
     __slots__ = ("_carrier", "_error", "callbacks", "fine", "finished")
 
@@ -36,7 +36,7 @@ class InFlight(Completion):
         self.callbacks: list[Callback] | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is over. Callbacks are called where that is allowed."""
+        """End the call. Its carrier calls the callbacks later, without its lock."""
         self._error = error
         self.fine: bool = error is None
         self.finished = True
@@ -44,7 +44,8 @@ class InFlight(Completion):
     # What waiters ask for
 
     def done(self) -> bool:
-        # A callback may take locks that the caller holds: with any, only a waiter or the watcher ends it.
+        # A callback may take locks that the caller holds. So a call with callbacks is not moved here, but by
+        # waiters and the watcher.
         if not self.finished and self.callbacks is None:
             self._carrier.poke()
         return self.finished

@@ -1,6 +1,6 @@
-"""What one rank shares with the others of its host: arenas, bells, and word of who is gone.
+"""What one rank shares with the others of its host: arenas, bells, and notice of processes that have ended.
 
-Made once for a world, when it comes together; its lanes take their regions from it.
+A hub is made once for a world, when its ranks meet; the lanes take their regions from it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _helpers = Waiters("asynccoll-memory-helper")
 
 
 class Hub:
-    """The ranks of one host that share memory, as one of them knows them."""
+    """One rank's access to the others of its host: their arenas, their bells and their processes."""
 
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
         self.ranks: frozenset[int] = frozenset(ranks)
@@ -54,7 +54,10 @@ class Hub:
 
     @classmethod
     def meet(cls, clients: Clients, node: str, ranks: Sequence[int], rank: int, seconds: float) -> Hub:
-        """Meet the others of ``ranks``, said to be on one host; raises ``Failed`` on all of them."""
+        """Meet the others of ``ranks``, which should be on one host.
+
+        If they cannot share memory, ``Failed`` is raised on all of them.
+        """
         made, why = _made()
         said = _Said(clients, f"memory/{node}", ranks.index(rank), len(ranks), seconds)
         try:
@@ -67,7 +70,7 @@ class Hub:
         return cls(made[0], ranks, rank, handed)
 
     def region(self, opening: Opening) -> tuple[Region, Parking]:
-        """The memory of a lane, which its first rank lends; all ranks of it have come."""
+        """Return the memory of a lane, lent by its first rank. Waits until all of its ranks have called."""
         assert opening.clients is not None
         key = f"{opening.name}/memory"
         if opening.rank == 0:
@@ -82,31 +85,31 @@ class Hub:
         return Region(buffer, layout, opening.rank), Parking(buffer)
 
     def later(self, job: Callable[[], object]) -> None:
-        """Run ``job``, which may wait, on a thread of its own."""
-        _helpers.submit(object(), job)  # not the job itself: an idle thread keeps the last key
+        """Run ``job``, which may wait, on another thread."""
+        _helpers.submit(object(), job)  # the key is not the job, since an idle thread keeps its last key
 
     def ring(self, rank: int) -> None:
-        """Have the watcher of ``rank`` look."""
+        """Have the watcher of ``rank`` look at its regions."""
         os.eventfd_write(self._handed[rank].bell, 1)
 
     def take_back(self) -> None:
-        """Give back what lanes that are closed have used."""
+        """Give back the memory of lanes that are closed on all ranks."""
         self._arena.take_back()
 
     def close(self) -> None:
-        """All lanes are closed."""
+        """Stop the watcher and close all descriptors, once all lanes are closed."""
         self.watcher.stop()
         for handed in self._handed.values():
             handed.close()
 
     def disown(self) -> None:
-        """In a forked child, which has nothing of it but copies of the descriptors."""
+        """Close a forked child's copies of the descriptors; it has nothing else of the hub."""
         for handed in self._handed.values():
             handed.close()
 
 
 class _Said:
-    """What the ranks of a node tell each other in the store."""
+    """Texts that the ranks of a node tell each other in the store."""
 
     def __init__(self, clients: Clients, prefix: str, index: int, count: int, seconds: float) -> None:
         self._clients = clients
@@ -116,7 +119,7 @@ class _Said:
         self.seconds = seconds
 
     def by_each(self, name: str, value: str) -> list[str]:
-        """What every rank says, in order; this one says ``value``."""
+        """Say ``value`` under ``name``, wait for all ranks, and return what each of them said, in order."""
         keys = [f"{self._prefix}/{name}/{index}" for index in range(self.count)]
         with self._clients.borrow() as store:
             store.set(keys[self.index], value)
@@ -130,7 +133,10 @@ class _Said:
 
     @contextmanager
     def all_or_none(self, name: str) -> Iterator[Callable[[], bool]]:
-        """Raise ``Failed`` on all ranks if the block does on one; gives whether it has on another one."""
+        """Run the block on all ranks, and raise ``Failed`` on all if it fails on one.
+
+        The block gets a function that returns whether it has already failed on another rank.
+        """
         why = ""
         try:
             yield partial(self._has_failed, name)
@@ -147,7 +153,7 @@ class _Said:
 
 
 def _made() -> tuple[tuple[Arena, Descriptors] | None, str]:
-    """This rank's arena and what it hands in, or why it has none: a container may forbid the calls."""
+    """Return this rank's arena and descriptors, or why there are none: a container may forbid the calls."""
     try:
         arena = Arena()
     except OSError as error:
@@ -160,9 +166,9 @@ def _made() -> tuple[tuple[Arena, Descriptors] | None, str]:
 
 
 def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> list[Descriptors]:
-    """What each rank has handed in, once all have proved that they share memory.
+    """Return the descriptors of all ranks, once these have proved that they share memory.
 
-    Each step that may fail on one rank is told to all: so all fail, or none.
+    The outcome of each step that may fail on one rank is told to all, so that all fail, or none.
     """
     index, count, seconds = said.index, said.count, said.seconds
     if count > MOST_RANKS:
@@ -199,7 +205,7 @@ def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> li
 
 
 def _written(arenas: Sequence[int], index: int) -> str:
-    """The word that this rank has written to the arenas of all; nothing if it cannot."""
+    """Write this rank's word to all arenas, and return it; return an empty string if that fails."""
     try:
         return write_words(arenas, index)
     except OSError:

@@ -1,7 +1,7 @@
-"""The messages of one lane on one rank, in all of its epochs: a region for each other rank, once needed.
+"""The messages of one lane on one rank, in all of the lane's epochs, in a region for each other rank.
 
-A region is opened by both of its ranks, with their first message to each other; until then messages wait in
-their order. Who opens it may have to wait, so that is done on a thread of its own.
+Two ranks open their region with their first message to each other; until it is open, messages are kept in
+their order. Opening waits for the other rank, so it is done on another thread.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from asynccoll.errors import CollectiveError, PeerLostError
 
 __all__ = ["Messages"]
 
-#: How long a thread that opens a region which nobody wants any more may take to notice.
+#: How long closing waits for threads that open regions to notice that these are no longer needed.
 _GIVE_UP_SECONDS = 5.0
-#: How long a rank that is alive may take to read what there is.
+#: How long closing waits for the other rank of each region to make room for the last acknowledgements.
 _FLUSH_SECONDS = 1.0
 
 Begin = Callable[[Pair], Completion]
 
 
 class Lane(Protocol):
-    """What the messages belong to (``engine.Engine``)."""
+    """The lane that the messages belong to, as its ``engine.Engine`` knows it."""
 
     def died(self) -> Sequence[int]:
-        """The ranks that have ended without leaving it."""
+        """Return the ranks that have ended without leaving the lane."""
         ...
 
 
 class Messages:
-    """Ranks are indices in the lane's group."""
+    """The messages between this rank and the others of a lane. Ranks are indices in the lane's group."""
 
     def __init__(
         self,
@@ -45,28 +45,28 @@ class Messages:
         later: Callable[[Callable[[], object]], object],
         lane: Lane,
     ) -> None:
-        """``open_pair`` opens the region of two ranks; ``later`` runs what may wait on a thread."""
+        """``open_pair`` opens the region of two ranks, and may wait; ``later`` runs a job on a thread."""
         self._open_pair = open_pair
         self._lane = lane
         self._later = later
         self._lock = host.Lock()
         self._pairs: dict[int, Pair] = {}
         self._waiting: defaultdict[int, deque[tuple[Begin, Promise]]] = defaultdict(deque)
-        self._asked: set[int] = set()  # whose regions are to be opened
-        self._openers: set[int] = set()  # and whose somebody opens
+        self._asked: set[int] = set()  # peers for whose regions a thread was asked
+        self._openers: set[int] = set()  # peers whose regions a thread is opening, or has opened
         self._opening = InProgress()
         self._closed: tuple[int, CollectiveError] | None = None
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
-        """The flat ``x`` to ``dst``."""
+        """Send the flat ``x`` to ``dst``."""
         return self._begin(dst, lambda pair: pair.send(x, tag))
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        """Into the flat ``x`` what ``src`` sends."""
+        """Receive the next message from ``src`` with that tag into the flat ``x``."""
         return self._begin(src, lambda pair: pair.recv(x, tag))
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """In place of a send, tell its receiver."""
+        """Tell the receiver, instead of a send, that there is no message, and why."""
         self._begin(dst, lambda pair: pair.refuse(tag, why))
 
     def _begin(self, peer: int, begin: Begin) -> Completion:
@@ -85,7 +85,11 @@ class Messages:
         return promise
 
     def _ask(self, peer: int) -> None:
-        """Have the region opened; noted first, for it may fail at once, and unsaid if an interrupt comes."""
+        """Have a thread open the region to ``peer``.
+
+        The peer is noted in ``_asked`` first, since the thread removes the note if opening fails, which may
+        be at once. An interrupt here removes it too, so that the next message asks again.
+        """
         try:
             self._asked.add(peer)
             self._later(partial(self._open, peer))
@@ -101,7 +105,7 @@ class Messages:
         with self._opening:
             try:
                 pair = self._open_pair(peer, self)
-            except BaseException as error:  # raised in the waiters of its messages, not in this thread
+            except BaseException as error:  # for the waiters of the messages to raise, not this thread
                 self._give_up(peer, self.ended() or error)
             else:
                 self._opened(peer, pair)
@@ -125,22 +129,22 @@ class Messages:
             promise.settle(error)
 
     def follow(self, lane: Lane) -> None:
-        """From now on the lane's collectives go by this."""
+        """Ask ``lane`` from now on which ranks have ended: it is the lane's engine in a new epoch."""
         self._lane = lane
 
     def died(self) -> Sequence[int]:
-        """The ranks with which the lane is lost."""
+        """Return the ranks that have ended without leaving the lane."""
         return self._lane.died()
 
     def ended(self) -> CollectiveError | None:
-        """Why no region is opened any more; None while they are."""
+        """Return why no region is opened any more, or None if they still are."""
         if self._closed is not None:
             return self._closed[1]
         died = self.died()
         return PeerLostError(f"rank {', '.join(map(str, died))} ended") if died else None
 
     def stop(self, state: int, error: CollectiveError) -> None:
-        """Leave: what is in flight ends, here and soon on the others. No region is opened any more."""
+        """Leave all regions, and open no more: messages in flight end here, and soon on the other ranks."""
         with self._lock:
             self._closed = self._closed or (state, error)
             pairs = list(self._pairs.values())
@@ -150,5 +154,5 @@ class Messages:
             pair.stop(state, error)
 
     def join(self) -> None:
-        """Wait for the threads that open regions: they ask the store."""
+        """Wait for the threads that are opening regions, since they use the store."""
         self._opening.wait(_GIVE_UP_SECONDS)

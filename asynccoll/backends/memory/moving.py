@@ -1,12 +1,12 @@
-"""What moves calls through memory that ranks share, in whichever thread passes; and how its threads sleep.
+"""Moving calls through memory that ranks share, in several threads, and how these threads sleep.
 
-The caller moves what can be moved when it issues, a waiter while it waits, the watcher when it is rung. They
-take turns under a lock that is held for one step at a time. What a step is, is a subclass's (``engine``,
-``pair``).
+A caller moves what can be moved when it issues, a waiter while it waits, and the watcher when it is rung.
+They take turns under a lock that is held for one step at a time. Subclasses (``engine``, ``pair``) say what a
+step is.
 
-**Nobody sleeps through a word that was written.** Who is about to sleep says so in a word of its own, then
-looks once more; who has written looks at that word afterwards. Between a store and a look at another word
-stands a fence.
+**No thread sleeps through a word that was written.** A thread that is about to sleep writes that to a word of
+its rank, then looks once more for something to move; a thread that has written data looks at the other ranks'
+words afterwards. Between the store and the look there is a fence (taking and releasing a lock).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Bells", "Mover"]
 
-#: Looks in a row before the processor is offered to others, and turns given before sleeping: some 20 us, and
-#: some 200. Where ranks share cores, the rank that is waited for needs this one.
+#: A waiter looks this often in a row (about 20 us), then gives way to other threads this often (about 200 us)
+#: before it sleeps. Both are small if ranks share cores, since the rank that is waited for needs this core.
 _LOOKS, _TURNS = 20, 200
 _LOOKS_WHERE_CROWDED, _TURNS_WHERE_CROWDED = 2, 4
 _MOST_NAPS = 0xFFFFFFFF
 
 
 class Bells(Protocol):
-    """How the ranks of a region wake each other. Ranks are indices there."""
+    """How the ranks of a region wake each other. Ranks are indices in the region."""
 
-    #: more ranks than cores
+    #: whether there are more ranks than cores
     crowded: bool
 
     def sleep(self, said: int, seconds: float) -> None:
-        """Until this rank is woken, or something else than ``said`` stands in its word, or time is up."""
+        """Sleep until this rank is woken or time is up; return at once if its word is not ``said``."""
 
     def wake(self, index: int) -> None:
         """Wake the sleeping threads of a rank."""
@@ -50,20 +50,20 @@ class Bells(Protocol):
         """Have the watcher of a rank look at the region."""
 
     def watch(self, mover: Mover) -> None:
-        """From now on this rank's watcher looks at the region when it is rung."""
+        """Have this rank's watcher call ``mover.attend`` from now on, when it is rung."""
 
     def later(self, job: Callable[[], object]) -> None:
-        """Run ``job``, which may wait, on a thread of its own."""
+        """Run ``job``, which may wait, on another thread."""
 
     def gone(self) -> Sequence[int]:
-        """The ranks of the region, as errors call them, whose processes have ended."""
+        """Return the ranks of the region (numbered as in errors) whose processes have ended."""
 
 
 class Mover(ABC):
-    """The calls of one rank on one region."""
+    """The calls of one rank on one region, and the threads that move them."""
 
     def __init__(self, region: Region, bells: Bells, where: str, ranks: Sequence[int]) -> None:
-        """``where`` and ``ranks``: what errors call the region, and its members."""
+        """``where`` and ``ranks`` are the region and its members, as errors name them."""
         self.region = region
         self._bells = bells
         self._where = where
@@ -74,12 +74,12 @@ class Mover(ABC):
         self._fence = host.Lock()
         self._sleepers = 0
         self._left = False
-        self._naps = count(1)  # each has a number of its own
-        self._watched = False
+        self._naps = count(1)  # the number of each sleep
+        self._watched = False  # whether the watcher knows this region
         self._listened: dict[InFlight, None] = {}  # calls that are not over and have callbacks
-        self._attended_until = 0.0  # until then somebody waits in place, and moves what there is
-        self._broken: CollectiveError | None = None
-        self._untold: deque[InFlight] = deque()  # over, with callbacks
+        self._attended_until = 0.0  # until then a waiter moves all calls, unless it ends before
+        self._broken: CollectiveError | None = None  # the error of all further calls
+        self._untold: deque[InFlight] = deque()  # calls that are over, with callbacks yet to be called
         self._looks = range(_LOOKS_WHERE_CROWDED if bells.crowded else _LOOKS)
         self._turns = _TURNS_WHERE_CROWDED if bells.crowded else _TURNS
         others = [rank for rank in range(region.size) if rank != region.index]
@@ -89,7 +89,7 @@ class Mover(ABC):
 
     @abstractmethod
     def _step(self) -> bool:
-        """Move what can be moved in one turn, with the lock held; whether anything moved."""
+        """Move what can be moved in one turn, with the lock held; return whether anything moved."""
 
     @abstractmethod
     def _is_busy(self) -> bool:
@@ -97,7 +97,7 @@ class Mover(ABC):
 
     @abstractmethod
     def _goes_on_by_itself(self) -> bool:
-        """Whether there is something to move that somebody listens to, or others wait for."""
+        """Whether calls have to move without a waiter here: for a callback, or for other ranks."""
 
     @abstractmethod
     def _drop(self, error: CollectiveError) -> None:
@@ -106,7 +106,7 @@ class Mover(ABC):
     # Moving
 
     def poke(self) -> None:
-        """Move what can be moved, unless somebody is at it. Callbacks are left to the watcher."""
+        """Move what can be moved, unless another thread is moving. The watcher calls the callbacks."""
         try:
             self._move_on()
             if self._untold:
@@ -116,20 +116,20 @@ class Mover(ABC):
             raise
 
     def _leave_to_watcher(self) -> None:
-        """The moving thread was interrupted: what it has written is told, and the watcher goes on."""
+        """Announce what an interrupted thread has written, and have the watcher go on in its place."""
         self._tell_others()
         self._watch()
 
     def _move(self) -> bool:
-        """One step, with the lock held; whether anything moved."""
+        """Do one step, with the lock held; return whether anything moved."""
         try:
             return self._step()
-        except Exception as error:  # no one knows whose call that was: a waiter, or the watcher, came by
+        except Exception as error:  # this thread may not be the waiter of the call that failed: do not raise
             self._fail(error)
             return True
 
     def _move_on(self) -> bool:
-        """One turn under the lock; whether anything moved."""
+        """Take the lock, unless another thread has it, and do one step; return whether anything moved."""
         if not self._lock.acquire(False):
             return False
         try:
@@ -141,9 +141,9 @@ class Mover(ABC):
         return moved
 
     def _look_again(self) -> bool:
-        """Move what can be moved, now that this rank has said that it looks no more; whether anything moved.
+        """Do one more step, after this rank has written that it will sleep; return whether anything moved.
 
-        The holder of the lock may have looked before that was said: this waits for it.
+        This waits for the lock: its holder may have looked before that was written.
         """
         self._fence.acquire()
         self._fence.release()
@@ -154,7 +154,7 @@ class Mover(ABC):
         return moved
 
     def _over(self, call: InFlight, error: BaseException | None) -> None:
-        """A call has ended, which its waiters are told; with the lock held. May be said again."""
+        """End ``call`` and wake its waiters, with the lock held. Repeated after an interrupt."""
         if not call.finished:
             call.end(error)
         if call.callbacks is not None:
@@ -167,7 +167,7 @@ class Mover(ABC):
     # Waking, and being woken
 
     def _tell_others(self) -> None:
-        """Wake who sleeps until something is written."""
+        """Wake the sleeping threads and the watchers of the other ranks."""
         self._fence.acquire()
         self._fence.release()
         words = self._words
@@ -180,10 +180,10 @@ class Mover(ABC):
                 self._bells.ring(rank)
 
     def wait(self, call: InFlight, seconds: float) -> bool:
-        """Move until that call is over, or so many seconds have passed; whether it is over."""
+        """Move calls until ``call`` is over or ``seconds`` have passed; return whether it is over."""
         words = self._words
         if words[self._mine + WATCHING] and not self._listened:
-            words[self._mine + WATCHING] = 0  # a waiter looks for itself
+            words[self._mine + WATCHING] = 0  # this thread looks itself: the watcher need not be rung
         try:
             for _ in self._looks:
                 if self._move_on() and call.finished:
@@ -230,8 +230,8 @@ class Mover(ABC):
     def _sleep(self, call: InFlight, seconds: float) -> None:
         self._sleepers += 1
         try:
-            # Each says something else: who is about to sleep is not kept from seeing that the word was
-            # cleared.
+            # Each sleep has another number. So if the word is cleared before this thread sleeps, it does not
+            # sleep, even if another thread has written its own number there since.
             said = next(self._naps) % _MOST_NAPS + 1
             self._words[self._mine + ASLEEP] = said
             if not self._look_again() and not call.finished and not self._lost():
@@ -240,8 +240,8 @@ class Mover(ABC):
             self._sleepers -= 1
 
     def listen(self, call: InFlight, callback: Callback) -> None:
-        """Call ``callback`` when that call is over: here if it is already, else on the watcher's thread."""
-        with self._lock:  # or it may be over between the look and the appending
+        """Call ``callback`` when ``call`` is over: now if it is, else in a waiter or the watcher."""
+        with self._lock:  # else the call may end between the check and the append
             over = call.finished
             if not over:
                 if call.callbacks is None:
@@ -254,16 +254,16 @@ class Mover(ABC):
             self._watch()
 
     def _be_known(self) -> None:
-        """From now on the watcher looks at this region when it is rung, or when a process has ended."""
+        """Have the watcher look at this region from now on, when it is rung or a process has ended."""
         self._bells.watch(self)
         self._watched = True
 
     def _has_more(self) -> bool:
-        """Whether something was moved, after which there may be more to move here."""
+        """Move what can be moved, and return whether there may be more to move here."""
         return self._look_again()
 
     def _watch(self) -> None:
-        """Have the watcher look from now on, first of all at once if there is something to do."""
+        """Have other ranks ring this rank's watcher; ring it now if there is already something to do."""
         words = self._words
         words[self._mine + WATCHING] = 1
         if (self._has_more() and self._goes_on_by_itself()) or self._untold or self._lost():
@@ -271,29 +271,29 @@ class Mover(ABC):
             self._bells.ring(self.region.index)
 
     def attend(self) -> None:
-        """On the watcher's thread, which was rung: move what can be moved, and tell who listens."""
+        """Move what can be moved, and call callbacks. Runs on the watcher's thread when it was rung."""
         while True:
             while not self._is_attended() and self._move_on():
                 host.give_way()
             self.tell()
             self._lost()
             if self._is_attended() or not self._goes_on_by_itself():
-                return  # who waits has the watcher look again, if that is needed
+                return  # a waiter sets the watcher on again if that is needed
             self._words[self._mine + WATCHING] = 1
             if not (self._look_again() or self._untold):
                 return
 
     def _is_attended(self) -> bool:
-        """Whether somebody waits in place, and so moves what there is."""
+        """Whether a thread waits here, and so moves all calls."""
         return host.monotonic() < self._attended_until
 
     def tell(self) -> None:
-        """Call the callbacks of what is over, each once."""
+        """Call the callbacks of calls that are over, each once."""
         untold = self._untold
         while untold:
             try:
                 call = untold.popleft()
-            except IndexError:  # another thread has taken the last one
+            except IndexError:  # another thread has taken the last call
                 return
             callbacks, call.callbacks = call.callbacks or [], None
             for callback in callbacks:
@@ -302,7 +302,10 @@ class Mover(ABC):
     # Ends
 
     def _lost(self) -> bool:
-        """End what waits for a rank that has gone; whether there was anything."""
+        """If a rank has gone, do what can still be done, and end all other calls with an error.
+
+        Returns whether a rank has gone and there were calls that were not over.
+        """
         if not self._is_busy():
             return False
         gone = self._gone()
@@ -321,7 +324,7 @@ class Mover(ABC):
         return True
 
     def _gone(self) -> list[int]:
-        """The ranks, as errors call them, without which nothing goes on here."""
+        """Return the ranks (numbered as in errors) that have left the region, or whose processes ended."""
         words = self._words
         left = {self._ranks[rank] for rank, base in self._bases if words[base + STATE] in (CLOSED, ABORTED)}
         return sorted(left.union(self._bells.gone()))
@@ -331,19 +334,20 @@ class Mover(ABC):
         self._drop(error)
 
     def _fail(self, error: Exception) -> None:
-        """A step could not be done: all calls in flight end with that, and the other ranks lose this one."""
+        """End all calls after a step that failed with ``error``; for the other ranks this one has left."""
         self._words[self._mine + STATE] = ABORTED
         self._end_all(collective_error(error, f"moving data through the memory of {self._where}"))
 
     def stop(self, state: int, error: CollectiveError) -> None:
-        """Leave: end what is in flight here, and soon on the others that wait for this rank. Once."""
+        """Leave the region, once: end the calls in flight here, and soon those that wait for this rank."""
         with self._lock:
             if self._left:
-                return  # and the memory may be another lane's by now
+                return  # and must not write: the memory may be another lane's by now
             self._left = True
             self._words[self._mine + STATE] = state
             self._end_all(error)
         self._tell_others()
         if self._untold:
             self._bells.ring(self.region.index)
+        # Last, since the memory may be lent to another lane once all ranks have written this.
         self._words[self._mine + LEFT] = 1

@@ -1,9 +1,10 @@
-"""The ranks of one host that have proved to share memory, and what each holds of the others.
+"""How the ranks of one host exchange descriptors, and prove that they share memory.
 
-They meet over a socket without a path, whose name one of them tells in the store. Each hands in descriptors,
-which the first one passes on to all: of its arena, to map; of a bell, to ring; and of its own process, which
-becomes readable when that has ended. Then every rank writes a word into every arena and reads those of the
-others there: only who finds all of them shares memory, whatever its host is called.
+They meet at a socket without a path, whose name the first rank tells the others in the store. Each rank hands
+in three descriptors, and the first rank passes all of them on to all: one of the rank's arena, to map; one of
+its bell, to ring; and one of its process, which becomes readable when the process has ended. Then every rank
+writes a word to every arena, and looks for the words of all others there. Only ranks that find all of them
+share memory, whatever their hosts are called.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asynccoll.backends.memory.arena import PAGE, Arena, map_region
 
 __all__ = ["MOST_RANKS", "Descriptors", "Failed", "Meeting", "hand_in", "own", "prove", "write_words"]
 
-#: What one message may carry in descriptors, by the kernel's limit of 253.
+#: So that the descriptors of all ranks fit into one message: the kernel's limit is 253.
 MOST_RANKS = 64
 _WORD_BYTES = 16
 _TOKEN_BYTES = 16
@@ -32,13 +33,13 @@ _SAYS_SOON_SECONDS = 2.0
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
-class Failed(Exception):  # noqa: N818  # it is no error: another transport is there
-    """They do not share memory; says why."""
+class Failed(Exception):  # noqa: N818  # not an error: another transport is used instead
+    """The ranks do not share memory; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a rank hands in, or got of another."""
+    """The descriptors that a rank hands in, or this process's copies of another rank's."""
 
     arena: int
     bell: int
@@ -54,7 +55,7 @@ class Descriptors:
 
 
 def own(arena: Arena) -> Descriptors:
-    """What this rank hands in."""
+    """Make the descriptors that this rank hands in."""
     return Descriptors(
         arena.descriptor,
         os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
@@ -73,20 +74,20 @@ class Meeting:
 
     @property
     def address(self) -> str:
-        """What the others must know, as a line of text."""
+        """The name and the token of the meeting, as a line of text for the other ranks."""
         name = self._listener.getsockname()
         return json.dumps([name[1:].decode(), self.token.hex()])
 
     def close(self) -> None:
-        """Nobody need come."""
+        """Close the socket without a meeting."""
         self._listener.close()
 
     def gather(
         self, count: int, mine: Descriptors, seconds: float, given_up: Callable[[], bool]
     ) -> list[Descriptors]:
-        """Take what ``count`` other ranks hand in, and give all of them everything; in the order of ranks.
+        """Take the descriptors of ``count`` other ranks, give all of them to all, and return them by rank.
 
-        Raises ``Failed`` if somebody does not come, which ``given_up`` may know sooner than the clock.
+        Raises ``Failed`` if a rank does not connect in time, or earlier if ``given_up`` says it will not.
         """
         deadline = monotonic() + seconds
         came: dict[int, tuple[socket.socket, Descriptors]] = {}
@@ -109,7 +110,7 @@ class Meeting:
     def _accept(
         self, deadline: float, given_up: Callable[[], bool]
     ) -> tuple[int, socket.socket, Descriptors]:
-        """The next rank that knows the token; anybody else is turned away."""
+        """Wait for the next rank that knows the token; close the connections of all others."""
         while True:
             self._listener.settimeout(_ASK_SECONDS)
             try:
@@ -128,7 +129,7 @@ class Meeting:
             connection.close()
 
     def _take(self, connection: socket.socket) -> tuple[int, Descriptors] | None:
-        """Which rank this is, and what it hands in; None if it does not know the token."""
+        """Return which rank has connected, and its descriptors; None if it does not know the token."""
         data, found, _, _ = socket.recv_fds(connection, _TOKEN_BYTES + 4, 3)
         if data[:_TOKEN_BYTES] == self.token and len(found) == 3:
             return int.from_bytes(data[_TOKEN_BYTES:], "little"), Descriptors(*found)
@@ -138,7 +139,10 @@ class Meeting:
 
 
 def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: float) -> list[Descriptors]:
-    """Give what this rank, number ``index`` on its node, has to the first; what all have, in their order."""
+    """Give this rank's descriptors to the first rank of the node; return those of all, in rank order.
+
+    ``index`` is this rank's number among the ``count`` ranks of the node.
+    """
     name, token = json.loads(address)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
@@ -155,7 +159,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
             os.close(descriptor)
         raise Failed("the kernel did not pass on what the ranks of this host have handed in")
     everything = [Descriptors(*found[place : place + 3]) for place in range(0, len(found), 3)]
-    everything[index].close()  # what was handed in, once more
+    everything[index].close()  # copies of this rank's own
     everything[index] = mine
     return everything
 
@@ -166,7 +170,7 @@ def _user_of(connection: socket.socket) -> int:
 
 
 def write_words(arenas: Sequence[int], index: int) -> str:
-    """Write a word of this rank's into each arena; the word, to be told to the others."""
+    """Write a random word for this rank into each arena; return it, to be told to the others."""
     word = secrets.token_bytes(_WORD_BYTES)
     for descriptor in arenas:
         page = map_region(descriptor, 0, PAGE)
@@ -175,7 +179,7 @@ def write_words(arenas: Sequence[int], index: int) -> str:
 
 
 def prove(arenas: Sequence[int], words: Sequence[str]) -> None:
-    """Find the words of all ranks in all arenas; raises ``Failed`` if one is not there."""
+    """Look for the words of all ranks in all arenas; raise ``Failed`` if one is not there."""
     if not all(words):
         raise Failed("a rank of this host cannot write to memory of the others")
     expected = b"".join(map(bytes.fromhex, words))

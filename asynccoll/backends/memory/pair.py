@@ -1,7 +1,7 @@
 """Point-to-point messages of two ranks through memory that they share: any number, in order per tag.
 
-The protocol is that of MPI libraries. Each rank has a ring of records for the other to read: the slots of
-their region (``layout``), and for each slot a note of four words that says what the record is.
+The protocol is the one that MPI libraries use. Each rank has a ring of records for the other to read: the
+slots of their region (``layout``), and for each slot a note of four words that says what the record is.
 
 - ``RTS`` announces a message: number, tag, dtype and length. A short one is *eager*: its data is in the slot.
 - ``CTS``: a receive was matched with a message that was not eager, and its data is wanted.
@@ -9,16 +9,17 @@ their region (``layout``), and for each slot a note of four words that says what
 - ``ACK``: a message was received. Only this ends a send: sends are synchronous, as ``MPI_Ssend``.
 
 A receive is *posted* until it is matched; a message that came before its receive is *unexpected*. Records are
-read in order, by whoever drives the pair (``moving``), whether or not anybody waits for what they are about:
-so a message that nobody receives holds up no other tag. The data of a long message stays with its sender
-until CTS, and a receiver keeps at most ``_MOST_EAGER`` short ones: unexpected messages take bounded memory.
+read in order by any thread that moves the pair (``moving``), whether or not anybody waits for their messages.
+So a message that nobody receives does not hold up other tags. The data of a long message stays with its
+sender until CTS, and a receiver keeps at most ``_MOST_EAGER`` short ones: unexpected messages take bounded
+memory.
 
-**What makes it sound.** Every word has one writer. A record is committed by one store, of its step into
+**Why this is safe.** Every word has one writer. A record is committed by one store, of its step into
 ``POSTED``, after its note and its data; other processors see the stores of an x86-64 in that order, and
-processes share memory on no other. Ctrl-C may strike anywhere, also while the lock is held, which is then
-released in the middle of a step. So every step can be done again, and whoever takes the lock next does so: a
-record stays in ``_record`` from before the first word of it is written until its effect is noted here, and a
-record counts as read (``READ``) only when everything that it asks for is done.
+shared memory is used on no other architecture. Ctrl-C may come anywhere, also while the lock is held, which
+is then released in the middle of a step. So every step can be done again, and the next thread that takes the
+lock does so: a record stays in ``_record`` from before its first word is written until its effect is noted
+here, and a record counts as read (``READ``) only when everything that it asks for is done.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from asynccoll.errors import CollectiveError, PeerRefusedError
 __all__ = ["Incoming", "Outgoing", "Pair"]
 
 _RTS, _CTS, _DATA, _ACK = range(1, 5)
-#: In place of a dtype: there is no message, and the data is the reason, as text.
+#: Instead of a dtype's code: there is no message, and the data is the reason, as text.
 _REFUSED = 255
 _NAMES = sorted(DTYPES_BY_NAME)
 _CODES = {DTYPES_BY_NAME[name]: code for code, name in enumerate(_NAMES)}
-#: How many messages of one tag may be announced and not acknowledged.
+#: How many messages of one tag may be announced but not acknowledged.
 _MOST_ANNOUNCED = 16
-#: How many eager ones may be, of a slot's size at most each: the receiver may have to keep a copy.
+#: How many eager messages may be unacknowledged: the receiver may keep a copy of each, up to a slot long.
 _MOST_EAGER = 16
-#: How many parts are posted ahead of the reader: more would have left the cache before it gets to them.
+#: How many records, a new part included, may be unread: with more, data leaves the cache before it is read.
 _AHEAD = 3
-#: What stands in a slot's line of text. No rank reads it; a simulation logs a send by it.
+#: The line of text in each slot. No rank reads it; a simulation uses it to log a send.
 _TEXT = b"send"
 
 
 class Outgoing(InFlight):
-    """A send."""
+    """A send of ``data``."""
 
     __slots__ = ("announced", "code", "data", "number", "posted_bytes", "tag")
 
@@ -65,9 +66,9 @@ class Outgoing(InFlight):
         self.code: int = code
         self.tag: int = tag
         self.number: int = number
-        #: its RTS is posted
+        #: whether its RTS is posted
         self.announced: bool = False
-        #: how much of it is posted as DATA
+        #: how many of its bytes are posted as DATA
         self.posted_bytes: int = 0
 
 
@@ -90,7 +91,7 @@ class _Unexpected:
     __slots__ = ("code", "data", "number", "receive", "size")
 
     def __init__(self, number: int, code: int, size: int, data: torch.Tensor | None) -> None:
-        """``data``: that of an eager one, in its slot or as a copy."""
+        """``data`` is that of an eager message, in its slot or as a copy; None for others."""
         self.number = number
         self.code = code
         self.size = size
@@ -99,7 +100,7 @@ class _Unexpected:
 
 
 class _Record(NamedTuple):
-    """What is posted next. ``message``: the send that it is about; None for a reply (CTS, ACK)."""
+    """The record to be posted next. ``message`` is the send that it is about; None for a reply (CTS, ACK)."""
 
     step: int
     kind: int
@@ -120,32 +121,32 @@ class Pair(Mover):
         ranks: Sequence[int],
         died: Callable[[], Sequence[int]],
     ) -> None:
-        """``died``: which ranks of the lane have ended; with any of them the whole lane is lost."""
+        """``died`` returns which ranks of the lane have ended: each of them ends all messages of the lane."""
         super().__init__(region, bells, where, ranks)
         self._died = died
         self._theirs = region.others[0]
         self._other = 1 - region.index
-        self._posted: int = 0  # the step of the latest record
-        self._knocked: int = 0  # the same, when the other rank was last told that the ring is full
+        self._posted: int = 0  # the step of the last record that was posted
+        self._knocked: int = 0  # the value of ``_posted`` when the other rank was last told of a full ring
         self._numbers = count(1)
         self._record: _Record | None = None
-        # Of the sender, by number, oldest first.
-        self._sends: dict[int, Outgoing] = {}  # not acknowledged
-        self._sends_by_tag: dict[int, dict[int, Outgoing]] = {}  # the same
-        self._announcing: dict[int, Outgoing] = {}  # whose RTS is to be posted
-        self._eager: dict[int, None] = {}  # not acknowledged, and all of it posted with the RTS
-        self._streaming: dict[int, Outgoing] = {}  # whose CTS has come, with data yet to be posted
-        # Of the receiver: by tag, then by number.
-        self._receives: dict[int, dict[int, Incoming]] = {}  # posted
+        # This rank's sends, by number, oldest first.
+        self._sends: dict[int, Outgoing] = {}  # those not acknowledged
+        self._sends_by_tag: dict[int, dict[int, Outgoing]] = {}  # the same, by tag
+        self._announcing: dict[int, Outgoing] = {}  # those whose RTS is to be posted
+        self._eager: dict[int, None] = {}  # those not acknowledged whose data was posted with the RTS
+        self._streaming: dict[int, Outgoing] = {}  # those whose CTS was read, with data yet to be posted
+        # This rank's receives, and the messages for them: by tag, then by number.
+        self._receives: dict[int, dict[int, Incoming]] = {}  # those posted
         self._unexpected: dict[int, dict[int, _Unexpected]] = {}
-        self._tags_to_match: dict[int, None] = {}  # those of new receives
-        self._receiving: dict[int, Incoming] = {}  # after CTS, by the number of the message
-        self._replies: dict[tuple[int, int], None] = {}  # CTS and ACK to be posted: kind, number
+        self._tags_to_match: dict[int, None] = {}  # the tags of new receives
+        self._receiving: dict[int, Incoming] = {}  # those matched, after CTS, by the number of the message
+        self._replies: dict[tuple[int, int], None] = {}  # CTS and ACK to be posted: (kind, number)
 
     # Issuing
 
     def send(self, x: torch.Tensor, tag: int) -> Completion:
-        """Send the flat ``x``; over when the other rank has received it."""
+        """Send the flat ``x``; the send is over when the other rank has received it."""
         return self._send(_bytes_of(x), _CODES[x.dtype], tag)
 
     def recv(self, x: torch.Tensor, tag: int) -> Completion:
@@ -154,7 +155,7 @@ class Pair(Mover):
         return self._begin(message, partial(self._enter_receive, message))
 
     def refuse(self, tag: int, why: str) -> Completion:
-        """In place of a send: its receive fails with ``why``."""
+        """Make the other rank's receive fail with ``why``, instead of sending."""
         text = bytearray(why.encode()[: self.region.layout.slot_bytes])
         return self._send(torch.frombuffer(text, dtype=torch.uint8), _REFUSED, tag)
 
@@ -163,7 +164,7 @@ class Pair(Mover):
         return self._begin(message, partial(self._enter_send, message))
 
     def _begin(self, message: InFlight, enter: Callable[[], object]) -> Completion:
-        if not self._watched:  # the other rank may ring for this one from now on
+        if not self._watched:  # from now on the other rank may ring this rank's watcher
             self._be_known()
         try:
             with self._lock:
@@ -172,7 +173,8 @@ class Pair(Mover):
                     return message
                 enter()
                 moved = self._move()
-                # What is to be received may be in the ring; no more than that, for the other rank may go on.
+                # The message to be received may be in the ring already. Read at most one ring's worth, since
+                # the other rank may go on posting.
                 for _ in range(SLOTS):
                     if not self._has_record():
                         break
@@ -194,7 +196,7 @@ class Pair(Mover):
         into = [self._sends, of_tag]
         if len(of_tag) < _MOST_ANNOUNCED:
             into.append(self._announcing)
-        # Within one call of C, so that an interrupt leaves it in all or in none.
+        # Within one call of C, so that an interrupt leaves the message in all of them or in none.
         any(map(dict.__setitem__, into, repeat(message.number), repeat(message)))
 
     def _enter_receive(self, message: Incoming) -> None:
@@ -208,7 +210,7 @@ class Pair(Mover):
         return bool(self._sends or self._receives or self._receiving or self._replies)
 
     def _goes_on_by_itself(self) -> bool:
-        """Not if all that is left are ACKs of eager sends: these are read by whoever waits for them."""
+        """False if only ACKs of eager sends are missing: a waiter of these sends reads them."""
         return bool(
             self._listened
             or self._receives
@@ -230,12 +232,12 @@ class Pair(Mover):
     # Posting
 
     def _post(self) -> bool:
-        """Post what there is to post, as far as there is room; whether there was anything."""
+        """Post records as far as there is room; return whether any was posted."""
         words, posted = self._words, False
         while (record := self._record or self._next()) is not None:
             self._record = record
             slot = record.step % SLOTS
-            if words[self._mine + POSTED + slot] != record.step:  # else it was committed before an interrupt
+            if words[self._mine + POSTED + slot] != record.step:  # else posted already, before an interrupt
                 self.region.write_note(slot, record.note)
                 if record.data is not None:
                     self._slot(self.region.index, slot, record.data.numel()).copy_(record.data)
@@ -247,7 +249,7 @@ class Pair(Mover):
         return posted
 
     def _next(self) -> _Record | None:
-        """What is to be posted next, replies first; None if there is nothing, or no room."""
+        """Return the record to be posted next, replies first; None if there is none, or no room."""
         if not (self._replies or self._announcing or self._streaming):
             return None
         step = self._posted + 1
@@ -265,9 +267,9 @@ class Pair(Mover):
         return None
 
     def _knock(self) -> None:
-        """Ring for the other rank, once, to read the full ring: replies have no room.
+        """Ring the other rank, once, to read the full ring, if there is no room for replies.
 
-        If all that it sent was eager and nobody there waits for it, it does not look by itself.
+        It does not look by itself if all of its sends are eager and no thread there waits for one.
         """
         if self._replies and self._knocked != self._posted:
             self._knocked = self._posted
@@ -289,7 +291,7 @@ class Pair(Mover):
         return _Record(step, _DATA, message.number, message, note, data)
 
     def _note_posted(self, record: _Record) -> None:
-        """Note that the other rank can read ``record``."""
+        """Note here that ``record`` was posted. May be done twice, after an interrupt."""
         message = record.message
         if message is None:
             self._replies.pop((record.kind, record.number), None)
@@ -314,7 +316,7 @@ class Pair(Mover):
         return bool(self._words[self._theirs + POSTED + step % SLOTS] == step)
 
     def _read(self) -> bool:
-        """Read one record; whether there was one."""
+        """Read one record, and do what it asks for; return whether there was one."""
         words = self._words
         step = words[self._mine + READ] + 1
         slot = step % SLOTS
@@ -335,16 +337,16 @@ class Pair(Mover):
         return True
 
     def _got_rts(self, number: int, code: int, tag: int, size: int, data: torch.Tensor | None) -> None:
-        """The other rank announces a message; ``data`` is that of an eager one, in its slot."""
+        """Take an announced message; ``data`` is that of an eager one, in its slot."""
         message = self._unexpected.get(tag, {}).get(number)
         if message is None:
             if number in self._receiving or (_ACK, number) in self._replies:
-                return  # it was matched before an interrupt
+                return  # it was matched already, before an interrupt
             message = _Unexpected(number, code, size, data)
             self._unexpected.setdefault(tag, {})[number] = message
         self._match(tag)
         if message.data is not None and number in self._unexpected.get(tag, {}):
-            message.data = message.data.clone()  # it stays, while its slot is given back
+            message.data = message.data.clone()  # not matched yet, and its slot will be used again
 
     def _match(self, tag: int) -> None:
         """Match the messages of a tag with its receives, in order."""
@@ -375,7 +377,7 @@ class Pair(Mover):
             self._acknowledge(message.number, receive, None)
 
     def _misfit(self, message: _Unexpected, receive: Incoming) -> CollectiveError:
-        """Why the receive fails with that message."""
+        """Return the error of a receive that does not fit ``message``."""
         if message.code == _REFUSED:
             assert message.data is not None
             return PeerRefusedError(bytes(message.data.numpy()).decode(errors="replace"))
@@ -388,10 +390,10 @@ class Pair(Mover):
         )
 
     def _got_data(self, number: int, start: int, data: torch.Tensor) -> None:
-        """The next part of a message, which goes to ``start`` in the memory of its receive."""
+        """Copy the next part of a message to the offset ``start`` in the memory of its receive."""
         receive = self._receiving.get(number)
         if receive is None:
-            return  # this was the last part, and was taken before an interrupt
+            return  # this was the last part, and was taken already, before an interrupt
         end = start + data.numel()
         receive.data.narrow(0, start, data.numel()).copy_(data)
         if end == receive.data.numel():
@@ -415,12 +417,12 @@ class Pair(Mover):
             if not one.announced:
                 self._announcing[one.number] = one
         self._eager.pop(number, None)
-        self._sends.pop(number, None)  # last: until then an interrupted ACK is taken again
+        self._sends.pop(number, None)  # last, so that an ACK that was interrupted is taken again
 
     # Ends
 
     def flush(self, seconds: float) -> None:
-        """Post the ACKs that are due before this rank leaves: their senders wait for them."""
+        """Post the replies that are due before this rank leaves: the other rank waits for them."""
         deadline = host.monotonic() + seconds
         while self._replies and not self._gone() and host.monotonic() < deadline:
             if not self._move_on():
@@ -450,7 +452,7 @@ class Pair(Mover):
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The flat ``x`` as bytes, which any thread may fill, whatever mode this one is in."""
-    # Inference mode makes a view in another dtype an inference tensor, which it alone may write to.
+    """Return the flat ``x`` as bytes, for any thread to fill, whatever mode this one is in."""
+    # In inference mode a view in another dtype is an inference tensor, which only that mode may write to.
     with torch.inference_mode(False):
         return x.view(torch.uint8)

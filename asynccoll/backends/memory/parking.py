@@ -1,7 +1,7 @@
 """How a thread sleeps until another process wakes it: futexes, on words in memory that both share.
 
-The waiting word is not 0 while a waiter may sleep; the waker sets it to 0 first. A futex is a call of the
-kernel that Python has no name for; the numbers are those of Linux, the same in every version.
+The word is not 0 while a waiter may sleep; the waker sets it to 0 first. Python has no function for this
+system call, so it is called by its number, which is the same in every version of Linux.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = ["Parking", "supported"]
 
-#: The number of the call on this machine. Only x86-64, which alone keeps stores in order, as the protocol
-#: needs.
+#: The number of the system call. Only x86-64 is supported: of the usual processors it alone keeps stores in
+#: order, as the protocol needs.
 _FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 0x7FFFFFFF
@@ -28,19 +28,19 @@ _libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else N
 
 
 def supported() -> bool:
-    """Whether threads can sleep so here."""
+    """Whether this machine is supported."""
     return _libc is not None and _FUTEX is not None
 
 
 class Parking:
-    """Words of one buffer to sleep on, by their place in bytes."""
+    """Sleeping on the words of one buffer, each given by its offset in bytes."""
 
     def __init__(self, buffer: Any) -> None:
         self._kept = ctypes.c_char.from_buffer(buffer)
         self._start = ctypes.addressof(self._kept)
 
     def sleep(self, place: int, said: int, seconds: float) -> None:
-        """While the word is ``said``, until it is woken, at most so many seconds."""
+        """Sleep until woken, for at most ``seconds``; return at once if the word is not ``said``."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
         _libc.syscall(

@@ -1,6 +1,6 @@
-"""The memory of one lane as one of its ranks sees it: words, texts, and slots as tensors.
+"""The memory of one lane as one of its ranks uses it: words, texts, and slots as tensors.
 
-It is a buffer of bytes, of whatever kind: memory shared by processes, or an array that simulated ranks share.
+It may be any buffer of bytes: memory that processes share, or an array that simulated ranks share.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from asynccoll.backends.memory.layout import BLOCK_WORDS, SLOTS, TEXT_BYTES, Lay
 
 __all__ = ["Region"]
 
-#: How many kinds of tensors a region keeps views for: a view takes as long as a small operation.
+#: For how many kinds of tensors a region keeps its views: making one takes as long as a small operation.
 _MOST_VIEWS = 1024
 
 
 class _PerSlot(dict[torch.dtype, int]):
-    """How many elements of a dtype a slot holds, at least one."""
+    """How many elements of each dtype fit into a slot, at least one; computed when first asked for."""
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -31,7 +31,7 @@ class _PerSlot(dict[torch.dtype, int]):
 
 
 class Region:
-    """``buffer`` with ``layout``, seen by the rank number ``index``."""
+    """``buffer`` with ``layout``, as the rank with that ``index`` uses it."""
 
     def __init__(self, buffer: Any, layout: Layout, index: int) -> None:
         self.layout = layout
@@ -50,7 +50,7 @@ class Region:
         self._texts: list[bytes | None] = [None] * SLOTS
 
     def views(self, slot: int, dtype: torch.dtype, count: int, offset: int = 0) -> list[torch.Tensor]:
-        """``count`` elements from the byte ``offset`` of that slot, of each rank."""
+        """Return, for each rank, ``count`` elements of its slot from the byte ``offset``."""
         key = (dtype, count, slot, offset)
         found = self._views.get(key)
         if found is None:
@@ -63,35 +63,35 @@ class Region:
 
     def _view(self, rank: int, slot: int, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
         start = self.layout.slot(rank, slot) + offset
-        with torch.inference_mode(False):  # or no other thread could write to it
+        with torch.inference_mode(False):  # else only threads in inference mode could write to it
             return self._memory[start : start + count * dtype.itemsize].view(dtype)
 
     def write_note(self, slot: int, note: Sequence[int]) -> None:
-        """Say more of what this rank has in that slot, in two words for each rank of the region.
+        """Describe what this rank has put into that slot, in two words for each rank of the region.
 
-        Of parts for all ranks, how long those are that this one takes from each, then those it gives to each;
-        of a message, what it is.
+        For an all_to_all these are the lengths of the parts that this rank takes from each rank, then of
+        those that it gives to each; for a point-to-point message they say what it is (``pair``).
         """
         start = self._notes(slot) + self.index * 2 * self.size
         self.words[start : start + 2 * self.size] = memoryview(array("Q", note))
 
     def note(self, rank: int, slot: int) -> list[int]:
-        """What ``rank`` says of that slot."""
+        """Return the note of ``rank`` for that slot."""
         start = self._notes(slot) + rank * 2 * self.size
         return self.words[start : start + 2 * self.size].tolist()
 
     def splits_fit(self, slot: int) -> bool:
-        """Whether every rank takes as much from each other as that one gives."""
+        """Whether every rank takes as much from each rank as that rank gives to it."""
         start, size = self._notes(slot), self.size
         told = self.words[start : start + self.layout.notes_words].tolist()
-        row = 2 * size  # of a rank: what it takes from each, then what it gives to each
+        row = 2 * size  # the note of one rank: what it takes from each, then what it gives to each
         return all(told[rank * row : rank * row + size] == told[size + rank :: row] for rank in range(size))
 
     def _notes(self, slot: int) -> int:
         return self.layout.notes // 8 + slot * self.layout.notes_words
 
     def write_text(self, slot: int, text: bytes) -> None:
-        """Say what this rank's call in that slot is; nearly always what was said there last."""
+        """Write the text for this rank's call in that slot, unless it is there already, as nearly always."""
         if self._texts[slot] is text:
             return
         self._texts[slot] = text
@@ -100,7 +100,7 @@ class Region:
         self.bytes[start : start + len(shown) + 1] = shown + b"\0"
 
     def text(self, rank: int, slot: int) -> str:
-        """What ``rank`` says that its call in that slot is."""
+        """Return the text of ``rank`` for its call in that slot."""
         start = self.layout.text(rank, slot)
         raw = bytes(self.bytes[start : start + TEXT_BYTES])
         return raw.partition(b"\0")[0].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""A backend whose groups meet in memory where their ranks share it, and by another backend elsewhere."""
+"""A backend whose groups use shared memory if their ranks have it, and another backend otherwise."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["Sharing", "share"]
 
 _log = logging.getLogger("asynccoll")
-#: Ranks of a host meet within this, or not at all: all of them are there already.
+#: How long the ranks of a host have to meet; all of them have joined the world already.
 _MEET_SECONDS = 30.0
 _CPU = frozenset({"cpu"})
 
 
 class Sharing(Backend):
-    """``inner``, but for tensors on the CPU in groups whose ranks share memory."""
+    """``inner``, except for tensors on the CPU in groups whose ranks share memory."""
 
     def __init__(
         self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]
     ) -> None:
-        """``hub``: of this rank's node, if it shares memory; ``apart``: why nodes do not, by number."""
+        """``hub`` is that of this rank's node, or None if its ranks do not share memory.
+
+        ``node_of`` is the node of each rank; ``apart`` says, by node, why its ranks do not share memory.
+        """
         self._inner = inner
         self._hub = hub
         self._node_of = node_of
@@ -55,7 +58,7 @@ class Sharing(Backend):
     training: Training
 
     def why_not(self, ranks: Sequence[int]) -> str | None:
-        """Why these ranks do not meet in memory; None if they do."""
+        """Return why these ranks do not use shared memory, or None if they do."""
         nodes = {self._node_of[rank] for rank in ranks}
         if len(nodes) > 1:
             apart = next((f"; {self._apart[one]}" for one in sorted(nodes) if one in self._apart), "")
@@ -69,7 +72,7 @@ class Sharing(Backend):
         return self._inner.capabilities(device)
 
     def _share_by_host(self, ranks: Sequence[int]) -> bool:
-        """Whether they are on several hosts, and those of each share memory."""
+        """Whether the ranks are on several hosts, and those of each host share memory."""
         nodes = {self._node_of[rank] for rank in ranks}
         return len(nodes) > 1 and not nodes & self._apart.keys()
 
@@ -77,7 +80,7 @@ class Sharing(Backend):
         if device in _CPU and self._shares(ranks):
             return MEMORY
         known = self._inner.capabilities_among(ranks, device)
-        # What has no figures for nodes knows them by itself, or has no communicators by node.
+        # A backend without ``hop_bytes`` either knows nodes itself, or has no communicators by node.
         near = device in _CPU and known.hop_bytes > 0 and self._share_by_host(ranks)
         return replace(known, near=NEAR, hop_bytes=0) if near else known
 
@@ -95,7 +98,7 @@ class Sharing(Backend):
         return self._inner.open(opening)
 
     def _open_near(self, opening: Opening) -> Communicator:
-        """One whose ranks are all on this host."""
+        """Open a communicator whose ranks are all on this host."""
         with self._noticing_ends(opening) as watching:
             near = self._in_memory(watching)
             if self.device.type in _CPU:
@@ -104,7 +107,10 @@ class Sharing(Backend):
 
     @contextmanager
     def _noticing_ends(self, opening: Opening) -> Iterator[Opening]:
-        """Open what nobody waits for once the process of a rank has ended."""
+        """Give an ``Opening`` that is given up once the process of one of its ranks has ended.
+
+        Then the error of the block becomes ``PeerLostError``.
+        """
         assert self._hub is not None
         gone = self._hub.watcher.gone
         try:
@@ -117,7 +123,7 @@ class Sharing(Backend):
             raise PeerLostError(f"rank {who} ended before it had opened lane {opening.lane!r}") from error
 
     def _open_within(self, opening: Opening) -> Communicator:
-        """The communicator of those of its ranks that are on this host."""
+        """Open the communicator of those ranks of ``opening`` that are on this host."""
         node, index = opening.place
         mine = self._node_of[opening.ranks[opening.rank]]
         here = replace(
@@ -147,7 +153,7 @@ class Sharing(Backend):
         return region, Bells(self._hub, parking, opening.ranks, opening.rank)
 
     def _open_pair(self, opening: Opening, peer: int, messages: Messages) -> Pair:
-        """The messages of this rank and another one of a lane, whatever epoch each of them is in."""
+        """Open the messages between this rank and ``peer`` in a lane, whatever epoch each of them is in."""
         low, high = sorted((opening.rank, peer))
         ranks = opening.ranks[low], opening.ranks[high]
         between = replace(
@@ -191,7 +197,7 @@ class Sharing(Backend):
         await self._inner.on_host(value)
 
 
-#: What is said of the backend as a whole.
+#: The attributes of ``Backend`` that ``Sharing`` has from its inner one.
 _TAKEN_OVER = (
     "ad_hoc_groups",
     "ends_alone",
@@ -205,10 +211,10 @@ _TAKEN_OVER = (
 
 
 def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, seconds: float) -> Backend:
-    """``inner`` with memory where the ranks of a node prove to share it: every rank of the world calls this.
+    """Return ``inner`` with shared memory for the nodes whose ranks have it.
 
-    ``node_of``: the node of each rank, by what is said of it. Whether it is true each node finds out for
-    itself, and tells all others.
+    Every rank of the world calls this. ``node_of`` is the presumed node of each rank. The ranks of each node
+    find out whether they really share memory, and tell all others.
     """
     ranks = [one for one, node in enumerate(node_of) if node == node_of[rank]]
     node = str(node_of[rank])
@@ -228,7 +234,7 @@ def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, s
 
 
 def _reasons(clients: Clients, node_of: Sequence[int], seconds: float) -> dict[int, str]:
-    """Why the ranks of a node do not share memory, for those nodes where they do not."""
+    """Return, for each node whose ranks do not share memory, why not."""
     nodes = sorted(set(node_of))
     keys = [f"memory/{node}/why" for node in nodes]
     clients.await_keys(keys, seconds, lambda: False)

@@ -1,4 +1,4 @@
-"""What the memory of a host can do, as a row for the planner: torch does the arithmetic."""
+"""What shared memory supports, as a row of capabilities for the planner: torch does the arithmetic."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MEMORY = Capabilities(
     keeps_input=frozenset({Op.ALL_REDUCE, Op.REDUCE}),
 )
 
-#: From how many bytes a call on several hosts goes through the memory of each (benchmarks/nodes.py, two hosts
-#: of two ranks): below, gloo's one exchange of small tensors is over sooner.
+#: The sizes from which a call among several hosts goes through the memory of each host. Smaller tensors are
+#: faster in one exchange of gloo's (measured by benchmarks/nodes.py on two hosts of two ranks).
 NEAR = (
     (Op.ALL_REDUCE, 4 << 10),
     (Op.BROADCAST, 1),

@@ -1,6 +1,6 @@
-"""The thread of a process that looks after its regions while nobody waits in place, and notices who is gone.
+"""A rank's thread that moves its calls while no waiter does, and notices when processes of other ranks end.
 
-It sleeps until another rank rings its bell, or one of their processes ends.
+It sleeps until another rank rings its bell, or a process of one of them ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ __all__ = ["Watcher"]
 
 
 class Watcher:
-    """One rank's. ``bell`` is rung by others; ``processes``: by rank, what is readable once it has ended."""
+    """The watcher of one rank. Other ranks ring its ``bell``, an eventfd.
+
+    ``processes`` has a descriptor for each other rank, which becomes readable when its process has ended.
+    """
 
     def __init__(self, bell: int, processes: Mapping[int, int]) -> None:
         self._bell = bell
@@ -31,12 +34,12 @@ class Watcher:
         self._thread.start()
 
     def add(self, engine: object) -> None:
-        """Look at this one, too, when the bell is rung."""
+        """Call ``attend`` of this engine, too, when the bell is rung or a process has ended."""
         with self._lock:
             self._engines.add(engine)
 
     def ring(self) -> None:
-        """As another rank does."""
+        """Ring the bell, as other ranks do."""
         os.eventfd_write(self._bell, 1)
 
     def stop(self) -> None:
