@@ -1,6 +1,6 @@
-"""What a forked child sees: who its parent is in the world, to be asked for, and nothing to send by.
+"""What a forked child knows of its parent's world: the parent's place in it. It cannot communicate there.
 
-A DataLoader's worker asks who it is; connections and native objects are the parent's alone.
+A DataLoader's worker asks for its rank; connections and native objects are the parent's alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["forked", "parent", "refused"]
 
 
 def _in_child() -> None:
-    """Begin with nothing but the word of who the parent was."""
+    """Reset the process's state to what the child may know: its parent's place."""
     before = copy.copy(process)
     process.__init__()  # type: ignore[misc]  # the same object, in another process
     adopted = before.adopted[1] if before.adopted else None
@@ -46,7 +46,7 @@ def _in_child() -> None:
 
 
 def refused(context: Context) -> ForkedProcessError:
-    """The error for who would communicate in a child of ``context``'s process."""
+    """Build the error for a call that would communicate in a child forked from ``context``'s process."""
     return ForkedProcessError(
         f"this process ({os.getpid()}) was forked from rank {context.rank} of {context.world_size}, whose "
         "connections it cannot use: who it is can be asked here (ac.get_rank() and the like), but it cannot "
@@ -59,16 +59,16 @@ forks.in_child(after_in_child=_in_child)
 
 
 def parent() -> Context | None:
-    """In a forked child that has no world of its own: its parent's context, to be asked who this is."""
+    """In a forked child without a world of its own: its parent's context, to ask who this is. Else None."""
     if process.context is not None or torch_group() is not None:
         return None
     if process.parent is None and process.inherited is not None and dist.is_initialized():
-        # Nothing of ours was used in the parent: torch's group says the rest.
+        # The parent had no context of ours: rank and world size are those of torch's group.
         process.parent = table.adopt(of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off")
         process.parent_adopted = True
     return process.parent
 
 
 def forked() -> bool:
-    """Whether this is a forked child, of whose world only its place is known here."""
+    """Whether this is a forked child without a world of its own, which only knows its parent's place."""
     return of_thread.get() is None and parent() is not None

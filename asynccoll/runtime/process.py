@@ -1,8 +1,8 @@
 """``initialize``, ``finalize``, and which context a call runs in.
 
-The current context is looked up, never assumed: the calling context's own (where ranks are threads of
-one process), else the process's, else torch's default group if the user made one (adopted), else the
-embedded world of one, unless a launcher says that this process is one of several.
+The current context is looked up, never assumed: the calling thread's or task's own (where ranks are threads
+of one process), else the process's, else one on torch's default group if the user made one (*adopted*), else
+the *embedded* world of one, unless a launcher says that this process is one of several.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MEMORY_VARIABLE = "ASYNCCOLL_MEMORY"
 BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
 _CHECKS = ("off", "local", "full")
 
-#: What is to be done for each world that this process joins, once it has.
+#: Functions that are called with the context of each world that this process has joined.
 _renewed: list[Callable[[Context], object]] = []
 when_joined: Callable[[Callable[[Context], object]], None] = _renewed.append
 
@@ -78,14 +78,14 @@ def current() -> Context:
 
 
 def existing() -> Context | None:
-    """The context a call would run in if there is one already: none is made."""
+    """The context a call would run in, or None if there is none yet: does not make one."""
     adopted = process.adopted[1] if process.adopted else None
     known = (of_thread.get(), process.context, adopted, process.embedded)
     return next((context for context in known if context is not None and not context.closed), None)
 
 
 def known() -> Context:
-    """Whom to ask who this is: the context a call would run in, in a forked child the parent's."""
+    """The context that says who this is: the one a call would run in, or the parent's in a forked child."""
     if of_thread.get() is None and (before := parent()) is not None:
         return before
     return current()
@@ -107,7 +107,7 @@ def _implicit() -> Context:
         raise refused(before)
     if process.left is not None:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
-    said = os.environ.get("WORLD_SIZE")  # what people set by hand; a launcher's are there from the start
+    said = os.environ.get("WORLD_SIZE")  # may be set by hand, later; a launcher's are there from the start
     if process.embedded is not None and process.said == said:
         return process.embedded
     info = detect(os.environ)
@@ -127,7 +127,7 @@ def _implicit() -> Context:
 
 
 def _of_backward(contexts: list[Context]) -> Context | None:
-    """The rank for whose device autograd's own thread runs backward, with its hooks, just now."""
+    """If this is autograd's own thread, running backward: the rank for whose device it does. Else None."""
     if torch._C._current_graph_task_id() == -1:
         return None
     for context in list(contexts):
@@ -137,7 +137,10 @@ def _of_backward(contexts: list[Context]) -> Context | None:
 
 
 def _adopt() -> Context:
-    """A context on the default group that the user made with torch; ours to use, theirs to destroy."""
+    """Return the context on torch's default group; make it if there is none for this group.
+
+    The user made the group with torch, and destroys it: this library only uses it.
+    """
     native = dist.distributed_c10d._get_default_group()
     with process.lock:
         if process.adopted is not None:
@@ -177,33 +180,33 @@ def initialize(
         backend: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"serial"``, ... (in any case), or torch's
             ``"cpu:gloo,cuda:nccl"``. None chooses: serial without a launcher, mpi under mpiexec, horovod
             under horovodrun, xla-tpu on a TPU; else nccl with a GPU for each local rank, else gloo. (The
-            environment variable ``ASYNCCOLL_BACKEND`` says otherwise.)
+            environment variable ``ASYNCCOLL_BACKEND`` overrides this.)
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``, as in
             ``torch.distributed.init_process_group``.
         store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a
             ``HashStore``, which lives in one process, ranks are taken to be threads of it.
         rank, world_size: this process's place; from the environment if not given.
         timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``.
-        check: ``"off"``, ``"local"`` (the default: one lane is not used by concurrent tasks, and ranks that
-            call different things are told: docs/faults.md says what that leaves out) or ``"full"``
+        check: ``"off"``, ``"local"`` (the default: concurrent tasks that use one lane, and ranks that call
+            different operations, get errors; docs/faults.md says what that leaves out) or ``"full"``
             (signatures of all ranks are compared ahead of every call). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
-        stall_warning: seconds after which a call that is waited for is warned of, once, on stderr and by the
-            logger ``asynccoll.stall``, with the ranks that it waits for; 0 for never (nor of ranks that are a
-            call apart: docs/faults.md). 30, unless the environment variable ``ASYNCCOLL_STALL_WARNING`` says
-            otherwise.
-        memory: whether ranks of one host meet in memory that they share, for tensors on the CPU, numbers and
-            objects, where the backend is gloo or has gloo beside it. True, the default: where they prove to
-            share it. False: through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1`` or ``0``)
-            sets it where nothing is passed. The same on every rank.
-        backend_options: what the chosen backend takes besides (gloo: ``interface``, the network's name, and
+        stall_warning: seconds of waiting for a call after which a warning is given, once, on stderr and by
+            the logger ``asynccoll.stall``, with the ranks that the call waits for. 0: never, and no warning
+            of ranks that are a call apart either (docs/faults.md). The default is 30, or that of the
+            environment variable ``ASYNCCOLL_STALL_WARNING``.
+        memory: whether ranks of one host exchange tensors on the CPU, numbers and objects through shared
+            memory, if the backend is gloo or has gloo beside it. True, the default: if they are found to
+            share memory. False: always through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1``
+            or ``0``) sets the default. The same on every rank.
+        backend_options: further options of the chosen backend (gloo: ``interface``, the network's name, and
             ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
 
     Raises:
         InvalidArgumentError: called twice, or arguments that contradict each other.
         BackendNotFoundError: an unknown backend, or its package is missing (with the line to install it).
         LaunchEnvironmentError: the launcher's variables are incomplete or contradict each other.
-        CollectiveTimeoutError: the other ranks did not come.
+        CollectiveTimeoutError: other ranks did not join in time.
     """
     mode = _check_mode(check)
     stall = stall_seconds(stall_warning)
@@ -237,7 +240,7 @@ def initialize(
         _install_exit_hook()
     for renew in _renewed:
         renew(context)
-    actors.current()  # the tasks that this one starts are known to be its own
+    actors.current()  # recorded now, so that tasks which this one starts are known to descend from it
 
 
 def _uses_memory(memory: bool | None) -> bool:
@@ -268,14 +271,14 @@ def finalize(*, abort: bool = False) -> None:
 
     Raises:
         CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
-        UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first of a work that was
-            dropped without having been awaited. The world is left.
+        UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first warning of a work
+            that was dropped without having been awaited. The world has been left then.
     """
     leave(sys.exc_info()[1], abort=abort)
 
 
 def leave(error: BaseException | None, *, abort: bool) -> None:
-    """``finalize``, for a program that leaves on account of ``error``, which its peers are told."""
+    """``finalize`` for a program that leaves because of ``error``, of which its peers are told."""
     context = of_thread.get()
     if context is None:
         context = process.context or (process.adopted[1] if process.adopted else None)
@@ -306,9 +309,10 @@ def _forget(context: Context) -> None:
 
 
 def refresh() -> str:
-    """What this process is part of: ``"ours"`` (``initialize`` was called), ``"adopted"`` or ``"none"``.
+    """Close a context whose torch group the user has destroyed or replaced.
 
-    Lets go of a context whose torch group the user has destroyed or replaced behind our back.
+    Returns the kind of world that this process is in: ``"ours"`` (``initialize`` was called), ``"adopted"``
+    or ``"none"``.
     """
     context = of_thread.get() or process.context
     if context is not None:
@@ -324,7 +328,7 @@ def refresh() -> str:
 
 
 def _abandon(context: Context) -> None:
-    """Close what can no longer be used; the peers do so too, or will find out: nobody is waited for."""
+    """Close a context that can no longer be used, without waiting for the peers: they do so too or notice."""
     try:
         context.close(abort=True, patience=0.0)
     finally:
@@ -336,7 +340,7 @@ def _install_exit_hook() -> None:
 
 
 def _open_worlds() -> list[Context]:
-    """Those to be left when the process ends; where ranks are threads, each leaves its own."""
+    """The worlds to leave when the process ends; ranks that are threads leave their own."""
     contexts = [process.context, process.adopted[1] if process.adopted else None]
     return [context for context in contexts if context is not None and not context.closed]
 
@@ -347,7 +351,7 @@ def _open_worlds() -> list[Context]:
 def is_initialized() -> bool:
     """Whether ``initialize`` was called (and ``finalize`` not since), or a torch group is there to adopt.
 
-    In a forked child: whether it was so in its parent.
+    In a forked child: whether that was so in its parent.
     """
     if of_thread.get() is not None or process.context is not None or forked():
         return True
@@ -361,7 +365,7 @@ def get_rank(group: GroupLike = None) -> int:
 
 
 def was_rank(*, local: bool = False) -> int:
-    """``get_rank()``, or ``get_local_rank()``; after ``finalize``, what that was."""
+    """``get_rank()``, or ``get_local_rank()``; after ``finalize``, its value before."""
     try:
         return get_local_rank() if local else get_rank()
     except NotInitializedError:
@@ -445,9 +449,9 @@ def new_group(ranks: object) -> Group:
 
 @fitting
 def new_subgroups(group_size: int | None = None) -> tuple[Group, list[Group]]:
-    """This rank's of the groups of ``group_size`` consecutive ranks, and all of them. Every rank calls it.
+    """Make groups of ``group_size`` consecutive ranks; returns this rank's group, and all of them.
 
-    None makes a group of each node's ranks.
+    Every rank calls it. None makes a group of each node's ranks.
 
     >>> mine, groups = ac.new_subgroups(2)            # four ranks: groups of ranks [0, 1] and [2, 3]
     >>> await ac.all_reduce(x, group=mine)

@@ -23,10 +23,10 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     ...     total = await ac.all_reduce(x)
 
     If the block raises, the world is left by ``finalize(abort=True)``: nothing is waited for, and the works
-    of other ranks that wait for this one fail with ``PeerLostError``, which says what it raised.
+    of other ranks that wait for this one fail with ``PeerLostError``, which says what the block raised.
 
-    To cancel the joining or leaving takes effect once it is over, at the latest after the timeout. (asyncio's
-    ``task.cancel()`` does not wait for the thread: call ``finalize`` before joining again.)
+    A cancellation while joining or leaving takes effect once that is over, at the latest after the timeout.
+    (asyncio's ``task.cancel()`` does not wait for the thread: call ``finalize`` before joining again.)
     """
 
     def __init__(self, backend: str | None = None, **options: Any) -> None:
@@ -46,12 +46,12 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
         import anyio.to_thread
 
         of_thread.set(await anyio.to_thread.run_sync(self._joined))
-        current().liveness.lives_here()  # and not where it has joined
-        actors.current()  # as in initialize, which has seen the thread alone
+        current().liveness.lives_here()  # the program runs in this thread, not in the one that joined
+        actors.current()  # as in initialize, which has recorded only the thread in which it ran
         return self
 
     def _joined(self) -> Context | None:
-        """The context of a rank that is a thread, which only this thread's context variables know."""
+        """Join, and return the context of a rank that is a thread: only this thread's variables hold it."""
         self.__enter__()
         return of_thread.get()
 

@@ -1,6 +1,6 @@
-"""Which worlds a process has: what ``initialize`` joined, what torch made, the one of its own.
+"""The worlds that a process is in: the one that ``initialize`` joined, one adopted from torch, one alone.
 
-Holds them; who joins and leaves is elsewhere.
+Only holds them; ``process`` joins and leaves them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Process", "of_thread", "process", "torch_group"]
 
-#: The rank that the calling context is, where ranks are threads of one process.
+#: The context of the calling thread's or task's rank, where ranks are threads of one process.
 of_thread: ContextVar[Context | None] = ContextVar("asynccoll_context", default=None)
 
 
 class Process:
-    """What the process as a whole has: never a rank where ranks are threads."""
+    """The worlds of the process as a whole; ranks that are threads have their contexts in ``of_thread``."""
 
     def __init__(self) -> None:
         self.lock: AbstractContextManager[bool] = host.RLock()
         self.context: Context | None = None  # initialized here
         self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
         self.embedded: Context | None = None  # the world of one
-        self.said: str | None = None  # WORLD_SIZE in the environment in which that was right
+        self.said: str | None = None  # WORLD_SIZE in the environment for which ``embedded`` was right
         self.left: Identity | None = None  # who this was in the world that it has finalized
-        self.thread_ranks: list[Context] = []  # those that are threads of this process
+        self.thread_ranks: list[Context] = []  # the ranks that are threads of this process
         self.inherited: object = None  # a parent's torch group, in a forked child: not to be used
-        self.parent: Context | None = None  # its context, in a forked child: says who this is
-        self.parent_adopted = False
+        self.parent: Context | None = None  # in a forked child: the parent's context, which says who this is
+        self.parent_adopted = False  # whether that was on an adopted group of torch's
 
 
 process: Process = host.per_process(Process)
