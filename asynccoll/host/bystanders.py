@@ -34,6 +34,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
     if all(id(one) in line for one in tasks):
         return weakref.WeakSet()
     waiters = _waiters(tasks)
+    # All tasks that wait for ``task``, directly or through others, and those of them for which nobody waits.
     above, tops = {id(task)}, []
     found = [task]
     for one in found:  # grows

@@ -92,6 +92,7 @@ def known() -> Context:
 
 
 def _implicit() -> Context:
+    """The context for a call where ``initialize`` has set none; ``NotInitializedError`` if that is needed."""
     if process.thread_ranks:
         context = _of_backward(process.thread_ranks)
         if context is not None:

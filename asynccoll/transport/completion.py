@@ -150,6 +150,7 @@ class Promise(Completion):
             self._done = True
         if self._event is not None:
             self._event.set()
+        # No lock: once the promise is done, ``add_callback`` adds none.
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

@@ -42,7 +42,7 @@ class Waiters:
                 return
             self._jobs[key] = deque([job])
             self._ready.append(key)
-            if self._idle >= len(self._ready):
+            if self._idle >= len(self._ready):  # enough idle threads for the keys without one
                 self._wake.notify()
                 return
         host.Thread(target=self._serve, name=self._name, daemon=True).start()

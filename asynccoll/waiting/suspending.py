@@ -72,6 +72,7 @@ def block(operation: Operation, seconds: float | None) -> None:
     now = host.monotonic()
     deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
+    # A wait that ends in the first slice is not watched over (``attend``).
     if deadline - now > _SLICE_SECONDS and completion.wait(_SLICE_SECONDS):
         operation.saw_end(host.monotonic())
         return
@@ -172,6 +173,7 @@ class Signal:
 
     def _add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
         self._waker = waker
+        # ``set`` writes _set first and then reads _waker, so that one of the two sees the other's write.
         if self._set:
             waker()
         return self._forget_waker
