@@ -1,1 +1,1 @@
-"""torch's process groups: gloo, nccl, and whatever is registered with torch."""
+"""torch's process groups: gloo, nccl, and any other backend that is registered with torch."""

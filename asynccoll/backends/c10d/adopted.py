@@ -1,4 +1,4 @@
-"""What is asked about a group of torch's that the user has made, to join the world beside it."""
+"""Adopting a default group that the user made with torch: our part of its store, and this rank's place."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["matching_launch", "own_part"]
 
 
 def own_part(store: dist.Store, rank: int) -> dist.Store:
-    """The part of the user's group's ``store`` for this life of ours beside it.
+    """Return a part of the store of the user's group that no earlier world of ours on this group has used.
 
-    Nobody is waited for: the ranks of one group go through the same lives.
+    No rank is waited for: each counts the worlds that it has begun, and the ranks of a group begin the same.
     """
     life = store.add(f"asynccoll/lives/{rank}", 1)
     return dist.PrefixStore(f"asynccoll/{life}", store)
 
 
 def matching_launch(rank: int, world_size: int) -> LaunchInfo | None:
-    """What the launcher says, if it speaks of the same place; a group made by hand may not."""
+    """Return what the launcher says, or None if its rank and size are not those of the user's group."""
     try:
         launch = detect(os.environ)
     except LaunchEnvironmentError:

@@ -1,11 +1,11 @@
 """gloo, nccl and any other backend of c10d: the native ProcessGroup methods, called directly.
 
-Communicators are our own: each (group, lane, epoch) is a ProcessGroup made on a prefix of the store,
-which meets its peers by name. The user's ``dist.*`` calls and DDP run on other groups and never
-interleave with ours.
+We make the native groups ourselves: for each (group, lane, epoch) a ProcessGroup on a prefix of the store,
+whose name all of its ranks know. (A lane begins a new epoch after a refused call.) The user's ``dist.*``
+calls and DDP run on other groups and never interleave with ours.
 
-Tensors on the CPU go through gloo in every case, also beside nccl: objects, numbers and lengths are
-then awaited for real instead of synchronising the GPU.
+With nccl, tensors on the CPU still go through gloo. So the host can await objects, numbers and lengths
+without synchronizing the GPU.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from asynccoll.errors import BackendNotFoundError, InvalidArgumentError, PeerLos
 
 __all__ = ["C10dBackend"]
 
-#: How long closing waits for lanes that are being opened; they are told to give up.
+#: How long closing waits for lanes that are being opened; these are told to give up.
 _OPENING_SECONDS = 2.0
-#: How long who leaves waits for those that have not connected to all others yet.
+#: How long a rank that leaves waits for ranks that have not connected to all others yet.
 _CONNECTING_SECONDS = 5.0
-#: Without its types: the stubs leave out half of it.
+#: Typed as Any, since torch's stubs lack half of its members.
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 
 
@@ -63,11 +63,14 @@ def _connected(name: str, rank: int) -> str:
 
 
 def _await_others(opening: Opening, names: list[str], size: int) -> None:
-    """Return once all have connected to each other: a rank that is about to would see this one as lost."""
+    """Return once all ranks have connected to each other.
+
+    Otherwise a rank that has yet to connect would take this one, which is closing, for lost.
+    """
     keys = [_connected(name, rank) for name in names for rank in range(size)]
     clients = opening.clients
     if keys and clients is not None and opening.store_answers():
-        with contextlib.suppress(RuntimeError):  # the store is gone, and late ranks with it
+        with contextlib.suppress(RuntimeError):  # without the store, no rank can connect any more
             clients.await_keys(keys, _CONNECTING_SECONDS, lambda: False)
 
 
@@ -93,7 +96,7 @@ class C10dBackend(Backend):
         self.device = device
         self.by_device = by_device
         self.orders_lanes: bool = "nccl" in by_device.values()
-        self.ends_alone: bool = self.orders_lanes  # for the host, at once: who waits is the device
+        self.ends_alone: bool = self.orders_lanes  # a call of nccl's is over for the host when it is issued
         self.shares_memory: bool = by_device.get("cpu") == "gloo"
         self._timeout = timedelta(seconds=timeout)
         self._interface = interface or os.environ.get(network.VARIABLE)
@@ -112,7 +115,7 @@ class C10dBackend(Backend):
     def open(self, opening: Opening) -> C10dCommunicator:
         name, lasting, rank = opening.name, opening.lasting, opening.rank
 
-        def open_pair(peer: int) -> object:  # of messages, which meet whatever epoch their ranks are in
+        def open_pair(peer: int) -> object:  # named without the epoch: the two ranks may be in different ones
             low, high = sorted((rank, peer))
             pair = f"{lasting}/p2p/{low}-{high}"
             native = self._lasting_native("gloo", opening, pair, int(rank > peer), 2)
@@ -151,7 +154,7 @@ class C10dBackend(Backend):
         by_device: dict[str, str],
         channels: Channels,
     ) -> C10dCommunicator:
-        """The communicator of those who meet under ``name``."""
+        """Open a communicator of the ranks that meet under ``name``."""
         transports = {
             device: _transport(native, self._lasting_native(native, opening, f"{name}/{device}", rank, size))
             for device, native in by_device.items()
@@ -161,19 +164,19 @@ class C10dBackend(Backend):
         return C10dCommunicator(transports, channels, size, others, on_cpu=set(self.by_device) == {"cpu"})
 
     def _lasting_native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> object:
-        """One of a lane's: its members have met, and from now on each operation's deadline decides."""
+        """Make a native group for a lane, without a native timeout: each operation has its own deadline."""
         made = self._native(native, opening, name, rank, size)
         if native == "gloo":
             made._set_default_timeout(NEVER)
         return made
 
     def _native(self, native: str, opening: Opening, name: str, rank: int, size: int) -> Any:
-        """A native group that meets its members under ``name``."""
+        """Make a native group of the ranks that meet under ``name``."""
         clients = opening.clients
         assert clients is not None
         with self._opening:
             clients.meet(name, rank, size, opening.meeting, opening.given_up)
-            if native != "gloo":  # may ask the store again, whenever it likes
+            if native != "gloo":  # such a group may use the store at any time, so it keeps a client
                 create = _CREATE.get(native, _create_other(native))
                 return create(self, dist.PrefixStore(name, clients.take()), rank, size)
             exchange = Exchange(clients, opening.timeout, opening.given_up, size)
@@ -183,15 +186,16 @@ class C10dBackend(Backend):
             return made
 
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
-        """A ``torch.distributed.ProcessGroup`` of these ranks; made on the first call, by all members."""
+        """Return a ``torch.distributed.ProcessGroup`` of these ranks. All of them make the first call."""
         known = self._published.get(opening.group)
         if known is not None:
             return known
         clients = opening.clients
         assert clients is not None
-        # Compiled graphs keep the name: one made for a world of another size must not find this one.
+        # A compiled graph keeps the group's name. With the size in it, a graph that was compiled in a world
+        # of another size cannot find this group.
         name = f"asynccoll_{opening.group}_{opening.size}"
-        # torch's own calls run there, which have no deadline of ours: the context's is their native one.
+        # torch's calls on these groups have no deadline of ours, so the native groups keep their timeout.
         natives = {
             device: (native, self._native(native, opening, f"{name}/{device}", opening.rank, opening.size))
             for device, native in self.by_device.items()
@@ -202,7 +206,7 @@ class C10dBackend(Backend):
         return made
 
     def close(self, *, abort: bool) -> None:
-        # A helper thread in gloo's constructor must be out of it before the interpreter may end.
+        # The interpreter must not end while a helper thread is in gloo's constructor.
         self._opening.wait(_OPENING_SECONDS)
         self._devices = []
         for published in self._published.values():
@@ -215,14 +219,14 @@ class C10dBackend(Backend):
         network.take_back(self._exported)
 
     def orphaned(self) -> bool:
-        """Whether torch's default group, which this world came with, has been destroyed or replaced."""
+        """Whether torch's default group, with which this world began, has been destroyed or replaced."""
         if self._default_group is None:
             return False
         native = self._default_group()
         return native is None or native is not dist.distributed_c10d.GroupMember.WORLD
 
     def create_gloo(self, store: dist.Store, rank: int, size: int) -> object:
-        """A bare gloo group on the chosen interface."""
+        """Make a gloo group on the chosen interface."""
         options = _Gloo._Options()
         options._devices = self._gloo_devices()
         options._timeout = self._timeout
@@ -230,7 +234,7 @@ class C10dBackend(Backend):
         return _Gloo(store, rank, size, options)
 
     def _gloo_devices(self) -> list[object]:
-        """What gloo listens on: one thread and one socket for all lanes of this world."""
+        """Return gloo's devices. All lanes of the world share them, and so one thread and one socket each."""
         with self._lock:
             if not self._devices:
                 if self._interface:
@@ -243,7 +247,7 @@ class C10dBackend(Backend):
             return self._devices
 
     def create_nccl(self, store: dist.Store, rank: int, size: int) -> object:
-        """A bare nccl group on this rank's device."""
+        """Make an nccl group on this rank's device."""
         nccl = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = self._timeout
@@ -253,7 +257,7 @@ class C10dBackend(Backend):
         return native
 
     def create_other(self, native: str, store: dist.Store, rank: int, size: int) -> object:
-        """A backend that was registered with ``torch.distributed.Backend.register_backend``."""
+        """Make a group of a backend registered with ``torch.distributed.Backend.register_backend``."""
         plugin = dist.Backend._plugins.get(native.upper())
         if plugin is None:
             raise BackendNotFoundError(
@@ -265,7 +269,7 @@ class C10dBackend(Backend):
         described: Any = _native._DistributedBackendOptions()
         described.store, described.timeout = store, self._timeout
         described.group_rank, described.group_size = rank, size
-        described.global_ranks_in_group = []  # as for torch's default group: a world of its own
+        described.global_ranks_in_group = []  # empty, as for torch's default group
         return plugin.creator_fn(described, None)
 
 
@@ -287,7 +291,7 @@ _CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], object]] = {
 }
 
 
-#: What the native backends can do; others are taken to do what gloo does.
+#: What the native backends support; others are assumed to support what gloo does.
 _ROWS = {"gloo": GLOO, "nccl": NCCL}
 
 
@@ -296,15 +300,15 @@ def _row(by_device: dict[str, str], device: str) -> Capabilities:
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The row for backend ``name`` and tensors on ``device``."""
+    """Return the capabilities of backend ``name`` for tensors on ``device``."""
     return _row(parse_backend(name), device)
 
 
-# Making one
+# Making a context
 
 
 def create(request: Request) -> Context:
-    """Join the world over c10d: torch's default group for everybody else, our own beside it."""
+    """Join the world over c10d. Also make torch's default group for other libraries, unless there is one."""
     options = request.take_options("interface", "by_node")
     by_node = _wish(options.get("by_node"))
     native = _default_group() if request.store is None and request.init_method is None else None
@@ -320,9 +324,9 @@ def create(request: Request) -> Context:
     identity = met.identity
     rank, world_size = identity.rank, identity.world_size
     device = pick_device(by_device, identity.local_rank)
-    # Where ranks are threads there can be no default group: torch has one a process.
+    # Ranks that are threads have no default group, since torch has one per process.
     owns_default = not met.threads and not dist.is_initialized()
-    # One host needs no more than its loopback, and a host without a network has no more.
+    # Ranks of one host need only its loopback, and a host without a network has nothing else.
     address = "127.0.0.1" if identity.nnodes == 1 else network.own_address(met.host)
     exported = network.use_for_torch(address) if address and identity.nnodes > 1 else None
     try:
@@ -362,7 +366,7 @@ def create(request: Request) -> Context:
 
 
 def _wish(by_node: object) -> bool | None:
-    """Whether all_reduces are to sum up nodes first, as ``initialize`` was told. The first rank's counts."""
+    """Check ``by_node=`` of ``initialize``: whether all_reduces sum within nodes first. Rank 0's counts."""
     if by_node is None or isinstance(by_node, bool):
         return by_node
     raise InvalidArgumentError(
@@ -372,12 +376,12 @@ def _wish(by_node: object) -> bool | None:
 
 
 def _default_group_ref() -> weakref.ref[object]:
-    """Weak, so that the connections of a group that the user destroys are closed."""
+    """Return a reference to torch's default group: a weak one, so that the user can destroy the group."""
     return weakref.ref(dist.distributed_c10d.GroupMember.WORLD)
 
 
 def _default_group() -> tuple[str, dist.Store, int, int] | None:
-    """The default group that the user made with torch before ``initialize``, if there is one."""
+    """Return name, store, rank and size of the default group that the user made with torch, or None."""
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -387,9 +391,9 @@ def _default_group() -> tuple[str, dist.Store, int, int] | None:
 def adopt(
     name: str, store: dist.Store | None, rank: int, world_size: int, timeout: float, check: str
 ) -> Context:
-    """A context beside the user's default group. Opens nothing until an operation needs it.
+    """Make a context next to the user's default group. Nothing is opened until an operation needs it.
 
-    Without a store, as in a forked child, it can be asked for the rank's place, and no more.
+    Without a store, as in a forked child, the context can only tell the rank's place.
     """
     by_device = parse_backend(name)
     identity = locate(matching_launch(rank, world_size), rank, world_size, [])
@@ -418,5 +422,5 @@ def parse_backend(name: str) -> dict[str, str]:
 
 
 def pick_device(by_device: dict[str, str], local_rank: int) -> torch.device:
-    """The device of this rank's tensors; with nccl also the current one."""
+    """Return the device of this rank's tensors; with a backend for CUDA, also make it the current device."""
     return own_device(local_rank) if "cuda" in by_device else torch.device("cpu")

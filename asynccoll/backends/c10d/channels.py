@@ -1,9 +1,9 @@
-"""Point-to-point messages over gloo: a native group per pair of ranks.
+"""Point-to-point messages over gloo: a native group for each pair of ranks.
 
-gloo's sends and receives have no future, and a bounded wait on one destroys its group; so they have
-groups of their own, which only the two ranks open, and threads that wait without a bound. gloo also
-fills half a tensor, or aborts the process, when the two sides differ in size; so a small header goes
-ahead of each message, and what does not fit is taken in and refused by name.
+gloo's sends and receives have no future, and a wait on one that times out destroys its group. So messages use
+groups that only the two ranks open, and threads that wait without a bound. If the two sides differ in size,
+gloo fills half a tensor or aborts the process. So a small header is sent before each message, and a message
+that does not fit is received into other memory, and refused by name.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Channels"]
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _CLOSE_SECONDS = 1.0
-#: In place of a dtype: the body is the reason why there is no message.
+#: Instead of a dtype's code: there is no message, and the body is the reason, as text.
 _REFUSED = -1
 
 
 class Channels:
-    """The messages of one communicator. ``open_pair(peer)`` makes the native group of two."""
+    """The messages of one communicator. ``open_pair(peer)`` makes the native group with the rank ``peer``."""
 
     def __init__(
         self, open_pair: Callable[[int], object], rank: int, await_others: Callable[[], object]
     ) -> None:
-        """``await_others`` returns when the peers have opened all that was opened here."""
+        """``await_others`` returns when the peers have opened all pairs that were opened here."""
         self._open_pair = open_pair
         self._await_others = await_others
         self._rank = rank
@@ -57,7 +57,7 @@ class Channels:
         return self._start(("recv", src, tag), src, take)
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """In place of a send: tell the receiver so."""
+        """Tell the receiver, instead of a send, that there is no message, and why."""
 
         def tell(pair: object, index: int) -> None:
             _post(pair, index, tag, _REFUSED, torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8))
@@ -68,11 +68,11 @@ class Channels:
         self, stream: tuple[str, int, int], peer: int, exchange: Callable[[object, int], None]
     ) -> Completion:
         promise = Promise()
-        index = int(peer > self._rank)  # in the pair, the lower rank is 0
+        index = int(peer > self._rank)  # the peer's index in the pair, in which the lower rank is 0
 
         def run() -> None:
             try:
-                # Opening a pair waits for the peer, so it is done here, not in the caller.
+                # Opening a pair waits for the peer, so it is done in this thread, not in the caller's.
                 with self._exchanging:
                     exchange(self._pair(peer), index)
             except BaseException as error:
@@ -84,22 +84,23 @@ class Channels:
         return promise
 
     def _pair(self, peer: int) -> object:
-        with self._opening[peer]:  # both directions may want it first, and it must be opened once
+        with self._opening[peer]:  # a send and a receive may both be the first, but a pair is opened once
             pair = self._pairs.get(peer)
             if pair is None:
                 pair = self._pairs[peer] = self._open_pair(peer)
         return pair
 
     def natives(self) -> list[object]:
-        """The native groups that are open."""
+        """Return the native groups that are open."""
         return list(self._pairs.values())
 
     def close(self, give_up: Callable[[object], None], *, aborted: bool) -> None:
-        """Let go of the native groups; ``give_up`` ends what is in flight there, of which nobody knows.
+        """Release the native groups. ``give_up`` ends what is still in flight on one.
 
-        ``aborted``: all of them have been, and no peer is waited for.
+        ``aborted`` says that all groups were aborted, so that peers are not waited for.
         """
-        # A refusal that its peer never asked for: the interpreter must not end while a thread waits in gloo.
+        # In flight may be a refusal that its peer never receives. The interpreter must not end while a thread
+        # waits in gloo.
         if not self._exchanging.wait(0.0):
             for pair in self.natives():
                 give_up(pair)
@@ -110,14 +111,14 @@ class Channels:
 
 
 def _post(pair: Any, peer: int, tag: int, code: int, body: torch.Tensor) -> None:
-    """Send a header and ``body``; over when the peer has taken both."""
+    """Send a header and ``body``; return when the peer has taken both."""
     works = [pair.send([x], peer, tag) for x in (torch.tensor([body.numel(), code], device="cpu"), body)]
     for work in works:
         work.wait(NEVER)
 
 
 def _take(pair: Any, peer: int, tag: int, into: torch.Tensor) -> torch.Tensor:
-    """The next message: in ``into`` if it fits there, else in a tensor of its own."""
+    """Receive the next message into ``into`` if it fits there, else into a new tensor; return that tensor."""
     header = torch.empty(2, dtype=torch.int64, device="cpu")
     pair.recv([header], peer, tag).wait(NEVER)
     count, code = header.tolist()

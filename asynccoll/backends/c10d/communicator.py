@@ -32,11 +32,11 @@ _REDUCE_OPS: dict[ReduceOp, object] = {
 }
 
 
-#: So long it is waited for the threads of a native group, which end at once if they do.
+#: How long to wait for the threads of a native group to end; most end at once.
 _DESTROY_SECONDS = 1.0
-#: And so long at the end of the program for those that did not: they end when their peers do.
+#: How long to wait at the end of the program for those that did not; they end when their peers do.
 _EXIT_SECONDS = 5.0
-#: Destructors that have not come back.
+#: Threads that run destructors of native groups and have not ended in time.
 _destroying: list[threading.Thread] = []
 
 
@@ -64,7 +64,7 @@ def _broadcast_from(root: int) -> object:
 
 
 class Transport:
-    """One native process group and what its works are to us."""
+    """One native process group, and the ``Completion`` class for its works."""
 
     def __init__(
         self, native: Any, complete: Callable[[object], Completion], exchange_bytes: int = 0
@@ -74,13 +74,13 @@ class Transport:
         self.exchange_bytes = exchange_bytes
 
 
-#: The communicators within the node and across nodes, and how they are opened.
+#: The communicators within the node and across nodes, and a function that opens them.
 Parts = tuple[Communicator, Communicator]
 OpenParts = Callable[[], Parts]
 
 
 class C10dCommunicator:
-    """The native groups of one (group, lane): one per device type."""
+    """The native groups of one lane: one for each device type, and those of its messages (``channels``)."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class C10dCommunicator:
         *,
         on_cpu: bool,
     ) -> None:
-        """``await_others`` returns when closing it harms nobody who is still opening it.
+        """``await_others`` returns when all ranks have opened this communicator, so that it may be closed.
 
-        ``on_cpu``: all tensors are on the CPU, whatever carries them.
+        ``on_cpu`` says that the world has no other device than the CPU.
         """
         self._transports = transports
         self._await_others = await_others
@@ -101,24 +101,24 @@ class C10dCommunicator:
         self._size = size
         self._channels = channels
         self._on_cpu = on_cpu
-        # The common case, one transport, needs no look at the tensor's device.
+        # With one transport, the common case, the tensor's device need not be looked up.
         self._only = next(iter(transports.values())) if len(transports) == 1 else None
         self._open_parts: OpenParts | None = None
         self.parts: Parts | None = None
 
     def open_parts_with(self, how: OpenParts) -> None:
-        """``open_parts`` will call ``how``."""
+        """Have ``open_parts`` call ``how``."""
         self._open_parts = how
 
     def open_parts(self) -> None:
-        """Open ``parts``: one communicator of the ranks of this node, one across nodes. Waits for them."""
+        """Open ``parts``, a communicator within this node and one across nodes. Waits for the other ranks."""
         assert self._open_parts is not None
         parts = self._open_parts()
         announce = getattr(parts[0], "announce", None)
-        if announce is not None:  # what is called by node goes through it first
+        if announce is not None:  # a call by node begins on the communicator within the node
             self.announce = announce
         self.parts = parts
-        if not self._transports:  # closed meanwhile
+        if not self._transports:  # this communicator was closed while the parts were opened
             for part in self.parts:
                 part.abort()
                 part.close()
@@ -144,7 +144,8 @@ class C10dCommunicator:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         to = self._for(x)
-        if 0 < x.nbytes * (self._size - 1) <= to.exchange_bytes:  # a ring, too: see ``exchange_bytes``
+        # gloo's all_gather is a ring, too: an exchange is faster for small tensors (see ``exchange_bytes``).
+        if 0 < x.nbytes * (self._size - 1) <= to.exchange_bytes:
             copies, even = uncast(torch.cat, [x] * self._size), [x.numel()] * self._size
             return to.complete(to.native.alltoall_base(out, copies, even, even, _ALL_TO_ALL))
         return to.complete(to.native._allgather_base(out, x, _ALL_GATHER))
@@ -186,7 +187,7 @@ class C10dCommunicator:
         return to.complete(to.native.recv([x], src, tag))
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        if self._on_cpu:  # else the peer's tensor may be anywhere
+        if self._on_cpu:  # else the receiver's tensor may be on another device, and not use these channels
             self._channels.refuse(dst, tag, why)
 
     def barrier(self) -> Completion:
@@ -231,7 +232,7 @@ class C10dCommunicator:
 
 
 def _end_all(held: list[Transport]) -> None:
-    """Release what needs it said: a group of nccl that is only let go of aborts its kernels."""
+    """Shut down groups of nccl: if one is only destroyed, it aborts its kernels."""
     for to in held:
         if to.native.name() == "nccl":
             with contextlib.suppress(Exception):
@@ -239,10 +240,10 @@ def _end_all(held: list[Transport]) -> None:
 
 
 def _destroy(held: list[Transport]) -> None:
-    """Let go of native groups, which nobody else may hold; wait a moment for their threads.
+    """Destroy native groups, to which ``held`` has the last references; wait a moment for their threads.
 
-    Their destructors join the threads, one of which may never end: gloo does not fail a receive of which the
-    first bytes have come when its connection is closed.
+    The destructors join the groups' threads, and one of these may never end: if a connection is closed, gloo
+    does not fail a receive that has got its first bytes. So they run in a thread.
     """
     thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
     thread.start()
@@ -252,7 +253,10 @@ def _destroy(held: list[Transport]) -> None:
 
 
 def _await_destroyed() -> None:
-    """A thread of gloo's that ends while the interpreter does would abort the process: it tells Python."""
+    """Wait at exit for gloo's threads, which call Python when they end.
+
+    If one of them does while the interpreter ends, the process is aborted.
+    """
     deadline = monotonic() + _EXIT_SECONDS
     for thread in _destroying:
         thread.join(max(0.0, deadline - monotonic()))
@@ -262,12 +266,12 @@ atexit.register(_await_destroyed)
 
 
 def _abort(native: Any) -> None:
-    """Fail what is in flight on a native group: on gloo a receive that times out tears it down."""
+    """Fail all operations in flight on a native group. gloo's is torn down by a receive that times out."""
     with contextlib.suppress(Exception):
         if native.name() != "gloo":
             native.abort()
             return
-    # A peer that is gone fails at once and closes nothing: ask each.
+    # A receive from a peer that is gone fails at once and tears nothing down, so try every peer.
     for peer in range(native.size()):
         if peer != native.rank():
             with contextlib.suppress(RuntimeError):

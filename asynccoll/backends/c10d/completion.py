@@ -1,4 +1,4 @@
-"""What a started operation of c10d is to its waiters: seen by the host, or ordered by a stream."""
+"""The completions of c10d's works: one kind for works whose end the host sees, one for a device's stream."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asynccoll.backends.api import Completion
 __all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
 
 MILLISECOND = timedelta(milliseconds=1)
-#: As good as no bound: a native call without one takes that of the time when its group was made.
+#: In effect no timeout. A native call without a timeout would take the one that its group was made with.
 NEVER = timedelta(days=3650)
-#: The bounds that waiters use all the time: making a timedelta costs as much as a wait that is over.
+#: The timeouts that waiters use all the time: making a timedelta takes as long as a wait that is over.
 _LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
 
 
@@ -29,25 +29,26 @@ class HostCompletion(Completion):
     __slots__ = ("_future", "_work", "done", "fine")
 
     def __init__(self, work: Any) -> None:
-        self._work = work  # until it has ended well: it holds the tensors, and a lane holds this for longer
+        # Dropped once it has succeeded: the work holds the tensors, and a lane keeps this object for longer.
+        self._work = work
         self._future: Any = None
         self.fine = False
-        self.done: Callable[[], bool] = work.is_completed  # one call less for every look
+        self.done: Callable[[], bool] = work.is_completed  # not a method around it: one call less each time
 
     def writing(self) -> bool:
         return not self.done()
 
     def wait(self, seconds: float) -> bool:
-        limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 is no bound
+        limit = _LIMITS.get(seconds) or timedelta(seconds=max(seconds, 0.001))  # 0 would be no timeout
         work = self._work
         if work is None:
             return True
         try:
             work.wait(limit)
-        except RuntimeError:  # either its failure, which error() gives, or this bound
+        except RuntimeError:  # either the operation failed, which error() returns, or the time has passed
             return bool(self.done())
         self.fine: bool = True
-        self.done = _over  # which not every backend's work says of itself
+        self.done = _over  # since not every backend's work says that it is completed
         self._work = self._future = None
         return True
 
@@ -85,9 +86,9 @@ class HostCompletion(Completion):
 
 
 class StreamCompletion(Completion):
-    """A c10d work that is ordered by the device's stream (nccl): ready when issued.
+    """A c10d work that is ordered by the device's stream (nccl): it counts as done when it is issued.
 
-    ``synchronize`` makes the current stream wait for it; the host does not, unless the library is told to
+    ``synchronize`` makes the current stream wait for it, but not the host, unless nccl's groups are told to
     (``TORCH_NCCL_BLOCKING_WAIT``).
     """
 
@@ -97,7 +98,7 @@ class StreamCompletion(Completion):
 
     def __init__(self, work: object) -> None:
         self.work: Any = work
-        self._captured = torch.cuda.is_current_stream_capturing()  # it runs when the graph does, if ever
+        self._captured = torch.cuda.is_current_stream_capturing()  # then it runs only when the graph does
 
     def done(self) -> bool:
         return True

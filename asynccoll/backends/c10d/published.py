@@ -1,8 +1,8 @@
-"""Process groups of ours under torch's eyes: what DDP and ``torch.compile`` run on.
+"""Our groups as torch process groups, for DDP and ``torch.compile``.
 
-They have native groups of their own, like every lane: torch's collectives on them never interleave
-with our queued programs. torch finds them by name and asks for their ranks in tables of its own, which
-are filled here and emptied when the world ends.
+They have their own native groups, as every lane has, so that torch's collectives on them never interleave
+with our queued programs. torch looks them up by name in its tables, which are filled here and emptied when
+the world ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["publish", "withdraw"]
 def publish(
     name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, natives: Mapping[str, tuple[str, object]]
 ) -> dist.ProcessGroup:
-    """A torch process group called ``name`` around ``natives``: device type -> (backend name, group)."""
+    """Make a torch process group around ``natives``: device type -> (backend name, native group)."""
     group: Any = dist.ProcessGroup(store, rank, len(ranks))
     for device, (backend, native) in natives.items():
         kind = getattr(dist.ProcessGroup.BackendType, backend.upper(), dist.ProcessGroup.BackendType.CUSTOM)
@@ -33,7 +33,7 @@ def publish(
     world: Any = _c10d._world
     world.pg_names[group] = name
     world.pg_map[group] = (next(iter(natives.values()))[0], store)
-    # torch.profiler asks for it, of every group that there is
+    # torch.profiler looks this up for every group
     world.pg_backend_config[group] = ",".join(f"{device}:{kind}" for device, (kind, _) in natives.items())
     world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
     _native._register_process_group(name, group)  # type: ignore[arg-type]  # a NewType of str
@@ -41,7 +41,7 @@ def publish(
 
 
 def withdraw(group: dist.ProcessGroup) -> None:
-    """Make torch forget it; its connections close with the last reference."""
+    """Take ``group`` out of torch's tables; its connections are closed with the last reference to it."""
     world: Any = _c10d._world
     for table in (world.pg_map, world.pg_backend_config, world.pg_group_ranks):
         table.pop(group, None)

@@ -1,4 +1,4 @@
-"""What gloo, nccl and others can do, as rows for the dispatcher."""
+"""What gloo, nccl and other backends support, as rows of capabilities for the planner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
-#: A sum of half precision overflows where its average would not: gloo and the like divide afterwards.
+#: The dtypes that gloo may average. It divides the sum, which in half precision may overflow although the
+#: average would not.
 _AVERAGED = frozenset({torch.float32, torch.float64})
-#: gloo averages since 2.11; before, a sum is divided.
+#: gloo supports AVG from torch 2.11 on; before that, we divide the sum.
 _GLOO_AVERAGES = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
 
 GLOO = Capabilities(
@@ -31,14 +32,14 @@ GLOO = Capabilities(
     ),
     move=frozenset((*_INTEGERS, *_FLOATS, torch.bool)),
     sparse=True,
-    # Its reduce_scatter is built of all_reduces, has no future, and is slower than an exchange.
+    # gloo's reduce_scatter is made of all_reduces, has no future, and is slower than an exchange.
     compose=frozenset({Op.REDUCE_SCATTER}),
-    # Its all_reduce is a ring of 2(n-1) hops, each of which costs more than 100 KiB do.
+    # gloo's all_reduce is a ring of 2(n-1) hops, each of which takes longer than sending 100 KiB.
     exchange_bytes=128 << 10,
     hop_bytes=128 << 10,
     steps_hops=8,
 )
-#: Any other backend of torch's: as gloo, but it may know nodes itself.
+#: Any other backend that is registered with torch: as gloo, but it may know nodes itself.
 OTHER = replace(GLOO, hop_bytes=0)
 NCCL = Capabilities(
     backend="nccl",
