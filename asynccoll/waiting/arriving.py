@@ -39,7 +39,7 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
 class _Attending:
     """An awaitable that waits for ``work`` in place if that is likely to be enough.
 
-    It gives whether the work is done, and never suspends the task until then.
+    It gives whether the work is done, without suspending the task until it is.
     """
 
     __slots__ = ("_work",)

@@ -137,7 +137,7 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
 def attend(operation: Operation) -> Generator[object, object, bool]:
     """Yield to the loop if its turn is over, then wait in place if that is likely to be enough.
 
-    Returns whether the operation is done. Does not suspend the task until it is.
+    Returns whether the operation is done, without suspending the task until it is.
     """
     loop = _required()
     yield from loop.give_turn()
