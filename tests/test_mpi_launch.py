@@ -151,6 +151,27 @@ def test_an_exit_code_ends_the_job_and_comes_back(tmp_path: Path) -> None:
     """`asynccoll run` sees to what MPI alone would wait for: a rank that exits early."""
     ended = run(tmp_path, EXITS)
     assert ended.code == 7, ended.said
+    assert "exit code 7" in ended.err, ended.said
+
+
+# As if rank 0 were told of it before mpiexec is: what it aborts with becomes the exit code of mpiexec.
+HEARD_FIRST = """
+    import os, signal, time
+    import asynccoll as ac
+    ac.initialize()
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 1:
+        import atexit
+        atexit.register(lambda: time.sleep(60))  # its end, which mpiexec ends
+        raise SystemExit(7)
+    ac.all_reduce(1, lane="never").wait()
+"""
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    ended = run(tmp_path, HEARD_FIRST)
+    assert ended.code == 7, ended.said
+    assert re.search(r"rank 1 failed on \S+ \(pid \d+\): exit code 7", ended.err), ended.said
 
 
 KILLED = """

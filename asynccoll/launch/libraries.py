@@ -26,7 +26,15 @@ from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.naming import naming
-from asynccoll.launch.report import Failure, last_call, read_failure, report, what_aborted
+from asynccoll.launch.report import (
+    Failure,
+    exit_code,
+    first_failure,
+    last_call,
+    read_failure,
+    report,
+    what_aborted,
+)
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
@@ -127,19 +135,21 @@ def _ended(
         print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
         return 128 + stopped[0]
     if code:
-        print(_report(code, errors, ranks, first, launcher, flights), file=sys.stderr, flush=True)
+        failures = [one for rank in range(ranks) if (one := _failure(errors, rank)) is not None]
+        said = report(failures) if failures else _unrecorded(code, errors, first, launcher, flights)
+        print(said, file=sys.stderr, flush=True)
         if meant := what_aborted(code, flights):
             print(f"asynccoll run: {meant}", file=sys.stderr, flush=True)
+        cause = first_failure(failures) if failures else None
+        if cause is not None and not cause.lost and not cause.left:
+            return exit_code(cause)  # the launcher's may be of a rank that failed because of this one
     return code if code >= 0 else 128 - code
 
 
-def _report(
-    code: int, errors: Path, ranks: int, first: list[int], launcher: str, flights: Mapping[int, Flight]
+def _unrecorded(
+    code: int, errors: Path, first: list[int], launcher: str, flights: Mapping[int, Flight]
 ) -> str:
-    """The first failure that a rank recorded; else which rank was the first to end."""
-    failures = [found for rank in range(ranks) if (found := _failure(errors, rank)) is not None]
-    if failures:
-        return report(failures)
+    """What to say where no rank recorded an error: which was the first to end."""
     text = f"asynccoll run: {launcher} ended with code {code}, and no rank recorded an error"
     if not first:
         return f"{text}; what {launcher} said is above"
@@ -153,7 +163,7 @@ def _failure(errors: Path, rank: int) -> Failure | None:
     if recorded is None:
         return None
     pid = int(_read(errors / f"{rank}.pid") or 0)
-    return read_failure(rank, pid, 1, socket.gethostname(), recorded, "")
+    return read_failure(rank, pid, None, socket.gethostname(), recorded, "")
 
 
 def _read(path: Path) -> str:

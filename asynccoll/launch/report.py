@@ -66,20 +66,23 @@ class Failure:
 
 
 def read_failure(
-    rank: int, pid: int, code: int, host: str, recorded: Mapping[str, object], crash: str
+    rank: int, pid: int, code: int | None, host: str, recorded: Mapping[str, object], crash: str
 ) -> Failure:
-    """A failure out of the rank's error file (empty if it wrote none) and its crash stack."""
+    """A failure out of the rank's error file (empty if it wrote none) and its crash stack.
+
+    ``code``: its exit code; None if only the rank itself has told it.
+    """
     message = recorded.get("message")
     ours = recorded.get("asynccoll")
     if not isinstance(message, Mapping):
         text = message if isinstance(message, str) else ""
         trace = _crash_stack(crash)
-        return Failure(rank, pid, code, host, message=text, trace=trace)
+        return Failure(rank, pid, 1 if code is None else code, host, message=text, trace=trace)
     extra = message.get("extraInfo", {})
     if not isinstance(ours, Mapping):  # the script's own `record` decorator wrote it
         ours = {}
-    if code == -signal.SIGTERM:  # stopped by the launcher on its way out: what it failed with counts
-        code = int(ours.get("code", code))
+    if code is None or code == -signal.SIGTERM:  # stopped on its way out: what it failed with counts
+        code = int(ours.get("code", code or 1))
     return Failure(
         rank,
         pid,
