@@ -1,5 +1,5 @@
-"""What users call, in all its forms: now, prepared, coalesced, compiled, explained.
+"""The operations that users call, in all their forms: immediate, prepared, coalesced, compiled, explained.
 
-Finds the lane, and hands what was passed to ``payload`` (a prepared or coalesced call to ``tensors``); must
-not know which backend it runs on.
+This package looks up the lane, and passes the arguments to ``payload`` (those of a prepared or coalesced call
+to ``tensors``). It must not know which backend a call runs on.
 """

@@ -1,7 +1,7 @@
-"""``adopt``: what others have started, awaited as a ``Work`` of ours.
+"""``adopt``: an operation that another library has started, awaited as a ``Work`` of ours.
 
-It has a place, a deadline and a waiter like any other, and no place in the order of a lane: of what it is,
-and who else takes part in it, nothing is known here.
+Such a work has a deadline and a waiter, and errors name the line that adopted it. But it has no number in the
+order of a lane: what the operation is, and which ranks take part in it, is not known here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from asynccoll.world.context import Context
 
 __all__ = ["adopt"]
 
-#: Older than any record: nothing is written of it.
+#: Older than any record in the flight recorder, so that nothing is recorded for an adopted operation.
 _NO_TICKET = -(1 << 40)
 
 
 @fitting
 def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
-    """A work of what something else has started, to be awaited on asyncio or trio, or by ``wait()``.
+    """A work for an operation that another library has started: await it on asyncio or trio, or ``wait()``.
 
     ``x`` is a torch ``Work`` (its tensors are filled; the result is None), a torch or concurrent ``Future``
     (its value), a CUDA event (None), an mpi4py ``Request`` (its message), or a list of these (a list).
@@ -38,10 +38,10 @@ def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
     >>> handle = torch.distributed.all_reduce(x, async_op=True)
     >>> await ac.adopt(handle, timeout=60)            # while other tasks of the loop run
 
-    It ends with the error of what was adopted: a ``CollectiveError``, whose cause that is; of a future its
-    own exception. ``timeout`` in seconds is counted from the call (by default as ``initialize`` says):
-    ``CollectiveTimeoutError``. A request of mpi4py's is tested by a thread until it is over: do not test it,
-    nor wait for it, yourself.
+    If the operation fails, the work raises a ``CollectiveError`` with the library's error as its cause; for a
+    future, the future's own exception. ``timeout`` seconds after the call (by default as ``initialize`` says)
+    it raises ``CollectiveTimeoutError``. A thread tests an mpi4py request until it is over: do not test the
+    request, or wait for it, yourself.
 
     Raises:
         PayloadTypeError: ``x`` is something else.
@@ -83,7 +83,7 @@ def _operation(what: str, completion: Completion, timeout: float | None) -> Oper
 
 
 class _Beside:
-    """What stands where the lane of an operation does: nobody else takes part in what is adopted."""
+    """Stands in for the lane of an adopted operation, with the attributes that waiters use."""
 
     name = key = "none"
     epoch = 0
@@ -95,12 +95,12 @@ class _Beside:
         return "no lane"
 
     def explain_failure(self, operation: Operation, native: BaseException) -> CollectiveError:
-        """The typed error for ``native``, which is its cause."""
+        """Return the typed error with ``native`` as its cause."""
         return collective_error(native, f"{operation.name} from {operation.place}")
 
 
 class _Around:
-    """The world of such an operation: that of the caller, which neither watches it nor is to blame."""
+    """Stands in for the world of an adopted operation: nothing watches it, and no rank can be blamed."""
 
     def __init__(self, context: Context) -> None:
         self.timeout = context.timeout
@@ -109,14 +109,14 @@ class _Around:
         self.computed = context.computed
 
     def blame(self, operation: Operation) -> Blame:
-        """Nobody: what it waits for is not known."""
+        """Return a ``Blame`` without ranks: what the operation waits for is not known."""
         return Blame(operation.name, "", (), ())
 
     def dump(self) -> str:
-        """Nothing is kept."""
+        """Return an empty string: nothing is dumped."""
         return ""
 
     def watch_over(self, operation: Operation) -> None:
-        """Nothing to look at."""
+        """Do nothing: there are no peers to look at."""
 
     watch_no_more = watch_over

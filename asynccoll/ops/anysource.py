@@ -1,7 +1,7 @@
 """``recv_any``: messages from several ranks, in the order in which they arrive.
 
-Made of a ``recv`` from each: libraries differ in whether they can receive from any source, and where ranks
-share memory there is no such call. It must not know how a message is carried.
+It is made of a ``recv`` from each rank: not all libraries can receive from any source, and shared memory
+cannot. This module must not know how a message is sent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ T = TypeVar("T")
 
 
 class AnySource(Generic[T]):
-    """Messages from several ranks as they arrive, each as ``(source, message)``: what ``recv_any`` gives.
+    """Messages from several ranks as they arrive, each as ``(source, message)``: the result of ``recv_any``.
 
-    ``async for``, or plain ``for`` without an event loop; one task or thread at a time. It ends when every
-    message that was asked for has been taken: one from each source, and one more for each ``again``.
+    Iterate by ``async for``, or plain ``for`` without an event loop, in one task or thread at a time. The
+    iteration ends when every message that was asked for has been taken: one from each source, and one more
+    for each ``again``.
     """
 
     __slots__ = ("_arrivals", "_post", "_works")
@@ -50,11 +51,11 @@ class AnySource(Generic[T]):
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The ranks of which a message is still to be taken."""
+        """The ranks from which a message has yet to be taken."""
         return tuple(self._works)
 
     def again(self, source: int) -> None:
-        """Ask for one more message of ``source``, whose last one has been taken."""
+        """Ask for one more message from ``source``, whose last message has been taken."""
         if source in self._works:
             raise InvalidArgumentError(
                 f"a message from rank {source} has been asked for and is not taken yet"
@@ -94,7 +95,10 @@ class AnySource(Generic[T]):
 
     @contextmanager
     def _taken(self) -> Iterator[int]:
-        """The source of the message that arrived first; it stays the first if the block is cancelled."""
+        """Give the source of the message that arrived first, and take it off after the block.
+
+        If the block is cancelled, the message stays the first.
+        """
         source = self._arrivals.sources.popleft()
         try:
             yield source
@@ -113,7 +117,7 @@ class AnySource(Generic[T]):
         return max(0.0, min(deadlines) - host.monotonic())
 
     def _check_deadlines(self) -> None:
-        """Raise the timeout of a receive that is late; it has as long again afterwards."""
+        """If a receive is past its deadline, raise its timeout; the next wait has the same time again."""
         if self._arrivals.sources:
             return
         now = host.monotonic()
@@ -123,13 +127,13 @@ class AnySource(Generic[T]):
                 work.wait()
 
     def _let_go(self) -> None:
-        """After an error, which its user has: no warning for each of those that are not taken."""
+        """Detach all works after an error, so that none of them warns that nobody awaited it."""
         for work in self._works.values():
             work.detach()
 
 
 class _Arrivals:
-    """From whom something has arrived. Works in flight refer to it, and it to none of them."""
+    """The sources whose messages have arrived. Works in flight refer to this, but it to none of them."""
 
     __slots__ = ("_wake", "sources")
 
@@ -138,7 +142,7 @@ class _Arrivals:
         self._wake: Callable[[], object] | None = None
 
     def tell(self, source: int, _: Work[object]) -> None:
-        """On the completing thread."""
+        """Note that a message from ``source`` has arrived. Called on the thread that completes it."""
         self.sources.append(source)
         wake = self._wake
         if wake is not None:
@@ -146,7 +150,7 @@ class _Arrivals:
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Call ``wake`` for what arrives meanwhile; inside, look once more before you sleep."""
+        """Call ``wake`` when a message arrives during the block. In it, check ``sources`` before sleeping."""
         if self._wake is not None:
             raise InvalidArgumentError("another task or thread waits for these messages already")
         self._wake = wake
@@ -169,17 +173,17 @@ def recv_any(
 ) -> AnySource[torch.Tensor]:
     """A tensor shaped as ``like`` from each of ``sources`` (None: all other ranks of the group).
 
-    They come in order of arrival, each with the global rank that sent it. ``again(source)`` asks that rank
-    for one more: a server calls it for each client that goes on.
+    They are given in order of arrival, each with the global rank that sent it. ``again(source)`` asks that
+    rank for one more: a server calls it for each client that goes on.
 
     >>> async for source, x in ac.recv_any(torch.empty(2)):   # r0; r1: ac.send(torch.ones(2), dst=0)
     ...     print(source, x)
     1 tensor([1., 1.])
 
-    Each message that is asked for is a ``recv``, posted at once. So the sources send as many with this tag
-    as are asked for. If you stop early, the receives that are left get the next messages of their sources,
-    and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``). On nccl a ``recv`` into a GPU is
-    ready once it is issued: there the order is that of ``sources``.
+    Each message that is asked for is a ``recv``, posted at once. So each source must send as many messages
+    with this tag as it is asked for. If you stop early, the remaining receives still get the next messages of
+    their sources, and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``). On nccl a
+    ``recv`` into a GPU is ready once it is issued, so there the order is that of ``sources``.
 
     Raises:
         CollectiveTimeoutError: a message has not come ``timeout`` seconds after it was asked for; the error
@@ -205,7 +209,7 @@ def recv_any_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> AnySource[Any]:
-    """As ``recv_any``, of what is sent by ``send_object``.
+    """As ``recv_any``, for objects sent by ``send_object``.
 
     >>> async for source, request in ac.recv_any_object():    # r0; r1: ac.send_object("ready", dst=0)
     ...     print(source, request)
@@ -222,7 +226,7 @@ def recv_any_object(
 
 
 def _checked(sources: Iterable[int] | None, group: GroupLike) -> list[int]:
-    """The ranks that are meant; looked at before anything is asked of any of them."""
+    """Return the ranks that ``sources`` means; refuse invalid ones before any receive is posted."""
     context = current()
     resolved = resolve_group(context, group)
     others = [rank for rank in resolved.ranks if rank != context.rank]

@@ -1,4 +1,4 @@
-"""Asking, while a call is in flight, who keeps it from ending."""
+"""``who_is_missing``: which ranks a call in flight waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def who_is_missing(work: Work[object], /) -> Blame:
 
     ``found.ranks`` are the global ranks that have not made the call, or cannot go on (stopped, gone); empty
     if every rank has called it, or it is done. ``str(found)`` says of each what it called last, when and
-    where, and what it does now, in the words of ``CollectiveTimeoutError``. Blocks for so long.
+    where, and what it does now, in the words of ``CollectiveTimeoutError``. Blocks until it has the answer.
 
     >>> work = ac.all_reduce(x)
     >>> print(ac.who_is_missing(work))

@@ -1,4 +1,4 @@
-"""``batch_isend_irecv``: many messages at once, as torch's programs write them."""
+"""``batch_isend_irecv``: many messages at once, for programs written for torch's function of that name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class P2POp:
         self.group_peer: int | None = group_peer
 
     def start(self, lane: str | None, timeout: float | None) -> Work[Any]:
-        """Send it, or begin to receive it."""
+        """Start the send or receive."""
         common: dict[str, Any] = {"tag": self.tag, "group": self.group, "lane": lane, "timeout": timeout}
         if self.op is send:
             return send(self.tensor, dst=self.peer, group_dst=self.group_peer, **common)
@@ -58,7 +58,7 @@ class P2POp:
 def batch_isend_irecv(
     p2p_op_list: Sequence[P2POp], /, *, lane: str | None = None, timeout: float | None = None
 ) -> list[Work[object]]:
-    """The works of all messages in the list, in its order; they wait for each other nowhere.
+    """The works of all messages in the list, in its order. No message waits for another one.
 
     >>> following, previous = (rank + 1) % n, (rank - 1) % n
     >>> works = ac.batch_isend_irecv([ac.P2POp(ac.send, x, following), ac.P2POp(ac.recv, y, previous)])
@@ -66,7 +66,7 @@ def batch_isend_irecv(
 
     Raises:
         PayloadTypeError: something in the list is no ``P2POp``; nothing was sent.
-        InvalidArgumentError: what a message says is wrong; those before it in the list were sent.
+        InvalidArgumentError: an argument of a message is invalid; those before it in the list were sent.
 
     Source: ``torch.distributed.batch_isend_irecv``.
     """
@@ -82,6 +82,6 @@ def batch_isend_irecv(
         works.extend(one.start(lane, timeout) for one in p2p_op_list)
     except BaseException:
         for work in works:
-            work.detach()  # nobody gets them
+            work.detach()  # the caller does not get them: they must not warn
         raise
     return works

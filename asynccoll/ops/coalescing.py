@@ -1,11 +1,12 @@
 """``ac.coalescing``: calls that are made one by one and are sent together.
 
-What a tree does for tensors that are at hand at once, a block does for code that issues them one after the
-other: ``all_reduce`` and ``broadcast`` of tensors are put off until it ends, and are then fused like the
-leaves of a tree, those of one lane, operation and timeout with each other, in the order of their first
-calls. So every rank, which makes the same calls, sends the same. Anything else that is called inside, or
-awaited, first sends what was put off on its lane: the order there is kept. Calls that are sent together
-cannot depend on each other, which is refused. Each is recorded by autograd, or not, as where it was made.
+A tree fuses tensors that are at hand at once; a block does so for code that makes one call after the other.
+``all_reduce`` and ``broadcast`` of tensors are deferred until the block ends. Then all calls with the same
+lane, operation and timeout (a *kind*) are fused, like the leaves of a tree, and kinds are sent in the order
+of their first calls. So every rank, which makes the same calls, sends the same. Any other call inside, and
+any await, first sends the calls that were deferred on its lane, so that the lane's order is kept. Calls that
+are sent together cannot depend on each other; if they would, the later one is refused. Autograd records each
+call, or not, by the mode in which it was made.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ U = TypeVar("U")
 
 
 class Deferred(Work[T]):
-    """The work of a deferred call; waiting for it sends it, and the others of its block."""
+    """The work of a deferred call. Waiting for it sends all calls that the block has deferred on its lane."""
 
     __slots__ = ("_batch", "_callbacks", "_derived", "_lane")
 
@@ -61,7 +62,7 @@ class Deferred(Work[T]):
         return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
 
     def sent(self, started: Started[Any]) -> None:
-        """It is sent as a part of this from now on."""
+        """Take over the operations of ``started``, with which the call was sent."""
         self._batch = None
         self._operations = started.operations
         self._finish = started.finish
@@ -71,7 +72,7 @@ class Deferred(Work[T]):
             self.add_done_callback(callback)
 
     def abandoned(self, error: BaseException) -> None:
-        """It was never sent."""
+        """Fail with ``error``: the call was not sent."""
         self._batch = None
         self._fail(error)
         for derived in self._derived:
@@ -80,7 +81,7 @@ class Deferred(Work[T]):
             self.add_done_callback(callback)
 
     def _send(self) -> None:
-        """Send what the block has put off on its lane, if this is still among it."""
+        """Send what the block has deferred on the lane, unless this call was sent already."""
         if self._batch is not None:
             self._batch.flush(self._lane)
 
@@ -89,16 +90,16 @@ class Deferred(Work[T]):
         return super().__await__()
 
     def wait(self, timeout: float | None = None) -> T:
-        """As of every work."""
+        """As ``Work.wait``."""
         self._send()
         return super().wait(timeout)
 
     def done(self) -> bool:
-        """As of every work; no before it is sent."""
+        """As ``Work.done``; False before the call is sent."""
         return self._batch is None and super().done()
 
     def map(self, function: Callable[[T], U]) -> Work[U]:
-        """As of every work."""
+        """As ``Work.map``."""
         if self._batch is None:
             return super().map(function)
         self._heard = True
@@ -109,7 +110,7 @@ class Deferred(Work[T]):
         return noted(derived)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """As of every work."""
+        """As ``Work.add_done_callback``."""
         if self._batch is None:
             super().add_done_callback(callback)
         else:
@@ -117,7 +118,7 @@ class Deferred(Work[T]):
 
 
 class _Call(NamedTuple):
-    """A call that is put off, with the modes in which it was made."""
+    """A deferred call, with the torch modes in which it was made."""
 
     x: torch.Tensor
     out: torch.Tensor | None
@@ -126,17 +127,17 @@ class _Call(NamedTuple):
     work: Deferred[object]
 
 
-#: Where one call is recorded by autograd, and another is not: the latter's tensors are detached.
+#: The modes for calls of which autograd records only some; the tensors of the others are detached.
 _MIXED = Modes(recording=True, inferring=False)
-#: What a call raises at a place that is lost already, because of a peer.
+#: The errors of a call whose place (its number in the lane's order) is lost already, because of a peer.
 _PLACE_LOST = (PeerRefusedError, CollectiveMismatchError)
 
 
 class _Parts:
-    """Calls of one kind, which will be sent together.
+    """Deferred calls of one kind, which will be fused.
 
-    Which do, and in what order, depends on lane, operation and timeout alone, which are the same on every
-    rank, unlike modes of autograd and ``out``.
+    The kind is only lane, operation and timeout, which are the same on every rank. Autograd's modes and
+    ``out`` may differ between ranks, so the grouping and the order must not depend on them.
     """
 
     __slots__ = ("calls", "fuse", "lane", "timeout")
@@ -151,7 +152,7 @@ class _Parts:
         return f"{self.fuse.name} {self.fuse.detail}"
 
     def send(self, batch: _Batch, together: str | None) -> None:
-        """Send them; ``together``: what is sent with them, which has to be the same on all ranks."""
+        """Send the calls. ``together`` names all kinds that are sent now, to be compared between ranks."""
         modes = {call.modes for call in self.calls}
         before = called_at.set(self.calls[0].spot)
         try:
@@ -160,7 +161,7 @@ class _Parts:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
                     _MIXED.run(self._send, False)
-        except _PLACE_LOST as error:  # the place is lost already: works say so, as when it is later
+        except _PLACE_LOST as error:  # for the waiters of the works, as when the place is lost later
             for call in self.calls:
                 call.work.abandoned(error)
         except Exception as error:
@@ -170,22 +171,23 @@ class _Parts:
             called_at.reset(before)
 
     def _send(self, fills: bool) -> None:
-        """Start them as one; ``fills``: all results go to their ``out`` at once."""
+        """Start the calls as one. ``fills`` says that all of them have ``out``, which is filled directly."""
         recording = torch.is_grad_enabled()
         xs = [call.x.detach() if recording and not call.modes.recording else call.x for call in self.calls]
         outs = [call.out for call in self.calls if call.out is not None] if fills else None
         started = autograd.fused(self.lane, self.fuse, xs, outs, self.timeout)
-        # Each call's work asks this one, which finishes once; nobody is handed it.
+        # The work of each call takes its result from this one, which finishes once. No user gets it, so it is
+        # detached, and does not warn.
         shared = Work(started.operations, started.finish, started.value)
         shared.detach()
         if outs is not None:
-            shared.fills(outs)  # all of them, when the first of its calls is waited for
+            shared.fills(outs)  # all of them are filled when the first of the calls is waited for
         for index, call in enumerate(self.calls):
             result = partial(_result_of, call.modes, call.out, shared, index)
             call.work.sent(Started(started.operations, result))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
-        """Tell the peers, who may be sending theirs, and the waiters here."""
+        """Tell the peers, which may be sending their calls, and fail the works here."""
         batch.refuse(self.lane, error, self.fuse.name)
         for call in self.calls:
             call.work.abandoned(error)
@@ -194,12 +196,15 @@ class _Parts:
 def _result_of(
     modes: Modes, out: torch.Tensor | None, shared: Work[list[torch.Tensor]], index: int
 ) -> object:
-    """The result of one call, in its ``out`` if it has one, which may be written to in its modes only."""
+    """Return the result of one call, in its ``out`` if it has one.
+
+    This runs in the modes of the call: an ``out`` that was made in inference mode can only be written there.
+    """
     return modes.run(tensors.deliver, shared.result()[index], out)
 
 
 class _Read:
-    """What a call reads when it is sent, which nobody may overwrite before."""
+    """A claim on the input of a deferred call: while that is pending, no later call of the block fills it."""
 
     __slots__ = ("__weakref__", "_work", "out")
 
@@ -213,10 +218,11 @@ class _Read:
 
 
 class _Batch:
-    """What a block has put off, by kind, in the order of the first call of each.
+    """The deferred calls of a block by kind, in the order of the first call of each kind.
 
-    All that a block sends on a lane has one place there. So a rank that refuses a call of the block, and
-    cannot know whether its peers send that one alone or with others, refuses as many places as they take.
+    All calls of a block on one lane share one place (number) in the lane's order. So a rank that refuses one
+    of them refuses as many places as its peers take, though it cannot know whether they send that call alone
+    or with others.
     """
 
     __slots__ = ("_actor", "_parts", "_places", "_read", "_reads")
@@ -230,12 +236,15 @@ class _Batch:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the caller opened the block: tasks that it started send as ever."""
+        """Whether the caller opened the block. Tasks that it has started are not part of the block."""
         return actors.current().actor is self._actor
 
     @contextmanager
     def place_on(self, lane: Lane, name: str, what: str | None = None) -> Iterator[None]:
-        """What is started inside, ``name``, has the block's place on ``lane``; ``what`` all of it is."""
+        """Give what is started inside the block's place on ``lane``.
+
+        ``name`` is its collective, ``what`` describes all that is sent together.
+        """
         with lane.together(self._places.get(lane), what, name) as place:
             self._places[lane] = place
             yield
@@ -256,11 +265,12 @@ class _Batch:
         timeout: float | None,
         **filled: Any,
     ) -> Work[object]:
-        """Put the call off, or start it; ``filled`` is ``out=`` of what has it."""
+        """Defer the call, or start it. ``filled`` is ``out=``, for calls that have it."""
         put_off = self._take(lane, start, args, timeout, **filled)
         if put_off is not None:
             return put_off
-        # What was put off waits until this call is known to be made: the peers' may be one to put off.
+        # The deferred calls are sent only once this call is known to be made: if it is refused here, the
+        # peers' call at this point may be one that they defer.
         try:
             with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
                 return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
@@ -277,7 +287,7 @@ class _Batch:
         timeout: float | None,
         out: Any = None,
     ) -> Work[object] | None:
-        """Put the call off; None if it is none of those."""
+        """Defer the call and return its work, or return None if it is not a call that can be deferred."""
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
             name = f"{start.__name__} in a coalescing block"
@@ -313,9 +323,10 @@ class _Batch:
         return noted(work)
 
     def check_unread(self, name: str, out: object) -> None:
-        """Refuse to overwrite what an earlier call of the block reads: when it is sent, or still.
+        """Refuse an ``out`` that overlaps the input of an earlier call of the block that is still pending.
 
-        Whether memory is shared is known to this rank alone, so that sending earlier would be a mismatch.
+        Sending that call first is no way out: only this rank knows of the overlap, so the ranks would send
+        different calls.
         """
         filled = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
         if self._read.find(filled) is not None:
@@ -326,10 +337,11 @@ class _Batch:
             )
 
     def flush(self, lane: Lane | None = None) -> None:
-        """Send what was put off, on ``lane`` or on all; if one kind is refused, the others are sent.
+        """Send the calls deferred on ``lane``, or on all lanes; if one kind is refused, the others are sent.
 
-        A call sends what was put off on its own lane alone: whether it is made, and what it finds there, may
-        differ between ranks once one of them has refused a call there. What is sent together must not.
+        Another call inside the block sends only those on its own lane. Once a rank has refused a call on a
+        lane, ranks may differ in which calls are made and deferred there; what is sent together on other
+        lanes must not depend on that.
         """
         waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
         self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
@@ -343,13 +355,13 @@ class _Batch:
             raise first
 
     def end(self) -> None:
-        """Send what is left; there will be no more at its places."""
+        """Send the remaining calls, and tell the lanes that no more will have the block's places."""
         self.flush()
         for lane, place in self._places.items():
             lane.end_of_parts(place)
 
     def abandon(self, why: BaseException) -> None:
-        """The block failed: nothing of it is sent."""
+        """Fail all calls that are still deferred: the block ended with ``why``, and they are not sent."""
         waiting, self._parts = list(self._parts.values()), {}
         for parts in waiting:
             error = CollectiveError(
@@ -360,9 +372,10 @@ class _Batch:
 
 
 def _said_together(waiting: list[_Parts], lane: Lane) -> str | None:
-    """All kinds that are sent together on ``lane``, if there are several.
+    """Return a text with all kinds that are sent together on ``lane``, or None if there is only one.
 
-    With the first of them ranks hear of those that only some have, which may call nothing else.
+    It is compared between ranks with the first kind. So ranks also detect a kind that only some of them have,
+    although the others make no other call to compare it with.
     """
     kinds = [str(parts) for parts in waiting if parts.lane is lane]
     return f"coalescing({', '.join(kinds)}):" if len(kinds) > 1 else None
@@ -372,12 +385,12 @@ _batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=N
 
 
 def name_of(start: Callable[..., object]) -> str:
-    """How the user calls what ``start`` starts: ``barrier``."""
+    """Return the public name of the operation that ``start`` starts, as ``barrier`` for ``start_barrier``."""
     return start.__name__.removeprefix("start_").removesuffix("_scaled")
 
 
 def own_block() -> _Batch | None:
-    """The open block, if it is the caller's: tasks that were started inside one send as ever."""
+    """Return the open block if the caller opened it. Tasks that were started inside a block have none."""
     batch = _batch.get()
     return batch if batch is not None and batch.is_mine else None
 
@@ -391,21 +404,21 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
 
     ``all_reduce`` and ``broadcast`` of tensors are put off, in any mixture of lanes, reductions, dtypes and
     devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the
-    block, first send what was put off on their lane; ``send`` and ``recv``,
-    which some ranks alone call, do not. Tasks that are started inside send as ever.
+    block, first send what was put off on their lane; ``send`` and ``recv``, which only some ranks call, do
+    not. Tasks that are started inside are not part of the block: their calls are sent at once.
 
     The calls are sent together, so none may depend on another: one that reads what an earlier one writes to
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
     that one was awaited.
 
-    A call inside that one rank refuses takes what the block had still to send on its lane along, on every
-    rank, also if the error is caught inside: what the others have fused cannot be taken apart. What was sent
-    before stands.
+    If one rank refuses a call inside, all calls of the block on that lane that were not sent yet fail with
+    it, on every rank, even if the error is caught inside: the other ranks have fused them. Calls that were
+    sent before remain valid.
 
-    If the block ends with an exception, what was put off is not sent: its works raise ``CollectiveError``,
-    and peers whose block went well get ``PeerRefusedError`` on each lane on which something was put off here.
-    On a lane on which this rank had not called yet nobody can say that it would have: there its peers wait,
-    as for any rank that raises before it calls.
+    If the block ends with an exception, the calls that were put off are not sent: their works raise
+    ``CollectiveError``, and peers whose block went well get ``PeerRefusedError`` on each lane on which a call
+    was put off here. Nothing is known of calls that this rank would have made on other lanes: there its peers
+    wait, as for any rank that raises before it calls.
     """
 
     def __init__(self) -> None:

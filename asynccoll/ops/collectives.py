@@ -9,24 +9,24 @@ Said once, for every function here:
 - **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` waits for the host as well.
-- **Inputs** are never changed, and must not be changed until the work has been waited for: what is left to do
-  then may read them, so that ``done()`` alone does not set them free, nor fill ``out``. If torch has written
-  to one meanwhile, the await raises ``InvalidArgumentError`` (writes through NumPy, ``x.data`` and views of a
+- **Inputs** are never changed, and must not be changed until the work has been waited for. ``done()`` alone
+  does not suffice: the waiter may still read the inputs, and fill ``out``. If torch has written to an input
+  before that, the await raises ``InvalidArgumentError`` (writes through NumPy, ``x.data`` and views of a
   part of other memory are not noticed).
 - **out** (one tensor, the result's shape and dtype) is filled and returned; ``out=x`` is the in-place
-  operation. Where ``out`` is filled by the waiter (a tree, strides, an average), no other call may use it
-  before: ``InvalidArgumentError``, with the place of the call to be awaited. After an error ``out`` may be
+  operation. If the waiter fills ``out`` (a tree, strides, an average), no other call may use it before the
+  wait: ``InvalidArgumentError``, with the line of the call to be awaited. After an error ``out`` may be
   written to until the lane's next call is over.
-  Without it a result of the input's shape has the input's strides, as ``torch.empty_like`` has them.
+  Without ``out``, a result of the input's shape has the input's strides, as of ``torch.empty_like``.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
-  await waits for as long again.
+  await waits for the same time again.
 - **Gradients** are those of the sum of all ranks' losses. Whether autograd records is settled by the call,
   not where its work is awaited; ``out=`` for what it records is refused (``InvalidArgumentError``).
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``, and ``InvalidCallError`` for arguments
   that do not fit the function; the peers that did call get a ``PeerRefusedError``. From ``await``:
   ``CollectiveTimeoutError``, ``CollectiveMismatchError``, ``PeerLostError``, ``PeerRefusedError``; and those
-  above, where what is wrong is found only after a part was sent, or once the call's turn in a queue comes.
+  above, if a mistake is found only after a part was sent, or when a queued call is issued.
 
 In the examples two ranks call; ``r0``/``r1`` is what each gets.
 """
@@ -100,23 +100,24 @@ __all__ = [
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., object])
-#: Gathered as they are, one from each rank.
+#: Types whose values are gathered into a list of the same type.
 Plain = TypeVar("Plain", bool, int, float, str)
 
-#: They have no place in a lane's order of calls, and a refusal is between the two ranks: which side of a
-#: message each is, and where among its arguments the other rank is, before the tag.
+#: The point-to-point functions: which side of a message each is, and the index of the other rank among its
+#: arguments (the tag follows). They are not numbered in a lane's order of calls, and a refusal is told to the
+#: other rank only.
 _MESSAGES: dict[Callable[..., object], tuple[str, int]] = {
     payload.send: ("send", 1),
     payload.recv: ("recv", 1),
     objects.send_object: ("send", 1),
     objects.recv_object: ("recv", 0),
 }
-#: Between what is called here and the user are `_start`, the function, and what makes its arguments fit.
+#: The frames from a check here to the user's: `_start`, the public function, and the wrapper of `fitting`.
 _DEPTH = 4
 _ENDS = {"send": "dst", "recv": "src"}
 _ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
 
-#: They read what they are passed, on every rank: not what is only an example, as of recv.
+#: The functions that read their argument on every rank. (That of others may only be an example, as of recv.)
 _READING = frozenset(
     {
         payload.all_reduce,
@@ -131,15 +132,15 @@ _READING = frozenset(
     }
 )
 
-#: In torch they change what they are passed: those whose result is for every rank, for all but the root, and
-#: for the root alone.
+#: The functions that in torch change their argument: on every rank (None), on all but the root (False), or on
+#: the root only (True).
 _IN_PLACE_IN_TORCH = {
     payload.all_reduce: None,
     payload.all_reduce_scaled: None,
     payload.broadcast: False,
     payload.reduce: True,
 }
-#: What else they take by position, and what of it nobody has to write.
+#: Their further arguments by position, with the defaults, which nobody has to write.
 _SAID: dict[Callable[..., object], tuple[tuple[str, object], ...]] = {
     payload.all_reduce: (("op", "sum"),),
     payload.all_reduce_scaled: (("op", "sum"),),
@@ -149,7 +150,7 @@ _SAID: dict[Callable[..., object], tuple[tuple[str, object], ...]] = {
 
 
 class Common(TypedDict, total=False):
-    """What every collective takes."""
+    """The arguments that every collective takes."""
 
     group: GroupLike
     lane: str | None
@@ -164,9 +165,9 @@ def _start(
     *args: object,
     **filled: Any,
 ) -> Work[Any]:
-    """Start on the lane that is meant; if this rank refuses, tell the others, who may be waiting.
+    """Start a call on its lane; if this rank refuses it, tell the other ranks, which may be waiting.
 
-    ``filled`` is ``out=`` of what has it.
+    ``filled`` is ``out=``, for calls that have it.
     """
     context = current()
     try:
@@ -191,7 +192,7 @@ def _start(
         return handed_out(
             started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled
         )
-    except Exception as error:  # a codec's, or torch's: whatever it is, the call was not made
+    except Exception as error:  # of any kind, also a codec's or torch's: the call was not made
         if start in _MESSAGES:
             _, place = _MESSAGES[start]
             payload.refuse_message(at, start.__name__, *args[place : place + 2], error)  # type: ignore[call-arg, arg-type]
@@ -203,7 +204,7 @@ def _start(
 
 
 def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:
-    """Warn where nothing is left of a call that in torch would have changed its input."""
+    """Warn if the result of a call is thrown away that in torch would have changed its input."""
     roots_own = _IN_PLACE_IN_TORCH[start]
     if roots_own is not None and (args[1] == at.world.rank) is not roots_own:
         return
@@ -219,14 +220,14 @@ def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[obj
 
 
 def _said(start: Callable[..., object], args: Sequence[object]) -> str:
-    """The root and the reduction of such a call, as they are written, unless nobody has to."""
+    """Return the root and the reduction of such a call as they are written, without defaults."""
     names = _SAID.get(start, ())
     given = [(name, x) for (name, usual), x in zip(names, args[1:], strict=False) if x != usual]
     return "".join(f", {name}={_shown(x)}" for name, x in given)
 
 
 def _shown(x: object) -> str:
-    if isinstance(x, str):  # ours are texts with a name
+    if isinstance(x, str):  # a ``ReduceOp`` too is a str: show its text
         return repr(str.__str__(x))
     return repr(x) if isinstance(x, int) else "..."
 
@@ -250,7 +251,7 @@ def _check_each_is_meant(_: Callable[..., Started[Any]], args: Sequence[object],
         )
 
 
-#: What looks at calls that mean something else in torch.
+#: The checks of calls that mean something else in torch.
 _OTHER_IN_TORCH = dict.fromkeys(_IN_PLACE_IN_TORCH, _check_result_is_kept) | {
     payload.reduce_scatter: _check_each_is_meant
 }
@@ -265,7 +266,7 @@ def _lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
 def _read_by(
     start: object, args: Sequence[object], rank: int, leaves: Sequence[object] = (), out: Any = None
 ) -> Read | None:
-    """The tensors that the call reads until it was waited for, where writes to them are counted."""
+    """Return the tensors that the call reads until it is waited for, if torch counts writes to them."""
     if start in _READING or (start is payload.broadcast and args[1] == rank):
         return counted_of(leaves) if leaves else counted(args[0], out)
     return None
@@ -274,7 +275,7 @@ def _read_by(
 def refuse(
     error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None, name: str = "call"
 ) -> NoReturn:
-    """Raise ``error`` in place of a call of ``name``, and tell the peers, who may be making it.
+    """Raise ``error`` instead of making a call of ``name``, and tell the peers, which may be making it.
 
     For code on top of these functions that checks more than they do.
     """
@@ -296,7 +297,7 @@ use what that gives. Inputs stay as they are, and must not be written to until t
 Errors, and more of these: ``help("asynccoll.ops.collectives")``. To try the examples: ``await`` works at the
 prompt of ``python -m asyncio``.
 """
-#: What an argument of that name is, for those that have it.
+#: The help text for each argument, for functions that have it.
 _ARGUMENTS = {
     "group": "the ranks that call, as ``ac.new_group`` or a list of ranks gives them; default: all.",
     "lane": "the order that the call belongs to; tasks that run at the same time need one each.",
@@ -306,7 +307,7 @@ _ARGUMENTS = {
 
 
 def _fitting(function: Function) -> Function:
-    """``fitting``; if a call does not fit, the peers are told."""
+    """Wrap a public function with ``fitting``, which tells the peers of a misfit; complete its docstring."""
     taken = inspect.signature(function).parameters
     arguments = "\n".join(f"- ``{name}``: {told}" for name, told in _ARGUMENTS.items() if name in taken)
     told = _AS_EVERY_CALL.format(arguments=arguments)
@@ -321,7 +322,7 @@ def _refuse_misfit(name: str, wrong: Misfit) -> NoReturn:
 
 
 def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
-    """Raise what is wrong with a send or recv, and tell the other rank, if it was named."""
+    """Raise the error of a misfit ``send`` or ``recv``, and tell the other rank, if the call named it."""
     end, meant = _ENDS[_ROLES[name]], wrong.meant
     with suppress(AsyncCollError):
         lane = _lane_of(current(), wrong.group, meant.get("lane"))
@@ -331,7 +332,7 @@ def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
 
 
 def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:
-    """The global rank of a collective's root; what is wrong with it is told to the peers."""
+    """Return the global rank of a collective's root; if it is invalid, raise, and tell the peers."""
     if index is None:
         return rank
     try:
@@ -341,7 +342,7 @@ def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str |
 
 
 def _peer(role: str, rank: int | None, index: int | None, group: GroupLike) -> int:
-    """The global rank that a call names, by itself or by its index in the group."""
+    """Return the global rank that a call names, either directly or by its index in the group."""
     if (rank is None) is (index is None):
         got = "neither" if rank is None else f"{role}={rank} and group_{role}={index}"
         anybody = "; to receive from any source, use ac.recv_any or ac.recv_any_object"
@@ -687,16 +688,16 @@ def all_to_all(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """Part j of dim 0 goes to rank j; the result is what came, in rank order.
+    """Part j of dim 0 goes to rank j; the result is the received parts, in rank order.
 
-    Even parts without split sizes. ``input_split_sizes[j]`` rows go to rank j,
-    ``output_split_sizes[i]`` come from rank i; if only the former are given (on every rank), the counts
-    are sent first, and there can be no ``out``. If both are, on the CPU between ranks that do not share
-    memory, the counts are sent first all the same, unless ``check="off"``: what does not fit would end the
-    process, or come back as what was in memory. Every rank is told then.
+    Without split sizes the parts are equal. With them, ``input_split_sizes[j]`` rows go to rank j, and
+    ``output_split_sizes[i]`` come from rank i. If only the former are given (on every rank), the counts
+    are sent first, and there can be no ``out``. If both are given, on the CPU between ranks that do not share
+    memory, the counts are still sent first, unless ``check="off"``: then every rank gets an error if they do
+    not fit. Unchecked, they would end the process, or return whatever was in memory.
 
     Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
-    these. What is sent describes itself, and the result is the list of what came. Has no gradient.
+    these. What is sent describes itself, and the result is the list of received parts. Has no gradient.
 
     >>> await ac.all_to_all(torch.tensor([0, 1]) + 10 * rank)
     tensor([ 0, 10])                                          # r0: shape (2,) -> (2,)
@@ -806,11 +807,11 @@ def monitored_barrier(
     timeout: float | timedelta | None = None,
     wait_all_ranks: bool = False,  # torch's: all are named anyway
 ) -> Work[None]:
-    """As ``barrier``, by torch's name: past ``timeout`` it raises on every rank that has called it.
+    """``barrier`` under torch's name: past ``timeout`` it raises on every rank that has called it.
 
-    The ``CollectiveTimeoutError``, as that of ``barrier`` and of any other call, names each rank that has not
-    called it and what it does instead; ``error.ranks`` has their numbers. torch's raises on rank 0
-    alone and, without ``wait_all_ranks``, names the first only.
+    The ``CollectiveTimeoutError``, like that of any other call, names each rank that has not called it and
+    what it does instead; ``error.ranks`` has their numbers. torch's function raises only on rank 0 and,
+    without ``wait_all_ranks``, names only the first rank.
 
     >>> await ac.monitored_barrier(timeout=30)        # r0, while r1 reads a file
     CollectiveTimeoutError: ... rank 1 (host n1, pid 71) has not called barrier #7 on lane 'default'; ...
@@ -823,12 +824,12 @@ def monitored_barrier(
 
 @_fitting
 def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
-    """For inputs of uneven length: this rank has no more; ready, with the rank that came last, once all have.
+    """For inputs of uneven length: say that this rank has no more. Ready once all ranks have called it.
 
-    Until then the ``all_reduce`` calls of the others go on, with zeros in the place of this rank's (an
-    average still divides by the number of all ranks). Other collectives fail meanwhile, and this rank
-    starts nothing. Horovod has it, in the world, unless a rank has refused a call before; elsewhere it is
-    refused.
+    The result is the rank that called it last. Until then the ``all_reduce`` calls of the others go on, with
+    zeros for this rank's (an average still divides by the number of all ranks). Other collectives fail until
+    then, and this rank must not start any. Only Horovod supports it, in the world, and only if no rank has
+    refused a call before; elsewhere it is refused.
 
     >>> for batch in batches:                         # two on r0, three on r1
     ...     await ac.all_reduce(gradient(batch))
@@ -950,8 +951,8 @@ def send_object(
 ) -> Work[None]:
     """``obj`` to rank ``dst``, which gets it by ``recv_object`` with the same ``tag``, group and lane.
 
-    Ready once the receiver has taken it. In the order of the messages between two ranks with one tag, of
-    which those of tensors are some. Short ones (some 480 bytes) take one message, longer ones two.
+    Ready once the receiver has taken it. Messages between two ranks with one tag arrive in order, whether of
+    objects or of tensors. Short objects (up to some 480 bytes) take one message, longer ones two.
 
     Source: ``torch.distributed.send_object_list``, ``mpi4py.MPI.Comm.isend``.
     """

@@ -1,8 +1,8 @@
-"""What a collective is inside ``torch.compile``: torch's own functional ops on the world's process group.
+"""The collectives inside ``torch.compile``: torch's own functional ops on the world's process group.
 
-Dynamo refuses context variables, frames and locks, so the public functions come here before they touch
-any. What has to be looked up is looked up while the graph is made, and is a constant in it. The
-result's ``wait()`` is what orders the graph; ``await`` is refused there, by dynamo itself.
+Dynamo does not support context variables, frames and locks, so the public functions call this module before
+they use any. Everything that has to be looked up is looked up while the graph is made, and is a constant in
+it. The result's ``wait()`` orders the graph; dynamo itself refuses ``await`` there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledWork", "constant_in_graphs", "have_gradients"]
 
-#: Those that torch's functional ops know, under the same names.
+#: The reductions that torch's functional ops support, under the same names.
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 
 
@@ -33,14 +33,17 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:
-    """``torch.compiler.assume_constant_result``, which imports the compiler (seconds) to set this mark."""
+    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, which would import the compiler.
+
+    That import takes seconds.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by dynamo, since 2.0
     return function
 
 
 @cache
 def have_gradients() -> bool:
-    """Whether torch's ops have gradients, which they got after 2.9; before, backward is silently wrong."""
+    """Whether torch's functional ops have gradients. Up to 2.9 they lack them: backward is silently wrong."""
     import torch.distributed._functional_collectives  # registers them
 
     return torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::wait_tensor", "Autograd")
@@ -56,7 +59,7 @@ _graphs = host.per_process(_Graphs)
 
 
 def _renew(context: Context) -> None:
-    """In a next life of the world, give graphs of an earlier one their group again."""
+    """After ``initialize``, make the group again that graphs of an earlier world use by name."""
     if _graphs.made and context.world_size > 1:
         context.world.process_group()
 
@@ -66,7 +69,7 @@ when_joined(_renew)
 
 @constant_in_graphs
 def _world() -> str:
-    """The registered name of the world's process group, which the first graph makes."""
+    """Return the registered name of the world's process group. The first graph makes the group."""
     group = current().world.process_group()
     _graphs.made = True
     return str(group.group_name)
@@ -83,14 +86,14 @@ def _world_size() -> int:
 
 @constant_in_graphs
 def _reduction(op: ReduceOpLike, integers: bool) -> tuple[str, int]:
-    """torch's name of the reduction, and what to divide by; refused here as it is outside of graphs."""
+    """Return torch's name of the reduction, and the divisor of the result; refuse an unsupported ``op``."""
     parsed = ReduceOp.parse(op)
     if parsed not in _REDUCTIONS:
         known = ", ".join(sorted(op.value for op in _REDUCTIONS))
         raise UnsupportedOpError(f"op={op!r} is not known inside torch.compile, where there are {known}")
     if parsed is ReduceOp.AVG and integers:
         raise InvalidArgumentError("op='avg' of integers is not an integer; sum them, or convert them first")
-    if parsed is ReduceOp.AVG:  # of the two only sum has a gradient there
+    if parsed is ReduceOp.AVG:  # as a sum and a division, since torch's avg has no gradient
         return ReduceOp.SUM.value, _world_size()
     return parsed.value, 1
 
@@ -103,7 +106,10 @@ def _is_source(src: Any) -> bool:
 
 @constant_in_graphs
 def _require(plain: bool, tracked: bool) -> None:
-    """Refuse what torch's functional ops cannot do, rather than do something else."""
+    """Refuse calls that torch's functional ops do not support.
+
+    ``plain`` says that the arguments are supported, ``tracked`` that the call needs a gradient.
+    """
     if tracked and not have_gradients():
         raise UnsupportedOpError(
             f"the collectives of torch {torch.__version__} have no gradient inside torch.compile: call them "
@@ -126,7 +132,7 @@ def _integers(x: torch.Tensor) -> bool:
 
 
 class CompiledWork:
-    """The handle inside a compiled graph: ``wait()`` gives the tensor."""
+    """The handle of a collective inside a compiled graph: ``wait()`` returns the result."""
 
     def __init__(
         self,
@@ -151,7 +157,7 @@ class CompiledWork:
 
 
 def _work(tensor: torch.Tensor, **rest: Any) -> Work[object]:
-    """To a type checker a ``Work``, for it has its ``wait()``."""
+    """Return a ``CompiledWork``. Type checkers see a ``Work``, whose ``wait()`` it has."""
     return cast("Work[Any]", CompiledWork(tensor, **rest))
 
 
@@ -168,7 +174,7 @@ def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) 
     _require(group is None and out is None and not safe_mode, _tracked(x))
     ours = _is_source(src)
     if _tracked(x):
-        # torch's op has no gradient, and says so in a warning only. A sum of zeros and one has.
+        # torch's broadcast has no gradient, and only warns. So sum instead, with zeros on all ranks but src.
         silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
         return all_reduce(x.masked_fill(silent, 0), "sum", None)
     return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
@@ -196,7 +202,7 @@ def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out:
 
 
 def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """What is summed for an average: of half precision the sum could overflow."""
+    """Return ``x`` as it is summed for an average: half precision as float32, whose sum does not overflow."""
     return x.float() if divisor > 1 and x.dtype in HALF else x
 
 

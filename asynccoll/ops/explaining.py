@@ -1,4 +1,4 @@
-"""``explain``: the plan of a call for a payload, from the lane it would take its place on."""
+"""``explain``: the plan of a call for a payload, without making the call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["explain_call", "explain_offline"]
 
 
 def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan:
-    """The plan of ``name`` for ``x`` on ``lane``."""
+    """Return the plan of the collective ``name`` for ``x`` on ``lane``; ``call`` has its other arguments."""
     op = Op.parse(name)
     if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
         largest = max(leaves, key=lambda leaf: leaf.nbytes)
@@ -33,16 +33,16 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
     if reduce is ReduceOp.AVG and call.get("compression") is not None:
-        reduce = ReduceOp.SUM  # it is divided before it is narrowed
+        reduce = ReduceOp.SUM  # as ``payload.scaling``, which divides before it converts
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.world.policy, reduce)
 
 
-#: The collectives whose tensors are packed.
+#: The collectives that pack the tensors of a tree into buckets.
 FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
 
 
 def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
-    """How many tensors of a tree become few buckets, and by which figures."""
+    """Say into how many buckets the tensors of a tree are packed, and by which measured costs."""
     total_bytes = sum(leaf.nbytes for leaf in leaves)
     if direct_buckets(lane, leaves) is not None:
         return f"{total_bytes} bytes are sent packed, in a bucket for each dtype"
@@ -69,9 +69,9 @@ def explain_offline(
     nodes: int = 1,
     memory: bool = True,
 ) -> Plan:
-    """The plan of a call that nobody makes: no process group, no data (``asynccoll explain``).
+    """Return the plan of a call, without a process group or data (for ``asynccoll explain``).
 
-    ``memory``: as ``initialize`` is told, and the ranks of each host share it.
+    ``memory`` is that of ``initialize``; if it is true, the ranks of each host are taken to share memory.
     """
     parsed = Op.parse(name)
     found = getattr(torch, dtype.removeprefix("torch."), None)

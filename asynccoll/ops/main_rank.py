@@ -1,4 +1,4 @@
-"""What one rank does for all: ``is_main``, ``print0``, ``main_first``."""
+"""Work that one rank does for all: ``is_main``, ``print0``, ``main_first``."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def print0(
     file: IO[str] | None = None,
     flush: bool = False,
 ) -> None:
-    """As ``print``, on rank 0; nothing elsewhere. It waits for nobody.
+    """As ``print`` on rank 0; does nothing elsewhere. It does not wait for other ranks.
 
     >>> ac.print0(f"epoch {epoch}: {loss:.3f}")
     """
     if is_main():
-        print(*values, sep=sep, end=end, file=file, flush=flush)  # what it is for
+        print(*values, sep=sep, end=end, file=file, flush=flush)  # the purpose of this function
 
 
 class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
     """A block that rank 0 goes through first, and the others once it is done: to download or prepare data.
 
-    ``local=True``: the first rank of each node, for what is kept on its disk; the others follow once all of
-    these are done. Every rank enters it. ``async with`` lets the event loop run meanwhile.
+    With ``local=True`` the first rank of each node goes first, for data on the node's disk; the others follow
+    once all of these are done. Every rank enters the block. ``async with`` lets the event loop run meanwhile.
 
     >>> async with ac.main_first():
     ...     dataset = load(cache)                     # rank 0 writes the cache, the others read it
 
     If the block raises in a first rank, the others raise ``PeerRefusedError`` with its reason and do not
-    enter. ``timeout`` in seconds bounds their waiting (by default as ``initialize`` says):
+    enter. After ``timeout`` seconds (by default as ``initialize`` says) those that wait raise
     ``CollectiveTimeoutError``.
     """
 
@@ -64,7 +64,7 @@ class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
         return barrier(lane=self._lane, timeout=self._timeout)
 
     def _failed(self, error: BaseException) -> None:
-        """Tell the others, who need not wait for it."""
+        """Tell the other ranks that the block failed here, so that they stop waiting."""
         with contextlib.suppress(AsyncCollError):  # the block's own error is the one to be raised
             refuse(
                 CollectiveError(f"main_first: the block raised {error!r}"), lane=self._lane, name="main_first"

@@ -1,7 +1,7 @@
 """Operations that are planned once and started every step.
 
-``prepare`` does what is the same each time (the plan, the checks, the memory); ``start`` is the native call
-and what is noted down about it. It is the same ``Call`` that the ordinary function makes and starts at once.
+``prepare`` does everything that is the same each time (the plan, the checks, the memory); ``start`` makes the
+native call and records it. Both use the same ``Call`` that the ordinary function makes and starts at once.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class Prepared(Generic[T]):
         timeout: float | None,
         fills: list[torch.Tensor],
     ) -> None:
-        """``fills``: the tensors that its user gave for the results."""
+        """``fills`` are the tensors that the user passed as ``out``."""
         self.name: str = name
         self._lane = lane
         self._world = lane.world
         self._reads = flatten(like)[0]
-        #: what must stay as it is until a start was waited for; of a broadcast it may only be an example
+        #: the input that nobody may write to until a start was waited for; None for a broadcast, whose input
+        #: may only be an example of what is received
         self._read = None if fills or name == Op.BROADCAST.value else counted_of(self._reads)
         self._calls = calls
         self._finish = finish
@@ -83,11 +84,11 @@ class Prepared(Generic[T]):
         return f"<Prepared {self.name} on {self._lane}>"
 
     def start(self) -> Work[T]:
-        """Start it with what its input holds now; a ``Work`` as of the ordinary call.
+        """Start the operation with what its input holds now; return a ``Work``, as the ordinary call does.
 
-        The result is the same memory every time, so the work has to be awaited before the next start. If an
-        await of it was cut short (cancelled, or timed out), starting again is the way on: the new start waits
-        in its lane for the one before, whose own result is lost (awaiting that work again raises).
+        The result is the same memory every time, so the work has to be awaited before the next start. If that
+        await was cut short (cancelled, or timed out), just start again: the new start waits in its lane for
+        the previous one, whose result is lost (awaiting that work again raises).
 
         Raises:
             InvalidArgumentError: the work of the start before has not been awaited; or a tensor has other
@@ -100,7 +101,7 @@ class Prepared(Generic[T]):
         try:
             if (block := own_block()) is not None:
                 block.check_unread(self.name, self._fills)
-                block.flush(self._lane)  # the program's order
+                block.flush(self._lane)  # the calls before this one in the program go first
             check_untracked(self.name, self._reads)
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
@@ -124,7 +125,7 @@ class Prepared(Generic[T]):
         return work
 
     def _check_last(self) -> None:
-        """Refuse to start while somebody has still to wait for the last work."""
+        """Refuse to start if the last work has not been waited for, and no wait for it was cut short."""
         if self._last is not None and self._last.pending and not self._last.cut_short:
             raise InvalidArgumentError(
                 f"{self!r} was started before its last work was awaited, and all starts share their memory: "
@@ -132,7 +133,7 @@ class Prepared(Generic[T]):
             )
 
     def _supersede_last(self) -> Sequence[Operation]:
-        """The operations that still use the memory, because an await of the last work was cut short."""
+        """Give up the last work if its await was cut short; return its operations that still use memory."""
         last = self._last
         if last is None or not last.pending:
             return ()
@@ -202,7 +203,7 @@ def prepare(
     chosen = resolve_group(current(), group).lane(name)
     check_timeout(timeout)
     fills = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
-    # Memory of its own is ordinary, wherever it is prepared, so that it can be started in any mode.
+    # Unless ``out`` was made in inference mode, allocate outside of it, so that ``start`` works in any mode.
     inferring = torch.is_inference_mode_enabled() and _any_inference(fills)
     modes = Modes(torch.is_grad_enabled(), inferring)
     calls, finish = modes.run(
@@ -212,7 +213,7 @@ def prepare(
 
 
 def _memory_of(*those: Iterable[object]) -> list[tuple[int, torch.Size]]:
-    """Where the tensors of ``those`` are, and how large; lazy ones are nowhere."""
+    """Return the address and shape of the strided tensors in ``those``; lazy ones have no address."""
     found = (x for xs in those for x in xs if isinstance(x, torch.Tensor) and has_memory(x))
     return [(x.data_ptr(), x.shape) for x in found if x.layout is torch.strided]
 

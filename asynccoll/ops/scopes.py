@@ -1,8 +1,8 @@
 """Lanes and scopes as a user sees them: ``ac.lane``, ``ac.scope``, ``ac.create_task_group``.
 
-All three are context values: child tasks inherit them. What is entered is noted in the context, so that
-several tasks may enter one object; and who leaves looks for its own entry there, so that async generators
-survive, which may be left out of turn, or in another context.
+All three are kept in context variables, which child tasks inherit. Each entry is noted in the context, not in
+the object, so that several tasks may enter one object. Leaving a block looks for the block's own entry there,
+since async generators may leave blocks in another order, or in another context.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 _lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
 current_lane: Callable[[], str] = _lane_name.get
-#: What this context, or one that it is a copy of, has entered and not left; innermost last.
+#: The lanes that this context (or one that it was copied from) has entered and not left; innermost last.
 _lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
 #: The innermost task group that was entered.
 _groups: ContextVar[TaskGroup | None] = ContextVar("asynccoll_task_groups", default=None)
@@ -55,7 +55,7 @@ _scopes: ContextVar[tuple[tuple[scope, Members], ...]] = ContextVar("asynccoll_s
 
 
 class _BackwardLane(str):
-    """The name of a lane for gradients, as ``backward_lane`` gives it: its holder keeps the order."""
+    """The name of a lane for gradients, made by ``backward_lane``: the user keeps its calls in order."""
 
     __slots__ = ()
 
@@ -64,9 +64,9 @@ class _BackwardLane(str):
 def backward_lane(name: str) -> str:
     """The lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
 
-    On it any task or thread may issue, as backward passes do, which run in threads of autograd's. No
-    ``LaneOrderError`` comes there: the caller sees to it that all ranks issue in one order.
-    It does not count among the 32 of a group, and ``close_lane(name)`` closes it, too.
+    Any task or thread may issue on it, as backward passes do in threads of autograd. Nothing checks their
+    order (no ``LaneOrderError``): the caller has to ensure that all ranks issue in the same order.
+    It does not count among the 32 lanes of a group, and ``close_lane(name)`` closes it, too.
 
     Raises:
         InvalidArgumentError: ``name`` is no name of a lane.
@@ -78,8 +78,9 @@ def backward_lane(name: str) -> str:
 def new_lane(kind: str) -> str:
     """A name for one more lane: ``ac.new_lane("metrics")`` is ``"metrics 1"``, and next ``"metrics 2"``.
 
-    For objects that need a lane each, however many there are. The same on every rank, where ranks ask
-    for names of a ``kind`` in the same order; nothing is sent, and the lane is opened when it is first used.
+    For objects that need a lane each, however many there are. The names are the same on every rank if the
+    ranks ask for names of a ``kind`` in the same order; nothing is sent, and the lane is opened when it is
+    first used.
 
     Raises:
         InvalidArgumentError: ``kind`` is no name of a lane.
@@ -90,7 +91,7 @@ def new_lane(kind: str) -> str:
 
 
 def checked_name(name: object) -> str:
-    """``name``, which a user has given to a lane."""
+    """Return ``name``; refuse one that a user cannot give to a lane."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
     if name.endswith(BACKWARD) and not isinstance(name, _BackwardLane):
@@ -104,8 +105,8 @@ def checked_name(name: object) -> str:
 class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
     """Collectives inside run on the lane ``name``: ``with ac.lane("eval"):``, or ``async with``.
 
-    A lane is an order of its own: two tasks on two lanes may issue in any order relative to each other.
-    Ranks meet by the lane's name. At most 32 per group.
+    Each lane has its own order of calls: two tasks on two lanes may issue in any order relative to each
+    other. Ranks match lanes by name. A group has at most 32.
     """
 
     @fitting
@@ -135,12 +136,12 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
 
 @fitting
 def close_lane(name: str, *, group: GroupLike = None) -> None:
-    """Give up the lane ``name`` of ``group``, with its connections and threads; its name may be used anew.
+    """Close the lane ``name`` of ``group``, with its connections and threads. Its name can be used again.
 
-    Every member calls it as often, at the same place among its calls on that lane, in whose order it is; none
-    waits for the others. What is in flight ends as ever; what a ``coalescing`` block has put off there is
-    sent first. The connections are closed once every member has called it. Closing a lane that this rank
-    has not used is fine.
+    Every member has to call this equally often, and at the same place among its calls on that lane; it does
+    not wait for the others. Operations in flight go on to their end; calls that a ``coalescing`` block has
+    put off there are sent first. The connections are closed once every member has called this. Closing a lane
+    that this rank has not used is fine.
 
     >>> for step in range(1000):
     ...     await ac.all_reduce(x, lane=f"step {step}")
@@ -166,8 +167,8 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
     Works that were started inside, by child tasks too, are waited for at the end; those nobody awaited
     raise their errors there. When the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the
     waiting goes on all the same, up to each operation's timeout; then the block's own error, or the
-    cancellation, is raised. Only Ctrl-C ends it. What a child task that outlives the block starts later
-    belongs to the enclosing scope, if there is one.
+    cancellation, is raised. Only Ctrl-C ends the waiting. Works that a child task starts after the block has
+    ended belong to the enclosing scope, if there is one.
     """
 
     def __init__(self) -> None:
@@ -210,7 +211,7 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
                 while True:
                     try:
                         await work
-                    except asyncio.CancelledError as by_task:  # no shield is proof against task.cancel()
+                    except asyncio.CancelledError as by_task:  # a shield does not stop task.cancel()
                         cancelled = by_task
                         continue
                     except Exception as failed:
@@ -221,7 +222,7 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         _raise_first(error, first)
 
     def _left(self) -> Members:
-        """The works of the entry that ends here, which is forgotten."""
+        """Forget the entry of the block that ends here, and return its works."""
         entered = _scopes.get()
         for k in reversed(range(len(entered))):
             owner, members = entered[k]
@@ -237,7 +238,7 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
 
 
 def _raise_first(error: BaseException | None, first: BaseException | None) -> None:
-    """Raise what failed first at the end of a scope, unless the block has an ``error`` of its own."""
+    """Raise ``first``, the first error at the end of a scope, unless the block has its own ``error``."""
     if first is None:
         return
     if error is None:
@@ -247,16 +248,16 @@ def _raise_first(error: BaseException | None, first: BaseException | None) -> No
 
 
 def _unless_told(error: Exception, told: list[BaseException]) -> Exception | None:
-    """``error``, if nobody got it from another work of the same operation (one that this was mapped to)."""
+    """Return ``error``, or None if the user got it from another work of the same operation (by ``map``)."""
     return None if any(error is one for one in told) else error
 
 
 class TaskGroup:
-    """A task group whose children each have a lane, ``parent/name``, and torch's modes, of their own.
+    """A task group in which each child has its own lane, ``parent/name``, and its own torch modes.
 
-    Concurrent code is right by construction: the children may be scheduled in any order on each rank, for
-    ranks meet by name; and ``with torch.no_grad():`` around awaits in one child is no other task's affair
-    (``ac.isolated``): a child begins in the modes in which it was started.
+    The children may be scheduled in any order on each rank, since ranks match lanes by name. A
+    ``with torch.no_grad():`` around awaits in one child does not affect other tasks (``ac.isolated``): a
+    child begins in the modes in which it was started.
     ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's, and further
     children of one function are ``validate 2``, ``validate 3`` in the order in which the group's task starts
     them.
@@ -265,19 +266,19 @@ class TaskGroup:
     ``PeerRefusedError`` within seconds. Children of one name are told apart, so that the next one is in step
     on all ranks, however many calls each had made (``#2 of child task 3`` in errors).
 
-    Names may be new each time: when the first child of a name has ended its lane is closed, in the
-    background. From the second of that name on it stays open, until the groups that a task has left have had
-    more than eight names: then the lanes of all of these are closed. What goes on to use a child's lane after
-    its end (a task that it has left behind, a prepared call) needs a lane of its own: ``lane=``.
+    Names may be new each time: when the first child of a name has ended, its lane is closed in the
+    background. From the second child of that name on the lane stays open, until the groups that a task has
+    left have had more than eight names: then the lanes of all of these are closed. Calls that are made after
+    the child has ended (by a task that it has left behind, or a prepared call) need another lane: ``lane=``.
     """
 
     def __init__(self) -> None:
         self._group: AnyioTaskGroup | None = None
         self._live: set[str] = set()
-        self._started: Counter[str] = Counter()  # by the functions' names
+        self._started: Counter[str] = Counter()  # how many children were started, by their functions' names
         self._ended: dict[str, None] = {}
         self._actor: actors.Actor = None
-        self._outer: TaskGroup | None = None  # of the same task
+        self._outer: TaskGroup | None = None  # the group around this one, if the same task entered it
         self._parent = DEFAULT
 
     async def __aenter__(self) -> TaskGroup:
@@ -307,11 +308,11 @@ class TaskGroup:
             self._forget()
 
     def is_of(self, actor: actors.Actor) -> bool:
-        """Whether ``actor`` has entered it, and not left it."""
+        """Whether ``actor`` has entered this group and not left it."""
         return self._actor is actor and self._group is not None
 
     def _forget(self) -> None:
-        """It was left: see to the lanes of its children, unless that is the group's around it."""
+        """After the block: pass the children's names to the outer group, or have their lanes closed."""
         _groups.set(self._outer)
         ended, self._ended = self._ended, {}
         actor, self._actor = self._actor, None
@@ -337,7 +338,7 @@ class TaskGroup:
     def start_soon(
         self, function: Callable[[Unpack[Ts]], Awaitable[object]], *args: Unpack[Ts], name: str | None = None
     ) -> None:
-        """Start ``function(*args)`` as a child on the lane ``parent/name``, in torch's modes of now.
+        """Start ``function(*args)`` as a child on the lane ``parent/name``, in torch's current modes.
 
         ``function`` is an async function, a ``functools.partial`` of one, an object with an async
         ``__call__``, or whatever returns an awaitable.
@@ -366,10 +367,10 @@ class TaskGroup:
         self._live.add(own)
 
     def _numbered(self, name: str) -> str:
-        """The name of the next child of a function.
+        """Return the name of the next child of a function called ``name``.
 
-        It must not depend on whether the one before has ended, which differs between ranks. Nor may it where
-        another task starts children: who of several comes first differs, too.
+        It must not depend on whether the previous child has ended, since that differs between ranks. Children
+        that another task starts are not numbered, since the order of several tasks differs, too.
         """
         if not self.is_of(actors.current().actor):
             return name
@@ -389,11 +390,11 @@ class TaskGroup:
             self._ended[own] = None
             if (context := existing()) is not None:
                 context.children.ended(own, failed)
-            failed = None  # or it and this frame kept each other
+            failed = None  # else the error and this frame would keep each other alive
 
 
 def _check_function(function: object) -> None:
-    """It must be what a child can be made of."""
+    """Refuse a coroutine, and anything that cannot be called."""
     if isinstance(function, Coroutine):
         function.close()
         called = getattr(function, "__qualname__", "function")
@@ -434,16 +435,16 @@ async def _awaiting(made: Awaitable[object]) -> object:
 def create_task_group() -> TaskGroup:
     """A ``TaskGroup``: ``async with ac.create_task_group() as tg: tg.start_soon(validate, model)``.
 
-    It is anyio's, on asyncio and trio: the end of the block waits for the children, and where one fails the
-    others are cancelled and an exception group is raised. Besides, each child has a lane of its own, so that
-    children may be scheduled in any order on each rank, and torch's modes (``no_grad``) of its own.
+    It is anyio's task group, on asyncio and trio: the end of the block waits for the children, and if one
+    fails the others are cancelled and an exception group is raised. In addition, each child has its own lane,
+    so that children may be scheduled in any order on each rank, and its own torch modes (``no_grad``).
 
     >>> async with ac.create_task_group() as tg:
     ...     tg.start_soon(train, model)
     ...     tg.start_soon(validate, copy.deepcopy(model), name="eval")
 
-    A child that fails on one rank only is cancelled on none of the others: there its next call raises
-    ``PeerRefusedError``, which names that rank and the child's error. Where ranks may go on after an error,
-    catch it inside of the child, and agree on what to do: ``await ac.all_reduce(ok, op="and")``.
+    If a child fails on one rank only, it is not cancelled on the others: there its next call raises
+    ``PeerRefusedError``, which names that rank and the child's error. If ranks may go on after an error,
+    catch it inside the child, and agree on what to do: ``await ac.all_reduce(ok, op="and")``.
     """
     return TaskGroup()

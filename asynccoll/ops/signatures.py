@@ -1,7 +1,8 @@
-"""What a call that fits no signature of ours meant: the error for it, which writes the call as it has to be.
+"""Errors for calls whose arguments do not fit: they show how the call that was meant has to be written.
 
 Users of torch.distributed pass ``op``, roots and groups by position, memory for the results first, and
-``async_op=True``. Python says of these only how many arguments it expected. Must not know what a call does.
+``async_op=True``. Python's own error only says how many arguments it expected. This module must not know what
+a call does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Misfit(NamedTuple):
-    """The error to be raised, the group that the call was for, and what else it has said, by name."""
+    """The error for a call that does not fit, its group, and the arguments that were understood, by name."""
 
     error: InvalidCallError
     group: GroupLike
@@ -34,7 +35,7 @@ class Misfit(NamedTuple):
 
 
 class _Meaning(NamedTuple):
-    """Of an argument by position: the parameter that it is meant for, and how it is written there."""
+    """A parameter, which arguments by position may be meant for it, and how these are written by name."""
 
     name: str
     fits: Callable[[Any], bool]
@@ -60,7 +61,8 @@ def _are_ranks(x: object) -> bool:
     return _is_rank(x) or (isinstance(x, (list, tuple)) and all(map(_is_rank, x)))
 
 
-#: An argument is meant for the first that it fits, if the function has it and it is not given yet.
+#: An argument is meant for the first of these that it fits, if the function has that parameter and the call
+#: has not passed it otherwise.
 _MEANINGS = (
     _Meaning("op", _is_reduction, lambda op: repr(ReduceOp.parse(op).value)),
     _Meaning("group", _is_group, lambda _: "group"),
@@ -70,7 +72,7 @@ _MEANINGS = (
     _Meaning("tag", _is_rank, repr),
     _Meaning("codec", lambda x: isinstance(x, (str, Codec)), lambda x: repr(getattr(x, "name", x))),
 )
-#: What Horovod, mpi4py, NumPy and torch call what has another name here.
+#: Names of parameters in Horovod, mpi4py, NumPy and torch, and our names for them.
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "root": ("src", "dst"),
     "root_rank": ("src", "dst"),
@@ -80,11 +82,11 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "average": ("op",),
     "reduce_op": ("op",),
 }
-#: Torch's calls by these names change the tensor that they are given.
+#: Torch's functions of these names change the tensor that they are given.
 _IN_PLACE_IN_TORCH = ("all_reduce", "broadcast", "reduce", "recv")
-#: What gives something of another shape than torch fills.
+#: Functions whose result has another shape than the one that torch fills.
 _OTHER_SHAPES = {"all_gather": ", one tensor, concatenated; y.chunk(world_size) are torch's list"}
-#: What torch sends from another argument than the first: it has memory for the result there.
+#: What to pass instead of torch's first argument, in functions that take memory for the result there.
 _SENT_IN_TORCH = {
     "reduce_scatter": "torch.cat(input_list)",
     "all_to_all": "input_tensor_list",
@@ -100,9 +102,9 @@ def _raised(_: str, wrong: Misfit) -> NoReturn:
 
 
 def fitting(function: Function, refuse: Callable[[str, Misfit], NoReturn] = _raised) -> Function:
-    """``function``, and of arguments that do not fit it an error that says what does.
+    """Wrap ``function`` so that arguments that do not fit raise an error which shows how to write the call.
 
-    ``refuse`` raises it, for the function of that name, where others have to be told.
+    ``refuse`` is called with the function's name to raise it, for functions whose peers have to be told.
     """
 
     def refuse_misfit(
@@ -119,7 +121,7 @@ def _misfit(
     given: Mapping[str, object],
     said: TypeError,
 ) -> Misfit:
-    """What is wrong with ``function(*args, **given)``, of which Python has ``said`` that it does not fit."""
+    """Return what is wrong with ``function(*args, **given)``; ``said`` is Python's own error."""
     parameters = inspect.signature(function).parameters.values()
     first = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
     either = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -143,13 +145,13 @@ def _misfit(
         first = _sent_in_torch(function.__name__, written) or first
     right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
     text = "; ".join([str(said), *dict.fromkeys(advice)])
-    if understood:  # else what was written here would mean something else
+    if understood:  # else the call that is shown would mean something else
         text += _to_write(function, right)
     return Misfit(InvalidCallError(text), said_by_name.get("group"), said_by_name)
 
 
 def _sent_in_torch(name: str, written: dict[str, str]) -> list[str]:
-    """What the call of that name sends where it has memory for the result, too; empty: what its first is."""
+    """Return what is passed instead of torch's memory for the result; empty for functions without such."""
     sent = _SENT_IN_TORCH.get(name, "")
     if name == "scatter":
         written.setdefault("src", "0")
@@ -157,9 +159,9 @@ def _sent_in_torch(name: str, written: dict[str, str]) -> list[str]:
 
 
 def _to_write(function: Callable[..., object], right: str) -> str:
-    """The call, and where its result is: who comes from torch looks for it in what was passed.
+    """Return advice on how to write the call, and where its result is: torch's users look in their arguments.
 
-    Without an event loop that is what ``wait()`` gives: ``await`` would not even compile there.
+    Without an event loop it shows ``wait()``, since ``await`` would not even compile there.
     """
     name = getattr(function, "__name__", repr(function))
     gives = str(inspect.signature(function).return_annotation)
@@ -179,7 +181,7 @@ def _takes(meaning: _Meaning, x: object, named: Iterable[str], written: Mapping[
 
 
 def _on_name(name: str, value: object, named: Sequence[str]) -> tuple[str, dict[str, str] | None]:
-    """What to say of an argument by another name than ours, and what to write for it; None: unknown."""
+    """Return advice on an argument whose name is not ours, and what to write for it (None if not known)."""
     if name == "async_op":
         return _NO_ASYNC_OP, {}
     for ours in _OTHER_NAMES.get(name, ()):
