@@ -187,7 +187,7 @@ def recv_any(
 
     Raises:
         CollectiveTimeoutError: a message has not come ``timeout`` seconds after it was asked for; the error
-            names its source. Go on iterating to wait for as long again.
+            names its source. Continue to iterate to wait for the same time again.
 
     Source: ``torch.distributed.recv`` without ``src``, ``MPI_Recv`` with ``MPI_ANY_SOURCE``.
     """

@@ -33,7 +33,7 @@ _COMPLEX128 = struct.Struct("<dd")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of value."""
+    """A kind of value: its types, and how its values become bytes and back."""
 
     types: tuple[type, ...]
     pack: Callable[[Any], bytes]

@@ -68,7 +68,7 @@ class _Lent(NamedTuple):
 
 
 class Arena:
-    """The memory that this rank lends."""
+    """The file of one rank, from which it lends regions to lanes."""
 
     def __init__(self) -> None:
         self.descriptor: int = os.memfd_create("asynccoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

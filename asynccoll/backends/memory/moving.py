@@ -154,7 +154,7 @@ class Mover(ABC):
         return moved
 
     def _over(self, call: InFlight, error: BaseException | None) -> None:
-        """End ``call`` and wake its waiters, with the lock held. Repeated after an interrupt."""
+        """End ``call`` and wake its waiters, with the lock held. May be repeated after an interrupt."""
         if not call.finished:
             call.end(error)
         if call.callbacks is not None:
