@@ -257,6 +257,53 @@ def test_in_a_simulated_world_lanes_in_opposite_order_are_told_from_both_sides(n
         assert "follow" not in heard[rank]
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_in_a_simulated_world_ranks_that_all_receive_first_are_told_so(transport: str) -> None:
+    """Each hears of the circle; who sends first, too late, ends it for nobody."""
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await ac.recv(torch.empty(2), src=(rank - 1) % 3, timeout=5.0)
+        heard[rank] = str(caught.value)
+
+    simulate(main, world_size=3, seed=SEED, transport=transport)
+    told = "ranks 0, 1, 2 each wait for a message from another, and none has sent one: rank "
+    for rank in range(3):
+        assert told in heard[rank], heard[rank]
+        assert "start sends and receives before any of them is awaited" in heard[rank]
+
+
+@pytest.mark.parametrize("then", ["waits", "computes", "ends"])
+def test_in_a_simulated_world_a_whole_state_that_one_rank_gathers_alone(then: str) -> None:
+    """As torch's users write it, `if rank == 0`: what is for every rank, and what is for one, is told."""
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        layers = ac.overlap.shard_layers([torch.nn.Linear(2, 2)])
+        try:
+            if rank == 0:
+                await layers.full_state_dict()
+            elif then == "waits":
+                await ac.all_reduce(torch.ones(1), timeout=5.0)
+            elif then == "computes":
+                await anyio.sleep(20.0)
+        except ac.CollectiveError as error:
+            heard[rank] = f"{type(error).__name__}: {error}"
+            await anyio.sleep(20.0)
+
+    simulate(main, world_size=2, seed=SEED, transport="gloo", operation_timeout=5.0)
+    assert heard.keys() == ({0, 1} if then == "waits" else {0})
+    kind = "PeerLostError" if then == "ends" else "CollectiveTimeoutError"
+    for text in heard.values():
+        assert text.startswith(kind), text
+        assert (
+            text.count("call full_state_dict() (or full_optimizer_state()) on every rank, and only save") == 1
+        )
+        assert "await lanes in the same order" not in text
+        assert "Fewer batches" not in text
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "trio", "none"])
 @pytest.mark.parametrize("transport", ["gloo", "mpi", "nccl"])
 def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, transport: str) -> None:
@@ -783,12 +830,46 @@ def test_that_a_rank_has_skipped_one_of_equal_calls_is_told_with_its_line(transp
 
     report = simulate(main, world_size=2, seed=SEED, loop="none", transport=transport)
     text = str(report.errors[0])
-    assert "this rank is at #5 there, and rank 1 ended after #4: it skipped a call, here or before" in text
     assert re.search(
-        r", likely at #4, the first that was called from different lines: "
+        r"; rank 1's last call there was #4, and this rank is at #5: rank 1 skipped a call, "
+        r"likely at #4, the first that was called from different lines: "
         rf"\S+test_blame.py:{lines['first']} on rank 0, \S+test_blame.py:{lines['last']} on rank 1",
         text,
     ), text
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_timeout_tells_where_one_of_equal_calls_was_skipped(alike: bool) -> None:
+    """Not where the ranks run different code from the start, whose lines tell nothing."""
+    heard: dict[int, str] = {}
+    lines = {}
+
+    def main(rank: int) -> None:
+        code = main.__code__
+        lines.update(first=code.co_firstlineno + 9, last=code.co_firstlineno + 10)
+        if alike or rank == 0:
+            ac.all_reduce(torch.ones(2)).wait()
+        else:
+            ac.all_reduce(torch.ones(2)).wait()
+        for i in range(4):
+            if rank != 1 or i != 2:
+                ac.all_reduce(torch.ones(2)).wait()
+        last = ac.all_reduce(torch.ones(2))
+        try:
+            last.wait()
+        except ac.CollectiveTimeoutError as error:
+            heard[rank] = str(error)
+        host.sleep(20.0)
+
+    simulate(main, world_size=2, seed=SEED, loop="none", operation_timeout=5.0)
+    assert heard.keys() == {0}
+    hint = (
+        r"; a rank may have skipped a call before: likely at #5, the first that was called from different "
+        r"lines: "
+        rf"\S+test_blame.py:{lines['first']} on rank 0, \S+test_blame.py:{lines['last']} on rank 1"
+    )
+    assert bool(re.search(hint, heard[0])) is alike, heard[0]
+    assert ("skipped a call" in heard[0]) is alike
 
 
 # In processes

@@ -173,6 +173,56 @@ def test_a_dropped_handle_ends_the_program_where_warnings_are_errors(tmp_path: P
         assert "script.py:6 was never awaited" in last
 
 
+DIES = """
+    import asyncio, warnings
+    warnings.simplefilter("always")
+    import torch, asynccoll as ac
+
+    async def main():
+        left = [ac.all_reduce(torch.ones(1)) for _ in range(3)]
+        await ac.barrier()
+        raise LookupError("of my own")
+
+    ac.initialize("gloo")
+    asyncio.run(main())
+"""
+
+
+def test_handles_that_a_program_dies_with_do_not_hide_its_error(tmp_path: Path) -> None:
+    """What the failing frame held was not dropped by mistake: the traceback is all there is to read."""
+    for ended in scripts.run(tmp_path, DIES, ranks=2):
+        assert ended.code == 1
+        assert "LookupError: of my own" in ended.err
+        assert "UnawaitedWorkWarning" not in ended.err
+
+
+DIES_WITH_AN_ERROR_UNHEARD = """
+    import warnings
+    warnings.simplefilter("always")
+    import torch, asynccoll as ac
+    ac.initialize("gloo")
+    ac.all_reduce(torch.ones(1))
+    if ac.get_rank() == 0:
+        left = ac.all_reduce(torch.ones(1))
+        while not left.done():
+            pass
+        raise LookupError("of my own")
+    try:
+        ac.all_reduce(torch.ones(1), timeout=-1)
+    except ac.InvalidArgumentError:
+        print("refused")
+"""
+
+
+def test_an_error_in_a_handle_that_a_program_dies_with_is_told(tmp_path: Path) -> None:
+    """And one that was dropped before the end warns as ever."""
+    first, second = scripts.run(tmp_path, DIES_WITH_AN_ERROR_UNHEARD, ranks=2)
+    assert second.out.split() == ["refused"]
+    assert "script.py:6 was never awaited: its result, and an error in it, would be lost" in first.err
+    assert "script.py:8 was never awaited: it has failed: rank 1 refused its side of all_reduce" in first.err
+    assert first.err.count("UnawaitedWorkWarning: ") == 2, first.err
+
+
 def test_an_error_of_the_program_comes_before_a_dropped_handle(tmp_path: Path) -> None:
     """It is what the user looks for."""
     source = DROPS_AS_ERRORS.replace("ac.barrier().wait()", "ac.barrier().wait(); 1 / 0")

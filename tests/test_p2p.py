@@ -327,6 +327,15 @@ async def batch(me: Rank, sends: Any, receives: Any) -> None:
             ac.P2POp(ac.all_reduce, x, following)
 
 
+def test_messages_of_a_batch_as_torch_makes_them_are_answered_with_what_to_write() -> None:
+    theirs = object.__new__(dist.P2POp)  # its constructor refuses our functions, and may ask for a group
+    with raising(ac.PayloadTypeError, "a torch.distributed.P2POp in it: write ac.P2POp(ac.send, x, 1)"):
+        ac.batch_isend_irecv([theirs])
+    for name, ours in (("isend", "ac.P2POp(ac.send, x, 1)"), ("irecv", "ac.P2POp(ac.recv, x, 0)")):
+        with raising(AttributeError, f"{ours} for a batch"):
+            getattr(ac, name)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("spelled", ["ours", "torch"])
 def test_a_batch_of_messages(several: World, runner: str, spelled: str) -> None:

@@ -286,6 +286,63 @@ def test_who_waits_for_a_message_is_not_named() -> None:
     )
 
 
+def crossed(*waits: tuple[int, str, int]) -> dict[int, Flight]:
+    return {rank: recorded(rank, message(operation, peer)) for rank, operation, peer in waits}
+
+
+START_FIRST = (
+    "start sends and receives before any of them is awaited (`sent = ac.send(...)`, `await ac.recv(...)`, "
+    "`await sent`, or ac.batch_isend_irecv of both)"
+)
+
+
+def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
+    two = crossed((0, "recv", 1), (1, "recv", 0))
+    found = hang_of(two, dict.fromkeys(two, 60.0))
+    assert str(found) == (
+        "ranks 0, 1 each wait for a message from the other, and neither has sent one: rank 0 waits at "
+        "ring.py:5 for rank 1 to call send to rank 0 (tag 7), and rank 1 at ring.py:5 for rank 0 to call send "
+        f"to rank 1 (tag 7), for 50.00 s: {START_FIRST}"
+    )
+    assert found is not None
+    assert (found.ranks, found.waiting) == ((), (0,))
+    assert str(hang_of(two)).endswith(START_FIRST)  # of recordings, too
+    ring = crossed((0, "recv", 2), (1, "recv", 0), (2, "recv", 1))
+    assert str(hang_of(ring, dict.fromkeys(ring, 60.0))).startswith(
+        "ranks 0, 1, 2 each wait for a message from another, and none has sent one: rank 0 waits at "
+        "ring.py:5 for rank 2 to call send to rank 0 (tag 7), and rank 2 "
+    )
+    sends = crossed((0, "send_object", 1), (1, "send", 0))
+    assert str(hang_of(sends, dict.fromkeys(sends, 60.0))).startswith(
+        "ranks 0, 1 each wait for the other to receive a message, and neither does: rank 0 waits "
+    )
+    mixed = crossed((0, "recv", 1), (1, "recv", 2), (2, "send", 0))
+    mixed[2] = recorded(2, replace(message("send", 0), part=8))
+    assert str(hang_of(mixed, dict.fromkeys(mixed, 60.0))).startswith(
+        "ranks 0, 1, 2 each wait for another in a message: rank 0 waits "
+    )
+
+
+def test_of_a_circle_of_messages_those_that_nobody_waits_for_are_no_part() -> None:
+    """They were started early; or they are the two sides of one message, which differ in their tags."""
+    early = crossed((0, "recv", 1), (1, "recv", 0))
+    early[1] = recorded(1, replace(message("recv", 0), waited=0.0))
+    assert hang_of(early) is None
+    two = {0: recorded(0, message("recv", 1)), 1: recorded(1, replace(message("send", 0), part=8))}
+    assert len(unmet(two)) == 2
+    assert hang_of(two, dict.fromkeys(two, 60.0)) is None
+
+
+def test_who_gathers_a_whole_state_alone_is_told_what_is_for_every_rank() -> None:
+    two = {
+        0: recorded(0, call(1, "all_gather", lane="sharded/full_state/backward", ended=0.0)),
+        1: recorded(1, call(1, lane="sharded/backward", ended=0.0)),
+    }
+    told = str(hang_of(two, dict.fromkeys(two, 31.0)))
+    assert "call full_state_dict() (or full_optimizer_state()) on every rank, and only save what" in told
+    assert SAME_ORDER not in told and FEWER_BATCHES not in told
+
+
 def test_a_message_that_was_started_early_is_no_wait() -> None:
     """Rank 0 takes one in advance and goes on; so does rank 1, and then computes."""
     late = recorded(1, call(3), message("recv", 0))

@@ -14,6 +14,7 @@ from asynccoll.flight.comparing import Parting, Strayed, by_line, partings, stra
 from asynccoll.flight.hanging import LATELY_SECONDS, Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
+from asynccoll.flight.leftout import FULL_STATE, advice
 from asynccoll.flight.messages import Unmet, is_answered, refused_side, unmet
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
@@ -22,6 +23,7 @@ from asynccoll.flight.shifting import Comparison, Made, Shift, made
 
 __all__ = [
     "END",
+    "FULL_STATE",
     "LATELY_SECONDS",
     "NAME",
     "RECORDS",
@@ -38,6 +40,7 @@ __all__ = [
     "Strayed",
     "Unfinished",
     "Unmet",
+    "advice",
     "by_line",
     "from_plain",
     "hang",

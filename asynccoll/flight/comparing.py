@@ -32,6 +32,11 @@ class Strayed:
     #: whether the place before it is recorded, and was called from one line
     exact: bool
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether calls before it came from the same lines: else ranks run different code from the start."""
+        return self.exact and self.sequence > 1
+
     def __str__(self) -> str:
         told = by_line(self.places)
         if not self.exact:

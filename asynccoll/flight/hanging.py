@@ -4,8 +4,9 @@ Pure. Where ranks wait for each other in a circle, each call alone blames somebo
 call, in which ranks 0 and 2 wait; then it waits in its next call, which those two have not made. ``hang``
 names the ranks that are fewer, for they have gone another way, and shows the circle. Where none are fewer
 (two ranks await two lanes in opposite order, or one of the two has left out a call: that looks alike), it
-names none. Who waits in a message is held up by the rank that has not called its other side. Flights or
-recordings of the ranks go in; the sentence is the same whoever asks.
+names none. Who waits in a message is held up by the rank that has not called its other side; ranks that all
+wait for each other's messages are a circle too. Flights or recordings of the ranks go in; the sentence is the
+same whoever asks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asynccoll.flight.comparing import members, partings
+from asynccoll.flight.leftout import advice
 from asynccoll.flight.messages import refused_side, unmet
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import call_name
@@ -32,6 +34,10 @@ _FEWER_BATCHES = (
 #: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
 _OF_BACKWARD = "/backward"
 
+_START_FIRST = (
+    "start sends and receives before any of them is awaited (`sent = ac.send(...)`, `await ac.recv(...)`, "
+    "`await sent`, or ac.batch_isend_irecv of both)"
+)
 _CLOSED = (
     "some of them have closed this lane and opened it again, and others have not: call ac.close_lane(name) "
     "on every rank, between the same calls"
@@ -43,6 +49,7 @@ class Unfinished:
     """An operation that was not over at the end, or failed; and who of its group had not called it.
 
     Of a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``.
+    ``started_early``: nobody is known to wait for it.
     """
 
     rank: int
@@ -53,6 +60,7 @@ class Unfinished:
     seconds: float
     failed: bool
     missing: tuple[int, ...]
+    started_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,9 @@ class Turn:
 
     @property
     def what(self) -> str:
-        """``in all_reduce #1 on lane 'a' (train.py:7) for rank 1``."""
+        """``in all_reduce #1 on lane 'a' (train.py:7) for rank 1``; of a message, what that has to call."""
+        if not self.sequence:
+            return f"at {self.place} for {listed(self.ranks)} to call {self.operation}"
         call = call_name(self.operation, self.sequence)
         return f"in {call} on lane {self.lane!r} ({self.place}) for {listed(self.ranks)}"
 
@@ -110,17 +120,34 @@ class Hang:
 
     def _around(self) -> str:
         first, *others = self.circle
+        wait = "ranks wait in a circle" if first.sequence else self._crossed()
         turns = [f"{listed(first.waiting)} {_waits(first.waiting)} {first.what}"]
         turns += [f"{listed(one.waiting)} {one.what}" for one in others]
-        return (
-            f"ranks wait in a circle: {', and '.join(turns)}, for {duration(self.seconds)}: {self._advice()}"
-        )
+        return f"{wait}: {', and '.join(turns)}, for {duration(self.seconds)}: {self._advice()}"
+
+    def _crossed(self) -> str:
+        """Of a circle of messages: what its ranks have in common."""
+        ranks = sorted({rank for turn in self.circle for rank in turn.waiting})
+        other, none = ("the other", "neither") if len(ranks) == 2 else ("another", "none")
+        missing = {turn.operation[:4] for turn in self.circle}
+        if missing == {"send"}:
+            return f"{listed(ranks)} each wait for a message from {other}, and {none} has sent one"
+        if missing == {"recv"}:
+            return f"{listed(ranks)} each wait for {other} to receive a message, and {none} does"
+        return f"{listed(ranks)} each wait for {other} in a message"
 
     def _advice(self) -> str:
-        """A circle on one lane is on two of that name: on one, who is at a later call has made the others."""
+        """A circle on one lane is on two of that name: on one, who is at a later call has made the others.
+
+        Messages are in no order.
+        """
+        if not self.sequence:
+            return _START_FIRST
         lanes = {turn.lane for turn in self.circle}
         if len(lanes) == 1:
             return _CLOSED
+        if told := advice(lanes):
+            return told
         return _SAME_ORDER + _FEWER_BATCHES * any(_OF_BACKWARD in lane for lane in lanes)
 
 
@@ -142,7 +169,7 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
     free = [one for one in waits if waiting.isdisjoint(one.missing)]
     if not free and not all(one.sequence for one in waits):
         # A message may have been started early, and not be waited for: of a circle it is no part.
-        return hang(one for one in waits if one.sequence)
+        return hang(one for one in waits if one.sequence) or _crossed(waits)
     circle = [] if free else _circle(min(waits, key=_fewest), waits)
     # In a circle everybody does: then those that are fewer have gone another way.
     first = min(free or circle, key=_fewest)
@@ -152,6 +179,24 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
         first.missing if stands_out else (), first.operation, first.lane, first.sequence, first.place,
         _waiting_in(first, waits), first.seconds, first.failed,
         circle=tuple(_turn(one, waits) for one in circle[at:] + circle[:at]),
+    )  # fmt: skip
+
+
+def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
+    """Messages alone in which ranks wait for each other.
+
+    Not two of which one is sent and one received: those are of one message, but for the tag or the lane.
+    """
+    waits = [one for one in waits if not one.sequence and not one.started_early]
+    if not waits or not all(any(one.rank in other.missing for one in waits) for other in waits):
+        return None
+    circle = _circle(waits[0], waits)
+    first = circle[0]
+    if len(circle) == 2 and len({one.operation[:4] for one in circle}) > 1:
+        return None
+    return Hang(
+        (), first.operation, first.lane, 0, first.place, (first.rank,), first.seconds, False,
+        circle=tuple(_turn(one, circle) for one in circle),
     )  # fmt: skip
 
 
@@ -272,7 +317,10 @@ def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: 
             continue
         if call is flights[rank].calls[-1] and refused_side(flights[peer], *about) is None:
             seconds = max(0.0, now[rank] - call.called)
-            yield Unfinished(rank, one.missing, _lane(call), 0, call.place, seconds, False, (peer,))
+            yield Unfinished(
+                rank, one.missing, _lane(call), 0, call.place, seconds, False, (peer,),
+                started_early=not (call.waited > 0 or call.timed_out),
+            )  # fmt: skip
 
 
 def _lane(call: Call) -> str:

@@ -5,10 +5,20 @@ Pure: who asks the ranks is ``accounts``. It names a rank only for what is recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from asynccoll.flight import END, LATELY_SECONDS, Call, Flight, hang_of, is_answered, refused_side
+from asynccoll.flight import (
+    END,
+    LATELY_SECONDS,
+    Call,
+    Flight,
+    advice,
+    hang_of,
+    is_answered,
+    refused_side,
+    strayed,
+)
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
@@ -98,12 +108,28 @@ def blame(
     sentences = [*found.values()][:_MOST_TOLD]
     if len(found) > _MOST_TOLD:
         sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
+    told = advice([awaited.lane])
     if not found:
         sentences = _nobody(awaited, accounts, own)
     elif own is not None and (origin := _origin(tuple(found), [own, *accounts.values()])):
         # A circle is the answer; another wait may be one.
         sentences.insert(len(sentences) if origin.startswith(_MAYBE) else 0, origin)
+    elif told or (told := _strayed(awaited, found, accounts, own)):
+        sentences.append(told)
     return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences))
+
+
+def _strayed(
+    awaited: Awaited, found: Collection[int], accounts: Mapping[int, Account], own: Account | None
+) -> str:
+    """That one of ``found`` has likely left out an equal call before: from which lines they were called.
+
+    Where already the first calls came from different lines, the ranks run different code.
+    """
+    known = [own, *(accounts[rank] for rank in found)]
+    flights = {one.rank: one.flight for one in known if one is not None and one.flight is not None}
+    where = strayed(flights, awaited.group, awaited.lane_key) if awaited.sequence and own else None
+    return f"a rank may have skipped a call before: {where}" if where and where.comes_late else ""
 
 
 def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:

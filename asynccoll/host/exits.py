@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asynccoll.host.endings import in_a_line
 
-__all__ = ["EXIT_SECONDS", "install"]
+__all__ = ["EXIT_SECONDS", "died_of", "dies_of", "install"]
 
 #: How long a script that ends with work in flight may take to let it finish.
 EXIT_SECONDS = 10.0
@@ -64,10 +64,12 @@ class _Ending(Generic[W]):
         self._forget = forget
         self._over = threading.Event()
         self._guard: threading.Thread | None = None
+        self.died_of = ""  # as text: the exception would keep what its frames hold
 
     def main_thread_ended(self) -> None:
         """Called before other threads are joined: leave at once if the program died, else watch over them."""
-        if _died():
+        if (error := _uncaught()) is not None:
+            self.died_of = in_a_line(error)
             self.leave()
         elif self._worlds():
             self._guard = threading.Thread(target=self._watch, name="asynccoll-exit", daemon=True)
@@ -138,6 +140,17 @@ exit_code: int | None = None
 
 _endings: list[_Ending[Any]] = []
 _register: Any = getattr(threading, "_register_atexit", None)  # what concurrent.futures uses, by this name
+
+
+def died_of() -> str:
+    """The uncaught exception that ends this process, in a line, once its main thread has ended; else ""."""
+    return _endings[0].died_of if _endings else ""
+
+
+def dies_of(error: BaseException) -> None:
+    """This process is about to end on account of ``error``: to who runs the program and catches it."""
+    for ending in _endings:
+        ending.died_of = in_a_line(error)
 
 
 def install(worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:

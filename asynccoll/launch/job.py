@@ -18,6 +18,7 @@ from typing import Any
 
 from asynccoll.errors import InvalidArgumentError, SpawnError
 from asynccoll.flight import Flight
+from asynccoll.host.exits import dies_of
 from asynccoll.launch import child
 from asynccoll.launch.calling import complete
 from asynccoll.launch.report import Failure, first_failure, last_call, read_failure, what_aborted
@@ -47,6 +48,7 @@ class Job:
             complete(self.function, local_rank, *self.args, **self.kwargs)
         except BaseException as error:
             self.record(rank, error)
+            dies_of(error)
             finalize(abort=True)
             raise
         finalize()

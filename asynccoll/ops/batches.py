@@ -38,7 +38,9 @@ class P2POp:
         group_peer: int | None = None,
     ) -> None:
         if op not in (send, recv, dist.isend, dist.irecv):
-            raise InvalidArgumentError(f"a P2POp's op is ac.send or ac.recv, got {op!r}")
+            raise InvalidArgumentError(
+                f"a P2POp's op is ac.send or ac.recv (or torch's isend, irecv), got {op!r}"
+            )
         self.op: Callable[..., object] = send if op in (send, dist.isend) else recv
         self.tensor: torch.Tensor = tensor
         self.peer: int | None = peer
@@ -73,9 +75,11 @@ def batch_isend_irecv(
     listed: Iterable[object] = p2p_op_list if isinstance(p2p_op_list, Iterable) else (p2p_op_list,)
     for one in listed:
         if not isinstance(one, P2POp) or listed is not p2p_op_list:
+            kind = "torch.distributed.P2POp" if isinstance(one, dist.P2POp) else type(one).__name__
             where = " in it" if listed is p2p_op_list else ""
             raise PayloadTypeError(
-                f"batch_isend_irecv takes a list of ac.P2POp, got a {type(one).__name__}{where}"
+                f"batch_isend_irecv takes a list of ac.P2POp, got a {kind}{where}: write "
+                "ac.P2POp(ac.send, x, 1) or ac.P2POp(ac.recv, x, 0)"
             )
     works: list[Work[object]] = []
     try:

@@ -36,6 +36,7 @@ from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, 
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.scaling import agreed, scaled_together
+from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
 from asynccoll.runtime.process import get_rank, get_world_size
@@ -121,6 +122,7 @@ class ShardedLayers(nn.Module):
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
         self._backward: dict[str, object] = {"group": group, "lane": backward_lane(of_backward)}
+        self._gathered_apart = partial(gathered_apart, of_backward, group=group)
         again: dict[str, Any] = {"group": group, "lane": backward_lane(f"{of_backward}/again")}
         self._again = again if reshard_after_forward else None
         self._turns = Turns(group, self._call["lane"], [backward_lane(of_backward), again["lane"]])
@@ -253,7 +255,8 @@ class ShardedLayers(nn.Module):
         Named as those of an ``nn.ModuleList`` of the layers, which can load it.
         """
         return self._methods.resumed(
-            ("full_state_dict",), lambda: layerstates.parameters(self._layers, **self._call)
+            ("full_state_dict",),
+            lambda: self._gathered_apart(partial(layerstates.parameters, self._layers)),
         )
 
     def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
@@ -272,7 +275,7 @@ class ShardedLayers(nn.Module):
         check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         return self._methods.resumed(
             ("full_optimizer_state", id(optimizer)),
-            lambda: layerstates.optimizer_state(self._layers, optimizer, **self._call),
+            lambda: self._gathered_apart(partial(layerstates.optimizer_state, self._layers, optimizer)),
         )
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:

@@ -48,7 +48,7 @@ from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardReducer, waiting_hooks
-from asynccoll.overlap.states import State, options_of, parts_of, whole_of
+from asynccoll.overlap.states import State, gathered_apart, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
 from asynccoll.waiting.forgotten import warn
@@ -111,6 +111,7 @@ class ShardedOptimizer(Wrapping):
             "lane": backward_lane(f"{lane}/parameters"),
             "timeout": options.get("timeout"),
         }
+        self._lane = lane
         self._take_over(dict(optimizer.state))
         hooks = list(waiting_hooks(model, self.gradients.buckets))
         arrivals = [bucket.arrival for bucket in self.gradients.buckets]
@@ -281,15 +282,17 @@ class ShardedOptimizer(Wrapping):
         all; of that ``format_utils.dcp_to_torch_save`` makes a file for ``torch.load``. (Its own ``load``
         fills only what is there, and a new optimizer has no state to fill.)
         """
-        return self._methods.resumed(("full_state_dict",), self._full_state_dict)
+        return self._methods.resumed(
+            ("full_state_dict",), lambda: gathered_apart(self._lane, self._full_state_dict, **self._tail)
+        )
 
-    def _full_state_dict(self) -> Steps[dict[str, object]]:
+    def _full_state_dict(self, **tail: object) -> Steps[dict[str, object]]:
         numbers = {id(x): number for number, x in enumerate(self._parameters)}
         states = {numbers[id(x)]: dict(state) for x, state in self._of_frozen.items()}
         for bucket in self.gradients.buckets:
             part = self.wrapped.state.get(bucket.shard)
             if part:
-                whole = yield from whole_of(part, bucket.cut, bucket.values, **self._tail)
+                whole = yield from whole_of(part, bucket.cut, bucket.values, **tail)
                 states |= {numbers[id(x)]: state for x, state in zip(bucket.parameters, whole, strict=True)}
         groups = [
             {**options_of(given), "params": listed}

@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from asynccoll.flight import FULL_STATE
 from asynccoll.ops.collectives import all_gather
+from asynccoll.ops.scopes import backward_lane, close_lane
 from asynccoll.overlap.steps import Steps
 
-__all__ = ["State", "options_of", "parts_of", "whole_of"]
+__all__ = ["State", "gathered_apart", "options_of", "parts_of", "whole_of"]
+
+T = TypeVar("T")
 
 State = dict[str, object]
 #: States of these names are one number for all elements, also where the parameter itself is one number.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 #: The views of a flat tensor that are the parameters', in their shapes.
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Steps[T]:
+    """The steps of ``begin(**call)`` on a lane of their own, named after the lane ``of``, and closed then.
+
+    Who calls this alone waits there: by the lane's name the errors of all ranks tell what was left out.
+    """
+    name = of + FULL_STATE
+    result = yield from begin(**{**call, "lane": backward_lane(name)})
+    close_lane(name, group=call.get("group"))
+    return result
 
 
 def options_of(group: Mapping[str, Any]) -> State:

@@ -4,7 +4,8 @@ Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the
 made the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a
 mistake.
 
-A work that is dropped warns. Where warnings are errors (``python -W error``) Python prints that of a
+A work that is dropped warns; not if an uncaught exception has ended the program, whose frames held it: then
+only an error of its own is told. Where warnings are errors (``python -W error``) Python prints that of a
 finalizer and goes on, as with a coroutine that was never awaited: ``raised`` keeps the first, which
 ``finalize`` raises.
 """
@@ -16,8 +17,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from asynccoll import host
-from asynccoll.errors import PayloadTypeError, UnawaitedWorkWarning
+from asynccoll.errors import AbortedError, PayloadTypeError, UnawaitedWorkWarning
 from asynccoll.host.call_site import Place
+from asynccoll.host.exits import died_of
 
 __all__ = ["NotItsResult", "raised", "warn"]
 
@@ -32,16 +34,23 @@ _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 
 
 class _Raised:
-    """The warnings of dropped works that were raised as errors."""
+    """The warnings of dropped works that were raised as errors, and the errors that the last ones had."""
 
-    first: str = ""
+    def __init__(self) -> None:
+        self.first = ""
+        self.told: list[str] = []
 
 
 _raised = host.per_process(_Raised)
 
 
-def warn(text: str, place: Place) -> None:
-    """Warn of what was created at ``place`` and dropped: called by its finalizer."""
+def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
+    """Warn of what was created at ``place`` and dropped: called by its finalizer.
+
+    ``failure``: what it has failed with, if it has.
+    """
+    if (end := died_of()) and not _is_news(failure, end):
+        return
     try:
         warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line)
     except BaseException as error:  # warnings turned into errors, or an interpreter that is shutting down
@@ -51,6 +60,15 @@ def warn(text: str, place: Place) -> None:
             if isinstance(error, UnawaitedWorkWarning):
                 _raised.first = _raised.first or text  # not the error: its frames would keep the work alive
             raise
+
+
+def _is_news(failure: BaseException | None, end: str) -> bool:
+    """Whether ``failure`` was told to nobody: not as the ``end`` of the program, nor here before."""
+    text = str(failure).partition("\n")[0]
+    if failure is None or isinstance(failure, AbortedError) or text in end or text in _raised.told:
+        return False
+    _raised.told.append(text)
+    return True
 
 
 def raised() -> UnawaitedWorkWarning | None:

@@ -486,10 +486,12 @@ class Work(NotItsResult, Generic[T]):
             return
         place = self._operations[0].place
         names = ", ".join(operation.name for operation in self._operations[:3])
+        error = next((one.failure for one in self._operations if one.failure is not None), None)
+        lost = "its result, and an error in it, would be lost" if error is None else f"it has failed: {error}"
         warn(
-            f"{names} started at {place} was never awaited: its result, and an error in it, would be lost "
-            "(await it, call wait(), or detach() it)",
+            f"{names} started at {place} was never awaited: {lost} (await it, call wait(), or detach() it)",
             place,
+            error,
         )
 
     def __reduce__(self) -> Any:

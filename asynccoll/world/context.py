@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, dumps, joined, lane_id, read, strayed
+from asynccoll.flight import Recorder, advice, dumps, joined, lane_id, read, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
 from asynccoll.health.checks import mismatch
@@ -486,15 +486,16 @@ class Context:
         rank = next((rank for rank in lost if rank in fewer), None)
         if rank is None:
             none = [rank for rank in lost if lane.sequence and made.get(rank) == 0]
-            return f"; {listed(none)} made no call there, or closed {lane}" if none else ""
+            told = f": {told}" if (told := advice([lane.name])) else f", or closed {lane}"
+            return f"; {listed(none)} made no call there{told}" if none else ""
         recorded = self.liveness.recorded()
         both = {one: recorded[one] for one in (self.rank, rank) if one in recorded}
         where = strayed(both, *lane_id(lane.group.key, lane.key))
-        likely = "" if where is None else f", {where}"
+        likely = where is not None and where.comes_late
+        why = where if likely else "here or before, or had fewer to make (a loop that ends earlier, say)"
         return (
-            f"; this rank is at {numbered(lane.sequence)} there, and rank {rank} ended after "
-            f"{numbered(fewer[rank])}: it skipped a call, here or before{likely}, or had fewer to make (a "
-            "loop that ends earlier, say)"
+            f"; rank {rank}'s last call there was {numbered(fewer[rank])}, and this rank is at "
+            f"{numbered(lane.sequence)}: rank {rank} skipped a call, {why}"
         )
 
     def blame(self, operation: Operation) -> Blame:
