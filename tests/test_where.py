@@ -301,8 +301,8 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
     found = hang_of(two, dict.fromkeys(two, 60.0))
     assert str(found) == (
         "ranks 0, 1 each wait for a message from the other, and neither has sent one: rank 0 waits at "
-        "ring.py:5 for rank 1 to call send to rank 0 (tag 7), and rank 1 at ring.py:5 for rank 0 to call send "
-        f"to rank 1 (tag 7), for 50.00 s: {START_FIRST}"
+        "ring.py:5 for rank 1 to call send to rank 0 (tag 7), and rank 1 at ring.py:5 for rank 0 to call "
+        f"send to rank 1 (tag 7), for 50.00 s: {START_FIRST}"
     )
     assert found is not None
     assert (found.ranks, found.waiting) == ((), (0,))
