@@ -163,7 +163,7 @@ async def mismatches(me: Rank) -> None:
 
 
 def test_mismatches_raise_on_every_rank_and_the_job_goes_on(pair: worlds.World, runner: str) -> None:
-    """Both sides are told on each rank, and Horovod, which has waited for none of them, is asked for nothing."""
+    """Both sides are told on each rank, and nothing is sent."""
     pair.run(mismatches, runner=runner)
 
 
