@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynccoll.errors import CollectiveMismatchError
+from asynccoll.order.job import UNCOMPARED
 from asynccoll.transport.completion import Promise
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Announcing:
         announce = getattr(self._connection.communicator, "announce", None)
         if announce is not None:
             announce(None if self._checked else what, spot, place, part, shares and not self._checked)
-        if self._checked or self.compared is None:
+        if self._checked or self.compared is None or what is UNCOMPARED:
             return None
         return self.compared.call(what, spot, place, part)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from asynccoll.order.operation import Operation
 
-__all__ = ["Job", "Program", "Start", "What", "returned"]
+__all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "returned"]
 
 #: One native call, given the communicator.
 Start = Callable[[Communicator], Completion]
@@ -25,6 +25,8 @@ Start = Callable[[Communicator], Completion]
 Program = Callable[[Communicator], Generator[Completion, None, Completion]]
 #: What of a call has to be the same on all ranks, besides the native calls that it comes to: shown in errors.
 What = str | tuple[Hashable, ...] | None
+#: Of a call that other ranks need not make: they go on with other calls meanwhile (``join``).
+UNCOMPARED: What = ("goes with any other call",)
 
 
 def returned(completion: Completion | None) -> Completion:

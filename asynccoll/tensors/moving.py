@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import UnsupportedOpError
+from asynccoll.order.job import UNCOMPARED
 from asynccoll.order.lane import Lane
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, TensorSpec
@@ -126,7 +127,7 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
             yield communicator.join(last)
         return READY
 
-    operation = lane.run("join", program, timeout=timeout)
+    operation = lane.run("join", program, timeout=timeout, what=UNCOMPARED)
     for one in group.lanes():
         one.next_round()
     return Started((operation,), lambda: int(last))

@@ -229,6 +229,8 @@ class Context:
         # In a group of torch's own nobody has said; its members have met, and published where they are.
         nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else self.liveness.nodes(ranks)
         confirms = len(set(nodes.values())) > 1 and self.checks_order and not lane.compares_calls
+        # A rank that has joined calls nothing more that it could confirm; Horovod compares calls itself.
+        confirms = confirms and not self.backend.joins
         seen = self.liveness.seen(ranks)
         if not confirms and (by_itself or not seen):
             return None
