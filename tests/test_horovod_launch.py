@@ -97,6 +97,24 @@ def test_asynccoll_run_starts_ranks_with_horovodrun(tmp_path: Path) -> None:
     assert ended.lines == wanted(3)
 
 
+UNEVEN = """
+    import os
+    os.environ["ASYNCCOLL_NODE"] = "node " + os.environ["HOROVOD_RANK"]
+    import asynccoll as ac, torch
+    ac.initialize()
+    sums = [ac.all_reduce(1 + ac.get_rank()).wait() for _ in range(2)]
+    if ac.get_rank():  # calls that nobody expects, and that rank 0 never makes
+        sums += [ac.all_reduce(torch.full((n,), 2.0)).wait()[0].item() for n in (3, 4)]
+    print(ac.get_rank(), sums, "last", ac.join().wait(), "then", ac.all_gather(ac.get_rank()).wait())
+"""
+
+
+def test_join_on_two_nodes(tmp_path: Path) -> None:
+    """Who has joined confirms no call of the other node's, which goes on without it."""
+    ended = run(tmp_path, UNEVEN)
+    assert ended.lines == ["0 [3, 3] last 1 then [0, 1]", "1 [3, 3, 2.0, 2.0] last 1 then [0, 1]"], ended.said
+
+
 def test_without_horovodrun_it_is_a_world_of_one(tmp_path: Path) -> None:
     """A script started by plain python may name horovod."""
     ended = call([sys.executable, write(tmp_path, WHO.replace("initialize()", "initialize('horovod')"))])
