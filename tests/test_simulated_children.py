@@ -92,6 +92,61 @@ async def again(rank: int) -> Any:
     return await steps(child)
 
 
+async def unopened(rank: int) -> Any:
+    """Rank 0's children fail before their first call, on a lane that it has not opened so far."""
+
+    async def child(step: int) -> None:
+        if 0 < step < 3 and rank == 0:
+            raise LookupError("disk full")
+        if step:  # the lane of the first of a name is closed when it ends
+            await summed(100 * step)
+
+    return await steps(child)
+
+
+async def unopened_and_left(rank: int) -> Any:
+    """Likewise, but rank 1's children do not wait for it: what they have called is still queued."""
+
+    async def child(step: int) -> None:
+        if 0 < step < 3:
+            if rank == 0:
+                raise LookupError("disk full")
+            ac.all_reduce(torch.tensor([100.0 * step])).detach()
+            raise KeyError("no such key")
+        if step:
+            await summed(100 * step)
+
+    return await steps(child)
+
+
+async def first_unopened(rank: int) -> Any:
+    """Rank 0's first child of a name fails before its first call."""
+
+    async def child(step: int) -> None:
+        if step == 0 and rank == 0:
+            raise LookupError("disk full")
+        await summed(100 * step + 1)
+
+    return await steps(child)
+
+
+async def often(rank: int) -> Any:
+    """Rank 1's child goes on after each refusal, with calls that rank 0's cannot make."""
+
+    async def child(step: int) -> None:
+        if step == FAILS and rank == 0:
+            raise LookupError("disk full")
+        refused = 0
+        for turn in range(3):
+            try:
+                await summed(100 * step + turn)
+            except ac.PeerRefusedError:
+                refused += 1
+        assert refused == 3 * (step == FAILS and rank == 1)
+
+    return await steps(child)
+
+
 LOST, REFUSED = ["LookupError"], ["PeerRefusedError"]
 #: What each step may raise, on rank 0 and on rank 1.
 PROGRAMS: dict[Callable[[int], Any], list[tuple[list[list[str]], list[list[str]]]]] = {
@@ -101,6 +156,10 @@ PROGRAMS: dict[Callable[[int], Any], list[tuple[list[list[str]], list[list[str]]
         ([[], [], [], [], []], [[], LOST, [], [], []]),
     ],
     again: [([[], REFUSED, [], [], []], [[], LOST, [], [], []])],
+    unopened: [([[], LOST, LOST, [], []], [[], REFUSED, REFUSED, [], []])],
+    unopened_and_left: [([[], LOST, LOST, [], []], [[], ["KeyError"], ["KeyError"], [], []])],
+    first_unopened: [([LOST, [], [], [], []], [REFUSED, [], [], [], []])],
+    often: [([[], LOST, [], [], []], [[], [], [], [], []])],
 }
 
 
@@ -114,3 +173,35 @@ def test_the_next_child_is_right_after_refusals(
     report = simulate(program, world_size=2, nodes=nodes, check=check, timeout=60.0)
     report.check()
     assert (report.results[0], report.results[1]) in PROGRAMS[program]
+
+
+async def in_groups(rank: int) -> Any:
+    """Each lane of a child is first used in another step, and some of its calls are never made by a rank."""
+    pair = [0, 1] if rank < 2 else None
+
+    async def child(step: int) -> None:
+        if step == 1 and rank == 1:
+            raise LookupError("disk full")
+        if step and pair:
+            assert await ac.all_reduce(step, group=pair) == 2 * step
+        if step == 2 and rank == 2:
+            raise LookupError("disk full")
+        if step > 1:
+            await summed(step)
+
+    return await steps(child)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("check", ["local", "off"])
+@pytest.mark.parametrize("seed", range(3))
+def test_lanes_that_children_have_never_opened_are_in_step(seed: int, check: str, nodes: int) -> None:
+    """In the world and in a group, also where a rank opens one long after the others."""
+    report = simulate(in_groups, world_size=3, seed=seed, nodes=nodes, check=check, timeout=60.0)
+    report.check()
+    lost, fine = LOST, [[], [], []]
+    assert report.results == {
+        0: [[], REFUSED, REFUSED, *fine[:2]],
+        1: [[], lost, REFUSED, *fine[:2]],
+        2: [[], [], lost, *fine[:2]],
+    }

@@ -7,6 +7,8 @@ store, for each lane and epoch; every key has one writer:
   has waited for a second, for anything (on MPI also one that waits for nothing), looks for them on all of its
   lanes: its peer may wait for a call on another lane, for which nobody waits here. It asks for one
   number, of all refusals in this world, and for more only where that has changed.
+- ``asynccoll/unmade/KIN/RANK``: what child tasks have not called there on lanes that this rank has not
+  opened, where others may wait for it. As soon as it opens one it has refused all of that.
 - ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
 
 A thread of the lane's own sees each cut through: it listens for lower refusals, states what there is to
@@ -18,13 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
-from asynccoll.errors import CollectiveError, CollectiveTimeoutError, collective_error
+from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
 from asynccoll.host.store import is_of_store, values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
@@ -35,12 +37,14 @@ if TYPE_CHECKING:
     from asynccoll.host.store import Clients
     from asynccoll.order.lane import Lane
     from asynccoll.transport.completion import Completion
+    from asynccoll.waiting.children import Unmade
 
 __all__ = ["Refusals"]
 
 #: Asking the store is cheap; these only bound how late a rank learns that the last peer answered.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
+_ABSENT_PAUSE_SECONDS = 0.2
 #: How often a waiter for statements asks whether all ranks are still alive.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
@@ -63,6 +67,11 @@ class _Pace:
         """Something has happened: the time for the rest of it begins."""
         self._seconds = _FIRST_PAUSE_SECONDS
         self._ends = host.monotonic() + self._limit
+
+    def wait_for_absent(self) -> None:
+        """Somebody has yet to come: the time begins then, and may be long."""
+        self._ends = host.monotonic() + self._limit
+        self._seconds = _ABSENT_PAUSE_SECONDS
 
     def pause(self, *, for_peers: bool) -> None:
         """Wait a little. ``for_peers``: who are to answer in time."""
@@ -87,6 +96,9 @@ class Refusals:
         self._settling: dict[host.Thread, None] = {}
         #: Held while peers' refusals are read, which go once this rank has stated the epoch after theirs.
         self._reading = host.Lock()
+        #: What is still to be written of calls that children have not made, and the lock of who does.
+        self._unmade: dict[str, str] = {}
+        self._noting = host.Lock()
 
     # The rank that refuses
 
@@ -99,20 +111,55 @@ class Refusals:
         spare: Completion | None = None,
         part: int | None = None,
         name: str = "",
+        until: int = 0,
     ) -> None:
         """This rank does not make the call at ``place`` (None: its next one) on ``lane``, for ``reason``.
 
         Of a call in parts it has not made ``part`` (None: the next one there). Told once of each ``reason``,
         however many layers it passes. ``spare`` has an outcome of its own. ``name``: of what was called just
-        now, for the record.
+        now, for the record. ``until``: nor does it make the calls below that place.
         """
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
         with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
             setattr(reason, _TOLD, True)
         self._settle(
-            lane, lane.halting.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name)
+            lane, lane.halting.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name, until)
         )
+
+    def note(self, kin: str, unmade: Unmade, opened: Iterable[Lane]) -> None:
+        """Children have not made those calls: for who waits for one on a lane not ``opened`` here."""
+        if self._clients is None:
+            return
+        refusal = Refusal(
+            self._rank, unmade.place, f"{AbortedError.__name__}: {unmade.why}", until=unmade.until
+        )
+        lanes = [(lane.group.key, lane.name) for lane in opened]
+        self._unmade[kin] = json.dumps((_plain(refusal), lanes))
+        self._start(self._write_unmade, kin)
+
+    def _write_unmade(self, kin: str) -> None:
+        with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and all that read it
+            if said := self._unmade.pop(kin, ""):  # else another thread has written the latest
+                with self._store() as store:
+                    store.set(self._unmade_key(kin, self._rank), said)
+                    store.set(self._unmade_key(kin, "any"), "")
+                    store.add(_COUNT, 1)
+        self._settling.pop(host.current_thread(), None)
+
+    def before_open(self, lane: Lane) -> None:
+        """Tell what this rank refuses on a lane which it is about to open, before anybody can issue there."""
+        if self._clients is not None and (own := lane.halting.own) is not None:
+            self._announce(lane, *own)
+
+    def after_open(self, lane: Lane) -> None:
+        """Hear of what others have said then, before this rank issues on it."""
+        if self._clients is None or lane.group.size == 1:
+            return
+        with self._store() as store:
+            count = store.add(_COUNT, 0)
+        if count:
+            self._look(lane)
 
     # The ranks that wait for it
 
@@ -153,7 +200,10 @@ class Refusals:
         """See ``cut`` through, on a thread of its own, if there is a new one."""
         if cut is None:
             return
-        thread = host.Thread(target=self._see_through, args=(lane, cut), name="asynccoll-settle", daemon=True)
+        self._start(self._see_through, lane, cut)
+
+    def _start(self, target: Callable[..., object], *args: object) -> None:
+        thread = host.Thread(target=target, args=args, name="asynccoll-settle", daemon=True)
         self._settling[thread] = None
         thread.start()
 
@@ -183,15 +233,21 @@ class Refusals:
                 following = lane.halting.resume(cut, Verdict.of(statements))
                 self._forget(lane, cut.epoch - 1)
                 return following
+            if cut.stated and not lane.has_opened:  # who has yet to open it states nothing so far
+                self._hear(lane, cut.epoch)
+                pace.wait_for_absent()
             pace.pause(for_peers=cut.stated)
 
     def _conclude(self, lane: Lane, cut: Cut) -> bool:
         """Say how far this rank went, if it can be said."""
-        for refusal in self._heard(lane, cut.epoch):
-            lane.halting.hear(cut.epoch, refusal)
+        self._hear(lane, cut.epoch)
         if lane.halting.conclude(cut):
             self._state(lane, cut)
         return cut.stated
+
+    def _hear(self, lane: Lane, epoch: int) -> None:
+        for refusal in self._heard(lane, epoch):
+            lane.halting.hear(epoch, refusal)
 
     def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
         if is_of_store(error):  # nobody will hear what this rank has refused, unless its connections end
@@ -210,6 +266,9 @@ class Refusals:
     def _key(self, lane: Lane, epoch: int, *parts: object) -> str:
         return "/".join(map(str, ("asynccoll/refused", lane.group.key, lane.key, epoch, *parts)))
 
+    def _unmade_key(self, kin: str, of: object) -> str:
+        return f"asynccoll/unmade/{kin}/{of}"
+
     def _store(self) -> AbstractContextManager[dist.Store]:
         assert self._clients is not None
         return self._clients.borrow()
@@ -222,13 +281,17 @@ class Refusals:
 
     def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
         """What peers have refused in ``epoch``."""
+        peers = [rank for rank in lane.group.ranks if rank != self._rank]
+        found: list[Refusal] = []
         with self._store() as store:
-            if not store.check([self._key(lane, epoch, "any")]):
-                return []
-            peers = [rank for rank in lane.group.ranks if rank != self._rank]
-            keys = [self._key(lane, epoch, "refused", rank) for rank in peers]
-            written = [key for key in keys if store.check([key])]
-            return [Refusal(**json.loads(said)) for said in values(store, written)]
+            if store.check([self._key(lane, epoch, "any")]):
+                said = _written(store, [self._key(lane, epoch, "refused", rank) for rank in peers])
+                found = [Refusal(**one) for one in said]
+            if epoch == 0 and store.check([self._unmade_key(lane.kin, "any")]):
+                said = _written(store, [self._unmade_key(lane.kin, rank) for rank in peers])
+                mine = [lane.group.key, lane.name]
+                found += [Refusal(**refusal) for refusal, opened in said if mine not in opened]
+        return found
 
     def _state(self, lane: Lane, cut: Cut) -> None:
         said = {
@@ -261,6 +324,11 @@ class Refusals:
         """Stop asking the store; the context says that it is closed, which the threads here look at."""
         for thread in list(self._settling):
             thread.join(_CLOSE_SECONDS)
+
+
+def _written(store: dist.Store, keys: Sequence[str]) -> list[Any]:
+    """What ranks have written, of those that have."""
+    return [json.loads(said) for said in values(store, [key for key in keys if store.check([key])])]
 
 
 def _plain(refusal: Refusal | None) -> dict[str, object] | None:

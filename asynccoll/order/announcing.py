@@ -27,22 +27,27 @@ Objection = CollectiveMismatchError | Promise | None
 class Announcing:
     """Of one lane. Used with its lock held, but for ``objection``, which the thread calls that drives it."""
 
-    __slots__ = ("_checked", "_connection", "compared")
+    __slots__ = ("_checked", "_connection", "_in_step", "_since", "compared")
 
     def __init__(self, connection: Connection, *, checked: bool) -> None:
         """``checked``: each call is compared with the others' before, so that all find alike what differs."""
         self._connection = connection
         self._checked = checked
         self.compared: Compared | None = None  # with what others call; None where that is done elsewhere
+        self._since = 0  # when ranks were in step: the same number on all, whenever each has connected
+        self._in_step: Compared | None = None  # it knows that
 
     def call(self, spot: Spot, what: What, place: int, part: int, shares: bool) -> Objection:
         """Announce the call that is about to be made, which may share its place."""
         announce = getattr(self._connection.communicator, "announce", None)
         if announce is not None:
             announce(None if self._checked else what, spot, place, part, shares and not self._checked)
-        if self._checked or self.compared is None or what is UNCOMPARED:
+        compared = self.compared
+        if self._checked or compared is None or what is UNCOMPARED:
             return None
-        return self.compared.call(what, spot, place, part)
+        if compared is not self._in_step:
+            self.restart(self._since)
+        return compared.call(what, spot, place, part)
 
     def objection(self, job: Job) -> Objection:
         """The same of a queued call, or of the next step of a program."""
@@ -61,5 +66,6 @@ class Announcing:
 
     def restart(self, since: int) -> None:
         """Ranks are in step again, whatever each has called before."""
+        self._since, self._in_step = since, self.compared
         if self.compared is not None:
             self.compared.restart(since)

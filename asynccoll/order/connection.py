@@ -49,6 +49,11 @@ class Connection:
         self._retired: list[Communicator] = []
         self._begun = self._given_up = False
 
+    @property
+    def has_opened(self) -> bool:
+        """Whether all members have come, or it is given up that they do."""
+        return self._opened_once.done()
+
     def open(self, *, waits: bool) -> None:
         """Open the first, once; on a helper thread if that ``waits`` for the other members."""
         if not self._begun:

@@ -26,17 +26,19 @@ order. A refusal ends it, in three steps:
 So in every epoch all ranks begin at the same place, on communicators that are in step, and a result is given
 only if every rank made that call in that epoch. Where child tasks have a lane one after another, a refused
 place of one says nothing of the calls of the next: what is accepted of these is held too, but what was issued
-is not lost yet. If no rank has issued anything of the refused child at or above P, the communicator is in
-step, and these calls go on, numbered as before. Each step is one change under the lane's lock, made before
-anybody is woken; so a waiter that is told of a refusal finds the lane halted. Point-to-point messages have no
-place, and no part in this.
+is not lost yet. A child that fails or is cancelled refuses all calls that it has not made, up to where the
+next one begins; and a rank that opens a lane, all calls of such children before. If no rank has issued any of
+these, the communicator is in step, and the calls behind them go on, numbered as before.
+
+Each step is one change under the lane's lock, made before anybody is woken; so a waiter that is told of a
+refusal finds the lane halted. Point-to-point messages have no place, and no part in this.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
@@ -55,13 +57,27 @@ _MISMATCH = f"{CollectiveMismatchError.__name__}: "
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``rank`` does not make the call at ``place``."""
+    """``rank`` does not make the call at ``place``, nor those up to ``until``, if that is higher."""
 
     rank: int
     place: int
     why: str
     #: how many parts of it this rank had issued, which every rank does: they remain valid
     stands: int = 0
+    until: int = 0
+
+    @property
+    def end(self) -> int:
+        """Above what it refuses."""
+        return max(self.until, self.place + 1)
+
+    def refuses(self, place: int) -> bool:
+        """Whether it is of the call at ``place``, which is lost whatever other ranks do."""
+        return self.place <= place < self.end
+
+    def above(self, place: int) -> Refusal:
+        """What of it is left where all below ``place`` is lost in any case."""
+        return self if self.place >= place else replace(self, place=place + (place % CHILD == 0), stands=0)
 
     @property
     def begins(self) -> tuple[int, int]:
@@ -81,10 +97,10 @@ class Refusal:
         behind = f"{call} was in flight behind {numbered(self.place)}"
         if self.why.startswith(_MISMATCH):  # the rank that noticed need not be the one that differs
             differ = self.why.removeprefix(_MISMATCH)
-            if place == self.place:
+            if self.refuses(place):
                 return CollectiveMismatchError(differ)
             return PeerRefusedError(f"{behind}, about which {differ}\nissue it again")
-        if place == self.place:
+        if self.refuses(place):
             return PeerRefusedError(
                 f"rank {self.rank} refused its side of {call}: {self.why}",
                 (self.rank,),
@@ -105,11 +121,14 @@ class Statement:
     #: the last place of child tasks that have ended on the lane, with the child's number
     ends: Sequence[tuple[int, int]] = ()
 
-    def issued_by(self, child: int) -> int:
-        """The highest place that it issued of that child's, if that is known."""
-        if self.issued // CHILD <= child:
-            return self.issued
-        return dict(self.ends).get(child, self.issued)
+    def has_issued(self, first: int, end: int) -> bool:
+        """Whether it has issued a call from ``first`` on and below ``end``; also if that is unknown."""
+        latest, ends = self.issued // CHILD, dict(self.ends)
+        for child in range(first // CHILD, min((end - 1) // CHILD, latest) + 1):
+            last = self.issued if child == latest else ends.get(child, self.issued)
+            if last >= max(first, child * CHILD + 1):
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +138,37 @@ class Verdict:
     refusal: Refusal
     resumes: int
     in_step: bool
-    #: only calls of one child task are lost, and those of the next are counted as they were
+    #: only calls of child tasks that have ended are lost, and those of the next are counted as they were
     next_child: bool = False
+    #: what is refused beyond: the next epoch ends there, as all know who have read the statements
+    beyond: tuple[Refusal, ...] = ()
 
     @classmethod
     def of(cls, statements: Sequence[Statement]) -> Verdict:
         """``statements``: those of all ranks, in their order; at least one has refused."""
         refusals = [one.refusal for one in statements if one.refusal is not None]
-        first = min(refusals, key=lambda refusal: (refusal.begins, refusal.rank))
-        child, reached = first.place // CHILD, max(one.reached for one in statements)
-        in_step = all(one.issued_by(child) < first.place for one in statements)
-        next_child = in_step and reached // CHILD > child
-        return cls(first, end_of(first.place) if next_child else reached + 1, in_step, next_child)
+        first = min(refusals, key=lambda refusal: (refusal.begins, -refusal.end, refusal.rank))
+        end, resumes = end_of(first), max(first.end, *(one.reached + 1 for one in statements))
+        in_step = not any(one.has_issued(first.place, end) for one in statements)
+        next_child = in_step and resumes >= end
+        resumes = end if next_child else resumes
+        beyond = tuple(refusal.above(resumes) for refusal in refusals if refusal.end > resumes)
+        return cls(first, resumes, in_step, next_child, beyond)
 
     def covers(self, place: int) -> bool:
         """Whether the call at ``place`` was lost, or the parts of it that did not remain valid."""
         return self.refusal.place <= place < self.resumes
 
+    def left_of(self, one: Job | Refusal) -> Job | Refusal | None:
+        """What is left of what was held: what is made, or is refused, where all go on."""
+        if isinstance(one, Refusal):
+            return one.above(self.resumes) if one.end > self.resumes else None
+        return one if one.place >= self.resumes else None
 
-def end_of(place: int) -> int:
-    """Above all places of the child task whose call that is, and below those of the next."""
-    return (place // CHILD + 1) * CHILD
+
+def end_of(refusal: Refusal) -> int:
+    """Above all places of the child tasks whose calls it refuses, and below those of the next."""
+    return -(-refusal.end // CHILD) * CHILD
 
 
 class Cut:
@@ -230,6 +259,11 @@ class Epochs:
         settled = self.settled
         return settled.refusal if settled is not None and settled.covers(place) else None
 
+    def has_lost(self, place: int, until: int) -> bool:
+        """Whether all ranks know that the call at that place is lost, and those below ``until``."""
+        settled = self.settled
+        return settled is not None and settled.covers(place) and until <= settled.resumes
+
     def refusal_of(self, place: int, part: int) -> Refusal | None:
         """The refusal with which that part was lost, as far as is known."""
         cut = self.unsettled
@@ -241,32 +275,30 @@ class Epochs:
 
         It is held, if neither, until there is a verdict.
         """
-        if job.shares and job.place and (given_up := self.refusal_at(job.place)) is not None:
-            return given_up  # since the block took the place
+        if job.place and (given_up := self.refusal_at(job.place)) is not None:
+            return given_up  # its peers have, already
         cut = self.cut
         if cut is None or not cut.refusal.loses(job.place, job.part):
             return True
         if cut.verdict is None:
-            if job.place == cut.place:  # lost, whatever the verdict will be
+            if cut.refusal.refuses(job.place):
                 return cut.refusal
             cut.held.append(job)
             return False
-        if job.place < cut.verdict.resumes:  # its peers have given it up already
-            return cut.verdict.refusal
         self.cut = None
         return True
 
     def halt(self, refusal: Refusal, peak: int, *, own: bool) -> Cut | None:
         """Something is refused, by this rank if it is its ``own``: the cut, if that makes it or lowers it."""
-        cut, place = self.cut, refusal.place
-        if cut is not None and cut.verdict is not None:  # and this rank on its way to where it resumes
-            if place < cut.verdict.resumes:
+        cut, settled = self.unsettled, self.settled
+        if settled is not None and refusal.place < settled.resumes:
+            if refusal.end <= settled.resumes:
                 return None
-            cut = None
+            refusal = refusal.above(settled.resumes)
         if cut is None:
             cut = self.cut = Cut(self.number, refusal, peak)
         elif refusal.begins >= cut.refusal.begins or cut.stated:
-            if own and (cut.stated or place > cut.place):
+            if own and (cut.stated or refusal.end > cut.refusal.end):
                 cut.hold(refusal)  # it may belong to the next epoch
             return None
         cut.refusal, cut.peak = refusal, peak
@@ -278,11 +310,11 @@ class Epochs:
         """The next one begins, with what was held and is still wanted, up to the next refusal in that."""
         self.number += 1
         cut.verdict = self.settled = verdict
-        if cut.mine is not None and cut.mine.place >= verdict.resumes:
-            cut.hold(cut.mine)  # a call of the next child task, which is still to be refused
+        if cut.mine is not None:
+            cut.hold(cut.mine)  # it may be of a call of the next child task, which is still to be refused
         if self.places.latest >= verdict.resumes - 1:
             self.cut = None
-        held = [one for one in cut.held if one.place >= verdict.resumes]
+        held = [one for one in map(verdict.left_of, cut.held) if one is not None]
         cut.held.clear()
         first = next((one for one in held if isinstance(one, Refusal)), None)
         following: Cut | None = None

@@ -58,6 +58,13 @@ class Halting:
         return self._epochs.cut is not None
 
     @property
+    def own(self) -> tuple[int, Refusal] | None:
+        """The epoch, and what this rank has refused in it that is not settled."""
+        with self.lock:
+            cut = self._epochs.unsettled
+            return None if cut is None or cut.mine is None else (cut.epoch, cut.mine)
+
+    @property
     def is_settling(self) -> bool:
         """Whether peers may still ask this rank which of its calls a refusal cancels.
 
@@ -75,17 +82,19 @@ class Halting:
         spare: Completion | None = None,
         part: int | None = None,
         name: str = "",
+        until: int = 0,
     ) -> Cut | None:
         """This rank does not make the call at ``place`` (None: its next one). The cut, if this begins one.
 
         Nor what is left of it from ``part`` on; None: after what was accepted last. Whoever waits for
         ``spare`` is told otherwise. ``name``: of the call, if it was made just now and is not recorded yet.
+        ``until``: nor does it make those below that place.
         """
         epochs = self._epochs
         places = epochs.places
         with self.lock:
-            if epochs.is_over or (place is not None and epochs.refusal_at(place) is not None):
-                return None  # or it was lost already
+            if epochs.is_over or (place is not None and epochs.has_lost(place, until)):
+                return None
             peak = self._peak()
             if place is None:
                 place = places.open()
@@ -93,7 +102,7 @@ class Halting:
             stands = accepted if part is None else part - 1
             if name:
                 self._records.refused(name, place, stands + 1, -1, why)
-            begun, lost = self._halt(Refusal(self._rank, place, why, stands), peak)
+            begun, lost = self._halt(Refusal(self._rank, place, why, stands, until), peak)
         self._fail_all([one for one in lost if one[0].completion is not spare])
         return begun
 
@@ -104,6 +113,8 @@ class Halting:
             if epochs.is_over or epoch != epochs.number or (epochs.cut and epochs.cut.verdict):
                 return None
             begun, lost = self._halt(refusal, self._peak())
+            if refusal.until:  # lost in any case, also where that rank has yet to open the lane
+                lost += self._lost(refusal.place, refusal.until, refusal)
         self._fail_all(lost)
         return begun
 
@@ -124,6 +135,9 @@ class Halting:
             jobs = self._epochs.settle(cut, verdict)
             rest = None if verdict.next_child else self._restart(verdict.in_step)
             self._queue.extend(jobs)
+            for refusal in verdict.beyond:
+                if refusal.rank != self._rank:  # else it was held
+                    lost += self._halt(refusal, max(cut.issued, refusal.place - 1))[1]
             following = self._epochs.unsettled
         self._queue.request(len(jobs))
         self._fail_all(lost)
@@ -144,9 +158,10 @@ class Halting:
         cut = self._epochs.halt(refusal, peak, own=refusal.rank == self._rank)
         if cut is None:
             return None, []
-        end = end_of(refusal.place)
+        refusal = cut.refusal
+        end = end_of(refusal)
         cut.hold(*self._queue.take_out(refusal, end))
-        last = min(max(refusal.place, peak), end)
+        last = max(refusal.end - 1, min(peak, end))
         return None if cut is before else cut, self._lost(refusal.place, last, refusal)
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:

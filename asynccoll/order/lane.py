@@ -111,9 +111,19 @@ class Lane:
         return f"lane {self.name!r} of {where}"
 
     @property
+    def kin(self) -> str:
+        """The key of all lanes that its child tasks have had, in whichever group, and in backward passes."""
+        return self.name.removesuffix(BACKWARD) + self.key.removeprefix(self.name)
+
+    @property
     def communicator(self) -> Communicator | None:
         """On which its operations are issued now; None until it is open."""
         return self._connection.communicator
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether all members have it open, as far as that is waited for; or have had it."""
+        return self._connection.has_opened
 
     @property
     def sequence(self) -> int:
@@ -360,13 +370,16 @@ class Lane:
         retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
         return None if retired is None else partial(self._connection.retire, retired)
 
-    def next_child(self) -> int:
+    def next_child(self, error: BaseException | None) -> None:
         """A child task has ended that had it: what is called from now on is another's.
 
-        Comes back the place of what it has not called.
+        With ``error`` it has not made all of its calls, and what is left of them is refused.
         """
         with self._lock:
-            return self._places.next_child()
+            missed = self._places.next_child()
+            until = self._places.latest
+        if error is not None:
+            self.world.refuse(self, error, missed, until=until)
 
     def next_round(self) -> None:
         """Go on counting at the next round number: ranks that have made fewer calls then count alike."""

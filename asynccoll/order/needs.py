@@ -122,6 +122,7 @@ class World(Protocol):
         spare: Completion | None = None,
         part: int | None = None,
         name: str = "",
+        until: int = 0,
     ) -> None:
         """Tell the peers that this rank does not make a call (``health.refusals``)."""
 

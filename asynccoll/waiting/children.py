@@ -23,29 +23,62 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.errors import AbortedError
 from asynccoll.host.actors import Actor
+from asynccoll.host.call_number import CHILD
 from asynccoll.host.endings import in_a_line
 
 if TYPE_CHECKING:
     from asynccoll.order.lane import Lane
 
-__all__ = ["Children"]
+__all__ = ["Children", "Unmade"]
 
 #: So many names a task's groups may have that keep the lanes of those that come again.
 MANY_NAMES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Unmade:
+    """Calls that children of one name have not made, on lanes that this rank has not opened."""
+
+    first: int
+    #: all children of that name have ended up to that one, the last of them with ``why``
+    end: int
+    why: str
+
+    @property
+    def place(self) -> int:
+        """Of the first such call."""
+        return self.first * CHILD + 1
+
+    @property
+    def until(self) -> int:
+        """All are below that place."""
+        return self.end * CHILD
+
+
 class Children:
     """The names of lanes of which a child has ended, in one rank's world."""
 
-    def __init__(self, lanes: Callable[[str], Iterable[Lane]], close: Callable[[str, str], object]) -> None:
-        """``lanes`` are those of a name, in whichever groups; ``close`` closes them, and is told why."""
+    def __init__(
+        self,
+        lanes: Callable[[str], Iterable[Lane]],
+        close: Callable[[str, str], object],
+        note: Callable[[str, Unmade, Iterable[Lane]], object],
+    ) -> None:
+        """``lanes`` are those of a name, in whichever groups; ``close`` closes them, and is told why.
+
+        ``note`` tells other ranks of calls that are not made, by the key that those lanes have in common:
+        on lanes that are not among the given ones.
+        """
         self._lanes = lanes
         self._close = close
+        self._note = note
+        self._unmade: dict[str, Unmade] = {}
         #: How many children of a name have ended, since it was new and in all, and how often its lanes were
         #: closed.
         self._ended: Counter[str] = Counter()
@@ -59,6 +92,10 @@ class Children:
         """How many children have ended whose lane was ``name``, since it was new."""
         return self._ended[name]
 
+    def unmade(self, name: str) -> Unmade | None:
+        """What the children that have ended since it was new have not called, on a lane that is new here."""
+        return self._unmade.get(name)
+
     def times(self, name: str) -> str:
         """What tells the lanes apart that a name has had, on ranks that have used them all or not."""
         numbers = [self._closed[name]]
@@ -70,8 +107,14 @@ class Children:
     def ended(self, name: str, error: BaseException | None = None) -> None:
         """A child has ended whose lane is ``name``; with ``error``, before it had made all of its calls."""
         why = _not_called(name, error)
+        lanes = list(self._lanes(name))
         with self._lock:
             is_first = not self._ended[name]
+            number, kin = self._ended[name], "~".join(filter(None, (name, self.times(name))))
+            unmade = Unmade(number, number + 1, why) if why else None
+            if unmade is not None and not is_first:
+                before = self._unmade.get(name, unmade)
+                unmade = self._unmade[name] = Unmade(before.first, number + 1, why)
             closed = [name] if is_first else []
             for below in [each for child in self._below.pop(name, {}) for each in self._forget(child)]:
                 closed.append(below)
@@ -82,10 +125,10 @@ class Children:
             self._below.setdefault(_parent(name), {})[name] = None
         for one in closed:
             self._close(one, why)
-        for lane in () if is_first else self._lanes(name):
-            missed = lane.next_child()
-            if why:
-                lane.world.refuse(lane, AbortedError(why), missed)
+        for lane in () if is_first else lanes:
+            lane.next_child(AbortedError(why) if why else None)
+        if unmade is not None:
+            self._note(kin, unmade, lanes)
 
     def left(self, actor: Actor, names: Iterable[str]) -> None:
         """``actor`` is in no group of tasks any more; in the last, its children had these ``names``."""
@@ -102,6 +145,7 @@ class Children:
     def _forget(self, name: str) -> list[str]:
         """``name``, and those below it, count as new; they are returned, to be closed. With the lock held."""
         del self._ended[name]
+        self._unmade.pop(name, None)
         self._closed[name] += 1
         self._below.get(_parent(name), {}).pop(name, None)
         below = self._below.pop(name, {})

@@ -119,7 +119,9 @@ class Context:
         self.groups: dict[tuple[int, ...], Group] = {}
         #: how many lanes of a kind have been named here: all ranks name them in one order
         self.named: Counter[str] = Counter()
-        self.children: Children = Children(self._lanes_named, self._close_lanes)
+        shared = self.clients if self.world_size > 1 else None
+        self.refusals: Refusals = Refusals(shared, self.rank)
+        self.children: Children = Children(self._lanes_named, self._close_lanes, self.refusals.note)
         self.recorder: Recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
         self._helpers: dict[host.Thread, None] = {}
@@ -128,8 +130,6 @@ class Context:
         self._kept = False
         self.stall_seconds: float = stall_seconds()
         self.watch: Watch = Watch(self)
-        shared = self.clients if self.world_size > 1 else None
-        self.refusals: Refusals = Refusals(shared, self.rank)
         self.waits: Waits = Waits(shared, self.rank, self.refusals)
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
@@ -193,6 +193,8 @@ class Context:
         assert isinstance(group, Group)
         # All parts of that call are lost, and what is still in flight of them.
         disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # what it says
+        if self.open_waits:
+            self.refusals.before_open(lane)
         try:
             opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
         except Exception as error:
@@ -201,6 +203,8 @@ class Context:
             raise self._without_store(lane, error) from None
         # Where all members had to come, all beacons are in the store: from now on the dead can be named.
         self.liveness.learn(group.ranks)
+        if self.open_waits:
+            self.refusals.after_open(lane)
         if lane.announcing.compared is None:
             lane.announcing.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
         return opened
@@ -255,9 +259,10 @@ class Context:
         spare: Completion | None = None,
         part: int | None = None,
         name: str = "",
+        until: int = 0,
     ) -> None:
         """Tell the peers that this rank does not make a call (``Refusals.refuse``)."""
-        self.refusals.refuse(lane, reason, place, spare=spare, part=part, name=name)
+        self.refusals.refuse(lane, reason, place, spare=spare, part=part, name=name, until=until)
 
     def note_refused(self, name: str, error: BaseException) -> None:
         """A call was refused of which it is not known which lane it is on: that it was made is recorded."""
@@ -310,7 +315,7 @@ class Context:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     host.sleep(LAND_POLL_SECONDS)
         # Whom a refusal of ours is still on its way to must not find us gone.
-        lanes = [lane for group in self._sorted_groups() for lane in group.lanes()]
+        lanes = [lane for lane in self.lanes() if lane.has_opened]
         while any(lane.halting.is_settling for lane in lanes) and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
         # Nor who holds a call until it knows that ours, which may be over already, was the same.

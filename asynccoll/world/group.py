@@ -183,10 +183,13 @@ class Group:
                     f"and was asked for {name!r}; reuse names, or close those that are over with "
                     f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
                 )
-            child = self.context.children.ended_on(name.removesuffix(BACKWARD))
+            of = name.removesuffix(BACKWARD)
+            child, unmade = self.context.children.ended_on(of), self.context.children.unmade(of)
             lane = self.opened[name] = Lane(
                 self, self.context, name, self._next_key(name), self.start_order(name), child
             )
+            if unmade is not None:
+                self.context.refuse(lane, AbortedError(unmade.why), unmade.place, until=unmade.until)
             return lane
 
     def _next_key(self, name: str) -> str:
@@ -246,7 +249,7 @@ class Group:
             with contextlib.suppress(CollectiveTimeoutError):
                 meet(_CLOSES_ALONE_SECONDS, lambda: context.closed)
                 return
-            context.refuse(lane, AbortedError(why))
+            lane.next_child(AbortedError(why))
         meet(context.timeout, lambda: context.closed)
 
     def _not_a_member(self) -> InvalidArgumentError:
