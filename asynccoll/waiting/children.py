@@ -14,8 +14,10 @@ The lanes of a child's own children are closed when it ends: on another rank it 
 any. So which of them ranks meet on (``times``) never depends on what a child has called, or whether it has.
 
 Which child of its name makes a call is a part of what that call is, for on another rank the one before may
-have made fewer calls, or more. One that fails or is cancelled does not make its next call: its lanes refuse
-it, which ends that call on the ranks whose child goes on, and the lane is in step again for the next one.
+have made fewer calls, or more. One that fails or is cancelled makes no more calls: its lanes refuse
+them, which ends them on the ranks whose child goes on, and the lane is in step again for the next one. What
+it has not called on lanes that this rank has not opened is kept (``Unmade``): they refuse it when it opens
+them.
 """
 
 from __future__ import annotations
