@@ -1,37 +1,40 @@
-"""What a refused call does to a lane, on one rank. ``halting`` does it, ``refusals`` tells the peers.
+"""What a refused call does to a lane: it halts, all ranks agree on where it resumes, and it goes on there.
 
-The lane halts, all ranks agree on where it resumes, and it goes on there.
+These are the rules and the state of one rank; ``halting`` carries them out on the lane, and
+``health.refusals`` exchanges refusals and statements with the peers.
 
 A *place* is a call's number in the order of its lane (``sequence`` of an ``Operation``, whose own ``place``
 is the line that called it). Each collective call of the user takes one place on every rank, whether it is
 made or refused. A call of several operations (a tree, a ``coalescing`` block) has *parts* at its place, which
 all ranks issue in the same order. A rank that refuses such a call says how many parts it had issued before;
 these remain valid. An *epoch* is a run of places for which all ranks make the same native calls in the same
-order. A refusal ends it, in three steps:
+order. A refusal ends the epoch, by a *cut* at the refused place, in three steps:
 
 1. *Halted* at place P: this rank has refused P, or has heard that a peer did. Nothing at or above P is issued
-   from now on, except the parts of P that remain valid; calls accepted there are held. P can only fall, when
-   a lower refusal is heard of. What is below P goes on as before, since every rank makes those calls.
-   Whatever else had been issued at or above P has lost its peers, and fails at once.
+   from now on, except the parts of P that remain valid; calls accepted there are held. P changes only to a
+   lower place, when a lower refusal is heard of. Calls below P go on as before, since every rank makes them.
+   Any other operation issued at or above P may never be matched by the peers, and fails at once.
 2. *Stated*: everything below P, and the valid parts of P, have been accepted, issued and are over. This rank
-   says once, for this epoch, how far it went: the highest place that it issued (``issued``), the higher of
-   that and of the place that it refused itself (``reached``), and the refusal. It does nothing more on this
-   lane until all ranks have said the same.
+   states once for this epoch how far it went: the highest place that it issued (``issued``), the higher of
+   that and the place that it refused itself (``reached``), and its own refusal, if it made one. It does
+   nothing more on this lane until all ranks have made their statements.
 3. *Settled*: from the same statements every rank computes the same verdict. The epoch ended at the lowest
    refused place; the next one begins above the highest place that any rank reached. The calls between fail on
-   every rank, unless they were over: also those that the user has yet to make. What was held above goes on,
-   up to the next refusal among it. The communicator is kept if no rank issued anything at or above the
-   refused place; otherwise some ranks may be ahead of others on it, and every rank opens another.
+   every rank, unless they were over; this includes calls that the user has yet to make. The held calls above
+   go on, up to the next refusal among them. The communicator is kept if no rank issued anything at or above
+   the refused place; otherwise some ranks may be ahead of others on it, and every rank opens another.
 
 So in every epoch all ranks begin at the same place, on communicators that are in step, and a result is given
-only if every rank made that call in that epoch. Where child tasks have a lane one after another, a refused
-place of one says nothing of the calls of the next: what is accepted of these is held too, but what was issued
-is not lost yet. A child that fails or is cancelled refuses all calls that it has not made, up to where the
-next one begins; and a rank that opens a lane, all calls of such children before. If no rank has issued any of
-these, the communicator is in step, and the calls behind them go on, numbered as before.
+only if every rank made that call in that epoch.
 
-Each step is one change under the lane's lock, made before anybody is woken; so a waiter that is told of a
-refusal finds the lane halted. Point-to-point messages have no place, and no part in this.
+If several child tasks use a lane one after another, a refused place of one child says nothing about the calls
+of the next child: those that are accepted are held too, but those already issued are not lost yet. A child
+that fails or is cancelled refuses all calls that it has not made, up to the place where the next child
+begins; a rank that opens a lane refuses those of all such children that ended before. If no rank has issued
+any of these calls, the communicator is in step, and the calls after them go on with unchanged numbers.
+
+Each step is one change under the lane's lock, made before any waiter is woken, so a waiter that gets the
+error of a refusal finds the lane halted. Point-to-point messages have no place, and no refusal affects them.
 """
 
 from __future__ import annotations
@@ -51,37 +54,37 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "Epochs", "Refusal", "Statement", "Verdict"]
 
 
-#: A refusal is sent as text: by this the peers know that the calls differ, on whichever ranks.
+#: A refusal's reason is sent as text. One that begins with this says that ranks made different calls.
 _MISMATCH = f"{CollectiveMismatchError.__name__}: "
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``rank`` does not make the call at ``place``, nor those up to ``until``, if that is higher."""
+    """``rank`` does not make the calls from ``place`` to below ``until``; at least the one at ``place``."""
 
     rank: int
     place: int
     why: str
-    #: how many parts of it this rank had issued, which every rank does: they remain valid
+    #: how many parts of that call ``rank`` had issued; every rank issues these, and they remain valid
     stands: int = 0
     until: int = 0
 
     @property
     def end(self) -> int:
-        """Above what it refuses."""
+        """The first place above the refused ones."""
         return max(self.until, self.place + 1)
 
     def refuses(self, place: int) -> bool:
-        """Whether it is of the call at ``place``, which is lost whatever other ranks do."""
+        """Whether the call at ``place`` is itself refused, and so lost whatever other ranks have issued."""
         return self.place <= place < self.end
 
     def above(self, place: int) -> Refusal:
-        """What of it is left where all below ``place`` is lost in any case."""
+        """The refusal of the remaining calls, if all calls below ``place`` are lost in any case."""
         return self if self.place >= place else replace(self, place=place + (place % CHILD == 0), stands=0)
 
     @property
     def begins(self) -> tuple[int, int]:
-        """What it loses begins behind this: the place, and the last part there that remains valid."""
+        """The last (place, part) that remains valid; all above it is lost."""
         return self.place, self.stands
 
     def loses(self, place: int, part: int) -> bool:
@@ -89,9 +92,9 @@ class Refusal:
         return (place, part) > self.begins
 
     def error(self, lane: object, place: int, operation: object = None) -> CollectiveError:
-        """What the waiters of the call at ``place`` get: it is the refused one, or was lost with it.
+        """The error for waiters of the call at ``place``, which is a refused one or was lost behind one.
 
-        ``operation``: what has been made of it, whose text says which it is, and its line.
+        ``operation``: that call's operation, if it has one; its text names the call and its source line.
         """
         call = f"call {numbered(place)} on {lane}" if operation is None else str(operation)
         behind = f"{call} was in flight behind {numbered(self.place)}"
@@ -113,16 +116,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A rank's vote on where an epoch ends: how far it went there, and what it refused, if anything."""
+    """What a rank states when an epoch ends: how far it went (*Stated* above), and its refusal or None."""
 
     issued: int
     reached: int
     refusal: Refusal | None
-    #: the last place of child tasks that have ended on the lane, with the child's number
+    #: for each of the latest child tasks that have ended on the lane: its number, and its last place
     ends: Sequence[tuple[int, int]] = ()
 
     def has_issued(self, first: int, end: int) -> bool:
-        """Whether it has issued a call from ``first`` on and below ``end``; also if that is unknown."""
+        """Whether the rank has issued a call from ``first`` to below ``end``; True if that is unknown."""
         latest, ends = self.issued // CHILD, dict(self.ends)
         for child in range(first // CHILD, min((end - 1) // CHILD, latest) + 1):
             last = self.issued if child == latest else ends.get(child, self.issued)
@@ -133,19 +136,23 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What every rank computes from the statements of all: a pure function of them, so it is the same."""
+    """Where an epoch ends and the next begins: a pure function of all statements, so the same on all ranks.
+
+    ``refusal`` is the lowest one, ``resumes`` the first place of the next epoch; ``in_step``: no rank had
+    issued what is lost, so the communicator is kept.
+    """
 
     refusal: Refusal
     resumes: int
     in_step: bool
-    #: only calls of child tasks that have ended are lost, and those of the next are counted as they were
+    #: only calls of child tasks that have ended are lost; the calls of the next child keep their numbers
     next_child: bool = False
-    #: what is refused beyond: the next epoch ends there, as all know who have read the statements
+    #: stated refusals of calls from ``resumes`` on: these will end the next epoch
     beyond: tuple[Refusal, ...] = ()
 
     @classmethod
     def of(cls, statements: Sequence[Statement]) -> Verdict:
-        """``statements``: those of all ranks, in their order; at least one has refused."""
+        """The verdict of the statements of all ranks, in rank order; at least one contains a refusal."""
         refusals = [one.refusal for one in statements if one.refusal is not None]
         first = min(refusals, key=lambda refusal: (refusal.begins, -refusal.end, refusal.rank))
         end, resumes = end_of(first), max(first.end, *(one.reached + 1 for one in statements))
@@ -160,44 +167,44 @@ class Verdict:
         return self.refusal.place <= place < self.resumes
 
     def left_of(self, one: Job | Refusal) -> Job | Refusal | None:
-        """What is left of what was held: what is made, or is refused, where all go on."""
+        """What remains in the next epoch of a held call or refusal; None if it was lost or is settled."""
         if isinstance(one, Refusal):
             return one.above(self.resumes) if one.end > self.resumes else None
         return one if one.place >= self.resumes else None
 
 
 def end_of(refusal: Refusal) -> int:
-    """Above all places of the child tasks whose calls it refuses, and below those of the next."""
+    """A bound above all places of the child tasks whose calls are refused, and below those of the next."""
     return -(-refusal.end // CHILD) * CHILD
 
 
 class Cut:
-    """The end of one epoch, as far as this rank has got. Changed with the lane's lock held."""
+    """The end of one epoch, as far as this rank has got with it. Changed with the lane's lock held."""
 
     __slots__ = ("ends", "epoch", "held", "issued", "mine", "peak", "reached", "refusal", "stated", "verdict")
 
     def __init__(self, epoch: int, refusal: Refusal, peak: int) -> None:
         self.epoch: int = epoch
-        self.refusal: Refusal = refusal  # the lowest that is known here
+        self.refusal: Refusal = refusal  # the lowest one known here, which may still change (``Epochs.halt``)
         self.peak: int = peak  # the highest place that may have been issued when the lane was halted
-        self.mine: Refusal | None = None  # what this rank will say that it refused in this epoch
-        self.held: deque[Job | Refusal] = deque()  # accepted, or refused here, above it; by place
+        self.mine: Refusal | None = None  # the refusal that this rank will put into its statement
+        self.held: deque[Job | Refusal] = deque()  # calls accepted or refused here above the cut, by place
         self.stated: bool = False
         self.issued: int = 0  # as stated; 0 until then
-        self.reached: int = 0  # likewise
-        self.ends: list[tuple[int, int]] = []  # likewise: see ``Statement``
+        self.reached: int = 0  # as stated
+        self.ends: list[tuple[int, int]] = []  # as stated: see ``Statement``
         self.verdict: Verdict | None = None
 
     @property
     def place(self) -> int:
-        """At and above which nothing is issued, except the parts that remain valid."""
+        """The refused place: nothing is issued at or above it, except the parts that remain valid."""
         return self.refusal.place
 
     def state(self, issued: int, ends: Mapping[int, int]) -> None:
-        """Fix what this rank says: all below is over, and it has issued nothing above ``issued``.
+        """Fix this rank's statement: all below the cut is over, and nothing above ``issued`` was issued.
 
-        What is below the cut counts as issued, even where it was lost with an earlier epoch. ``ends``: the
-        last places of child tasks that have ended.
+        Calls below the cut count as issued, even those lost in an earlier epoch. ``ends``: the last place of
+        each child task that has ended, by its number.
         """
         self.issued = max(issued, self.place - 1)
         self.reached = max(self.issued, self.mine.place if self.mine is not None else 0)
@@ -205,21 +212,22 @@ class Cut:
         self.stated = True
 
     def claim(self, refusal: Refusal) -> None:
-        """Have this be the refusal that this rank states.
+        """Make ``refusal`` the one that this rank states.
 
-        One that it made before is higher, and is held like a call: it may belong to the next epoch.
+        An earlier one of this rank is at a higher place. It is held like a call, as it may belong to the next
+        epoch.
         """
         if self.mine is not None:
             self.hold(self.mine)
         self.mine = refusal
 
     def hold(self, *those: Job | Refusal) -> None:
-        """Keep ``those`` until the verdict, in the order of their places, whichever came first."""
+        """Keep ``those`` until the verdict, sorted by place."""
         self.held = deque(sorted((*self.held, *those), key=_order))
 
 
 def _order(one: Job | Refusal) -> tuple[int, int, bool]:
-    """Where it comes: a refusal after the parts that stand."""
+    """Sort key by place and part; a refusal sorts after the parts that remain valid."""
     return (*one.begins, True) if isinstance(one, Refusal) else (one.place, one.part, False)
 
 
@@ -231,52 +239,53 @@ class Epochs:
     def __init__(self, places: Places) -> None:
         self.places: Places = places
         self.number: int = 0
-        self.cut: Cut | None = None  # something is refused; None in the normal case
-        self.settled: Verdict | None = None  # the latest
-        #: the latest place that was queued and issued since, or whose call failed while it was being issued
+        self.cut: Cut | None = None  # None in the normal case: nothing is refused
+        self.settled: Verdict | None = None  # the latest verdict
+        #: the latest place that was issued from the queue, or whose call failed while it was being issued
         self.issued: int = 0
-        self.is_over: bool = False  # there will be no more calls
+        self.is_over: bool = False  # the lane accepts no more calls
 
     @property
     def unsettled(self) -> Cut | None:
-        """The cut, until all ranks have said how far they went."""
+        """The cut, as long as it has no verdict; else None."""
         cut = self.cut
         return cut if cut is not None and cut.verdict is None else None
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether everything that is still made in this epoch has been accepted."""
+        """Whether there is an unsettled cut, and all calls that it leaves valid have been accepted."""
         cut = self.unsettled
         return cut is not None and self.places.have_come_to(*cut.refusal.begins)
 
     @property
     def has_given_up(self) -> bool:
-        """Whether what is left of the latest call is lost, as all ranks know."""
+        """Whether the rest of the latest call is lost, by a verdict that all ranks share."""
         return self.refusal_at(self.places.latest) is not None
 
     def refusal_at(self, place: int) -> Refusal | None:
-        """The refusal with which that place was lost, as all ranks know."""
+        """The refusal by which ``place`` was lost in the latest verdict, which all ranks share; else None."""
         settled = self.settled
         return settled.refusal if settled is not None and settled.covers(place) else None
 
     def has_lost(self, place: int, until: int) -> bool:
-        """Whether all ranks know that the call at that place is lost, and those below ``until``."""
+        """Whether the latest verdict says that the calls from ``place`` to below ``until`` are lost."""
         settled = self.settled
         return settled is not None and settled.covers(place) and until <= settled.resumes
 
     def refusal_of(self, place: int, part: int) -> Refusal | None:
-        """The refusal with which that part was lost, as far as is known."""
+        """The refusal by which that part was lost, as far as this rank knows; settled or not."""
         cut = self.unsettled
         refusal = self.refusal_at(place) if cut is None else cut.refusal
         return refusal if refusal is not None and refusal.loses(place, part) else None
 
     def takes(self, job: Job) -> Refusal | bool:
-        """Whether a call that is accepted now may be queued; the refusal if it is lost with one already.
+        """Decide what becomes of a call that is accepted now.
 
-        It is held, if neither, until there is a verdict.
+        Returns True if it may be queued, and the refusal if it is lost already. Else the cut holds it until
+        there is a verdict, and False is returned.
         """
         if job.place and (given_up := self.refusal_at(job.place)) is not None:
-            return given_up  # its peers have, already
+            return given_up  # by a verdict that the peers know too
         cut = self.cut
         if cut is None or not cut.refusal.loses(job.place, job.part):
             return True
@@ -289,7 +298,7 @@ class Epochs:
         return True
 
     def halt(self, refusal: Refusal, peak: int, *, own: bool) -> Cut | None:
-        """Something is refused, by this rank if it is its ``own``: the cut, if that makes it or lowers it."""
+        """Apply ``refusal``, which is this rank's if ``own``. Returns the cut if it is new or was lowered."""
         cut, settled = self.unsettled, self.settled
         if settled is not None and refusal.place < settled.resumes:
             if refusal.end <= settled.resumes:
@@ -299,7 +308,7 @@ class Epochs:
             cut = self.cut = Cut(self.number, refusal, peak)
         elif refusal.begins >= cut.refusal.begins or cut.stated:
             if own and (cut.stated or refusal.end > cut.refusal.end):
-                cut.hold(refusal)  # it may belong to the next epoch
+                cut.hold(refusal)  # the refused calls may belong to the next epoch
             return None
         cut.refusal, cut.peak = refusal, peak
         if own:
@@ -307,11 +316,15 @@ class Epochs:
         return cut
 
     def settle(self, cut: Cut, verdict: Verdict) -> list[Job]:
-        """The next one begins, with what was held and is still wanted, up to the next refusal in that."""
+        """Begin the next epoch. Returns the held calls that may be queued now.
+
+        These are the ones that the verdict has not lost, below the first refusal that was held with them.
+        That refusal, if any, begins the next cut, which holds the rest.
+        """
         self.number += 1
         cut.verdict = self.settled = verdict
         if cut.mine is not None:
-            cut.hold(cut.mine)  # it may be of a call of the next child task, which is still to be refused
+            cut.hold(cut.mine)  # it may refuse a call of the next child task, in the next epoch
         if self.places.latest >= verdict.resumes - 1:
             self.cut = None
         held = [one for one in map(verdict.left_of, cut.held) if one is not None]
@@ -330,7 +343,7 @@ class Epochs:
         return jobs
 
     def end(self) -> list[Job]:
-        """There are no more calls; comes back what was held."""
+        """Accept no more calls. Returns the calls that were held."""
         self.is_over = True
         held = [] if self.cut is None else [one for one in self.cut.held if not isinstance(one, Refusal)]
         if self.cut is not None:

@@ -1,7 +1,8 @@
-"""What this rank does about refused calls of a lane, its own and its peers'. See ``cut`` for what holds.
+"""Halt and resume one lane when this rank or a peer refuses a call.
 
-``health.refusals`` says when: it talks with the peers. Each step is one change under the lane's lock, made
-before anybody is woken.
+``cut`` defines the terms (place, part, epoch, cut, verdict) and the rules. ``health.refusals`` talks with the
+peers and calls the methods here. Each step is one change under the lane's lock, made before any waiter is
+woken.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Halting"]
 
-#: An operation that will never end, and what to tell of it.
+#: An operation that will never complete, and the error that its waiters get.
 Lost = tuple["Operation", "CollectiveError"]
 
 
 class Halting:
-    """Of one lane. It takes the lane's lock itself: what is not private is called without it."""
+    """Carries out refusals on one lane.
+
+    Public methods and ``own`` take the lane's lock: call them without holding it. ``is_halted`` and
+    ``is_settling`` take no lock.
+    """
 
     def __init__(
         self,
@@ -39,9 +44,9 @@ class Halting:
         records: Records,
         restart: Callable[[bool], Callable[[], object] | None],
     ) -> None:
-        """``restart``: begins the next epoch, on another communicator unless ranks are in step.
+        """``restart(in_step)`` begins the next epoch, and opens another communicator unless ``in_step``.
 
-        It is called with the lock held; what it gives back is left to do without it.
+        It is called with the lock held, and returns what is to be called after the lock is released, or None.
         """
         self.lock: host.Lock = lock
         self._lane = lane
@@ -54,21 +59,21 @@ class Halting:
 
     @property
     def is_halted(self) -> bool:
-        """Whether a refused call is being settled."""
+        """Whether the lane has a cut: one that is being settled, or whose lost calls are still to be made."""
         return self._epochs.cut is not None
 
     @property
     def own(self) -> tuple[int, Refusal] | None:
-        """The epoch, and what this rank has refused in it that is not settled."""
+        """The epoch and this rank's own refusal in it, until that is settled; else None."""
         with self.lock:
             cut = self._epochs.unsettled
             return None if cut is None or cut.mine is None else (cut.epoch, cut.mine)
 
     @property
     def is_settling(self) -> bool:
-        """Whether peers may still ask this rank which of its calls a refusal cancels.
+        """Whether peers may still need this rank's statement, or its answer, on an unsettled refusal.
 
-        Not while it has calls to make below the refused one: until then it cannot answer.
+        False while this rank has yet to make calls below the refused one: it cannot state anything before.
         """
         cut = self._epochs.unsettled
         if cut is None or self._epochs.is_over:
@@ -84,11 +89,13 @@ class Halting:
         name: str = "",
         until: int = 0,
     ) -> Cut | None:
-        """This rank does not make the call at ``place`` (None: its next one). The cut, if this begins one.
+        """Refuse the call at ``place`` (None: this rank's next one), and halt the lane there.
 
-        Nor what is left of it from ``part`` on; None: after what was accepted last. Whoever waits for
-        ``spare`` is told otherwise. ``name``: of the call, if it was made just now and is not recorded yet.
-        ``until``: nor does it make those below that place.
+        Returns the new cut, or None if this refusal does not begin one. ``part`` is the first part of the
+        call that is refused; None: the one after the last part accepted. The operation with the completion
+        ``spare`` is not failed here, as its waiter gets another error. ``name`` is the call's name, if it was
+        made just now and is not recorded yet. ``until``: the calls from ``place`` to below this place are
+        refused as well.
         """
         epochs = self._epochs
         places = epochs.places
@@ -107,26 +114,32 @@ class Halting:
         return begun
 
     def hear(self, epoch: int, refusal: Refusal) -> Cut | None:
-        """A peer has refused a call in ``epoch``. The cut, if this begins one."""
+        """Halt the lane where a peer has refused a call in ``epoch``.
+
+        Returns the new cut, or None if this refusal does not begin one.
+        """
         epochs = self._epochs
         with self.lock:
             if epochs.is_over or epoch != epochs.number or (epochs.cut and epochs.cut.verdict):
                 return None
             begun, lost = self._halt(refusal, self._peak())
-            if refusal.until:  # lost in any case, also where that rank has yet to open the lane
+            if refusal.until:  # these are lost in any case, even if that rank has yet to open the lane
                 lost += self._lost(refusal.place, refusal.until, refusal)
         self._fail_all(lost)
         return begun
 
     def conclude(self, cut: Cut) -> bool:
-        """Whether all below the cut is over here: then this rank can say how far it went, and that stands."""
+        """Fix this rank's statement if all calls below the cut are over here; returns whether it is fixed."""
         with self.lock:
             if not cut.stated and self._epochs.cut is cut and self._is_quiet(cut.refusal):
                 cut.state(self._peak(), self._epochs.places.ends)
             return cut.stated
 
     def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
-        """All ranks have stated how far they went: go on where all do. The next cut, if one is waiting."""
+        """Begin the next epoch where ``verdict`` says, now that all ranks have stated how far they went.
+
+        Returns the cut of the next epoch if a call in it is known to be refused already, else None.
+        """
         with self.lock:
             if self._epochs.is_over or self._epochs.cut is not cut:
                 return None
@@ -136,7 +149,7 @@ class Halting:
             rest = None if verdict.next_child else self._restart(verdict.in_step)
             self._queue.extend(jobs)
             for refusal in verdict.beyond:
-                if refusal.rank != self._rank:  # else it was held
+                if refusal.rank != self._rank:  # the cut held this rank's own, and ``settle`` applied them
                     lost += self._halt(refusal, max(cut.issued, refusal.place - 1))[1]
             following = self._epochs.unsettled
         self._queue.request(len(jobs))
@@ -145,15 +158,15 @@ class Halting:
             rest()
         return following
 
-    # With the lock held
+    # Called with the lock held
 
     def _peak(self) -> int:
-        """The highest place of which something may have been issued."""
+        """The highest place at which an operation may have been issued."""
         epochs, cut = self._epochs, self._epochs.unsettled
         return max(self._queue.reached(epochs.places.latest) if cut is None else cut.peak, epochs.issued)
 
     def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
-        """Issue nothing at or above the refused place; what is in flight there is lost."""
+        """Issue nothing more that ``refusal`` loses. Returns the new cut, if any, and the lost operations."""
         before = self._epochs.cut
         cut = self._epochs.halt(refusal, peak, own=refusal.rank == self._rank)
         if cut is None:
@@ -165,7 +178,7 @@ class Halting:
         return None if cut is before else cut, self._lost(refusal.place, last, refusal)
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
-        """What is in flight from ``first`` to ``last``, with the error of each."""
+        """The operations from ``first`` to ``last`` that ``refusal`` loses, with the error of each."""
         return [
             (operation, refusal.error(self._lane, operation.sequence, operation))
             for operation in self._outstanding
@@ -173,6 +186,7 @@ class Halting:
         ]
 
     def _is_quiet(self, refusal: Refusal) -> bool:
+        """Whether all that ``refusal`` leaves valid has been accepted and issued, and is over here."""
         places = self._epochs.places
         return (
             places.have_come_to(*refusal.begins)
@@ -185,9 +199,10 @@ class Halting:
             )
         )
 
-    # Without it
+    # Called without the lock
 
     def _fail_all(self, lost: list[Lost]) -> None:
+        """Fail the lost operations, then issue what the queue may issue now."""
         for operation, error in lost:
             operation.fail(error)
         self._queue.drive()

@@ -1,7 +1,7 @@
 """The runtime's record of one accepted operation; ``Work`` is the user's handle to it.
 
-The lane holds operations strongly for as long as they are in flight, so that buffers outlive a
-dropped handle; the user's ``Work`` may go at any time.
+The lane holds operations strongly for as long as they are in flight, so that their buffers outlive the
+user's ``Work``, which may be dropped at any time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "Operation", "Order"]
 
-#: An inline wait holds the loop, so it is for operations expected to end within this time.
+#: A waiter blocks the event loop only for operations that are expected to end within this time.
 INLINE_SECONDS = 1e-3
-#: By so much a timer may be early.
+#: A timer may fire this much early.
 EARLY_SECONDS = 1e-3
 _wakers_lock = host.Lock()
 renew(_wakers_lock)
@@ -38,25 +38,25 @@ class Estimate:
 
     def __init__(self, name: str, size_bytes: int = 0) -> None:
         self.name: str = name
-        # A first guess until something was seen: a round trip, and 1 GB/s.
+        # A first guess, until a waiter has measured one: a round trip, and 1 GB/s.
         self.seconds: float = 2e-4 + size_bytes * 1e-9
 
     def took(self, seconds: float) -> None:
-        """A waiter saw the operation end ``seconds`` after it was issued.
+        """Take into account that a waiter saw the operation end ``seconds`` after it was issued.
 
-        One that was late (a peer was, or the scheduler) says little about the next: it counts as four
-        times the estimate at most.
+        If it was late (because of a peer, or the scheduler), that says little about the next one: it counts
+        as four times the estimate at most.
         """
         known = self.seconds
         self.seconds = known + 0.2 * (min(seconds, 4 * known) - known)
 
     def at_most(self, seconds: float) -> None:
-        """The operation was found done: it took no longer than this."""
+        """Lower the estimate to ``seconds``: the operation was found done after that time."""
         self.seconds = min(self.seconds, seconds)
 
 
 class Order(Protocol):
-    """The lane that an operation is on, as far as it needs to know."""
+    """What an ``Operation`` needs of its lane."""
 
     name: str
     key: str
@@ -66,7 +66,7 @@ class Order(Protocol):
 
     @property
     def epoch(self) -> int:
-        """How often its ranks have come in step again after a refusal."""
+        """The number of the current epoch (``cut``), from 0."""
 
     @property
     def communicator(self) -> Communicator | None:
@@ -76,14 +76,14 @@ class Order(Protocol):
         """The typed error for ``native``, with its culprit named."""
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
-        """What is left of ``operation`` when it is done."""
+        """A new operation for what remains to be done after ``operation``; it is over with ``completion``."""
 
     def lose(self, error: CollectiveError) -> None:
-        """A rank of the group is gone, or calls are out of step: give it up."""
+        """Give the lane up: a rank of the group is gone, or calls are out of step."""
 
 
 class Operation:
-    """One accepted operation: where it is in its lane's order, and how to tell that it is over."""
+    """One accepted operation: its place in its lane's order, its deadline, and whether it is over."""
 
     __slots__ = (
         "__weakref__",
@@ -119,34 +119,34 @@ class Operation:
         self.sequence: int = sequence
         self.completion: Completion = completion
         self._spot = spot
-        #: when it was called: before its input was copied, and before the library was asked for it
+        #: when the user called it: before its input was copied, and before the native call
         self.started: float = called
         self._timeout = timeout
         self.deadline: float = called + timeout
-        #: somebody has seen it end well
+        #: a waiter has seen it end without an error
         self.over: bool = False
         self.failure: AsyncCollError | None = None
-        self.part: int = 1  # of those at its place
-        self.peer: int = -1  # of a message: the index of the other rank
-        self.tag: int = 0  # of a message
-        self.ticket: int = 0  # of its record
+        self.part: int = 1  # which part of the call at its place it is, from 1 (``cut``)
+        self.peer: int = -1  # for a message: the other rank's index in the group
+        self.tag: int = 0  # for a message: its tag
+        self.ticket: int = 0  # the number of its entry in the flight recorder
         self._wakers: list[Callable[[], object]] | None = None
 
     @property
     def name(self) -> str:
-        """Of the collective: ``all_reduce``."""
+        """The name of the collective, as in ``all_reduce``."""
         return self.estimate.name
 
     @property
     def title(self) -> str:
-        """``all_reduce #41``, or ``send to rank 1 (tag 0)``."""
+        """Its name with its place, or with its peer: ``all_reduce #41``, or ``send to rank 1 (tag 0)``."""
         if self.peer < 0:
             return call_name(self.name, self.sequence)
         return message_name(self.name, self.lane.group.ranks[self.peer], self.tag)
 
     @property
     def place(self) -> Place:
-        """The line that called it."""
+        """The source line that called it (its place in the order is ``sequence``)."""
         return self._spot.place
 
     def __repr__(self) -> str:
@@ -160,40 +160,40 @@ class Operation:
         return self.over or self.failure is not None or self.completion.done()
 
     def landed(self) -> bool:
-        """Whether its memory is no longer in use: ``done()``, and for the device as well."""
+        """Whether its memory is no longer in use: it is ``done()``, and the device is done with it too."""
         return self.over or self.failure is not None or self.completion.landed()
 
     def saw_end(self, now: float) -> None:
-        """It is seen to be over. Observers are told before the waiter goes on."""
+        """Note that a waiter found the operation over, and call the wakers before that waiter goes on."""
         self.over = self.completion.fine and self.failure is None
         self.lane.world.recorder.ended(self.ticket, now)
         if self._wakers:
             self._wake()
 
     def attend(self) -> None:
-        """A waiter begins: the world checks from time to time whether it can still complete."""
+        """Begin a wait: the world checks from now on whether the operation can still complete."""
         world = self.lane.world
         world.recorder.waited(self.ticket, host.monotonic())
         world.watch_over(self)
 
     def leave(self) -> None:
-        """Nobody does any more, or just now."""
+        """End a wait: the world stops checking on the operation for this waiter."""
         self.lane.world.watch_no_more(self)
 
     def give_up(self) -> None:
-        """Nobody will, as far as this waiter knows, which was cancelled."""
+        """End the wait of a cancelled waiter; record the operation as given up if nobody else waits."""
         if not self.lane.world.watch_no_more(self):
             self.lane.world.recorder.given_up(self.ticket)
 
     def extend(self) -> None:
-        """A waiter was told that its deadline has passed: the next wait has as long again."""
+        """Record a timeout, and set a new deadline, so that the next wait has the full timeout again."""
         now = host.monotonic()
         self.lane.world.recorder.timed_out(self.ticket, now)
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
 
     def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
-        """Another one at the same place and with the same time limit, which is over with ``completion``."""
+        """A new operation at the same place, with the same deadline; it is over with ``completion``."""
         follower = Operation(
             self.lane, estimate, self.sequence, completion, self._spot, self._timeout, host.monotonic()
         )
@@ -203,7 +203,7 @@ class Operation:
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
-        """Call ``waker`` once ``done()`` is true, at once if it is; returns a function that forgets it."""
+        """Call ``waker`` once ``done()`` is true, at once if it is. Returns a function that cancels this."""
         with _wakers_lock:
             first = self._wakers is None
             if first:
@@ -235,11 +235,14 @@ class Operation:
             self._wake()
 
     def refused(self, why: str) -> None:
-        """It stands for a message that this rank refuses."""
+        """Record that this rank refuses the message that this operation stands for."""
         self.lane.world.recorder.refused(self.ticket, why, host.monotonic())
 
     def disown(self, error: CollectiveError) -> Completion:
-        """In a forked child: it is the parent's. What must not be asked here any more, nor destroyed."""
+        """In a forked child, fail with ``error`` an operation of the parent.
+
+        Returns its native completion, which the child must neither ask for anything nor destroy.
+        """
         native = self.completion
         if not self.over:
             self.failure = error
@@ -247,22 +250,22 @@ class Operation:
         return native
 
     def order(self) -> None:
-        """Order the current device stream after it; the library may be told to wait here, and may fail."""
+        """Order the current device stream after it. The backend may wait in this call, and may fail."""
         try:
             self.completion.synchronize()
         except RuntimeError as error:
             self._fails(self.lane.explain_failure(self, error))
 
     def error(self) -> AsyncCollError | None:
-        """Its error, as one of ours; None if it succeeded. Only once done. Kept: waiters raise a copy."""
+        """Its error, as one of ours; None if it succeeded. Call only once done; each waiter raises a copy."""
         if self.failure is None and (native := self.completion.error()) is not None:
             self._fails(self.lane.explain_failure(self, native))
         return self.failure
 
     def _fails(self, error: AsyncCollError) -> None:
-        forget_frames(error)  # its lane may keep it for long
+        forget_frames(error)  # the lane may keep the error, and frames would keep their variables alive
         self.failure = error
         if isinstance(error, CollectiveError):
-            error.operation = error.operation or self.name  # the first of those that fail with it
+            error.operation = error.operation or self.name  # of the operations failing with it, the first
             error.lane = error.lane or self.lane.name
         self.lane.world.recorder.failed(self.ticket, str(error), host.monotonic())
